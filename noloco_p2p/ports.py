@@ -101,7 +101,6 @@ class Transport(Protocol):
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
-
         The body leaves when the peer has asked for it and `claim` lets it; with None at once, if one message holds it.
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec` and has the same
         microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
@@ -127,7 +126,6 @@ class Transport(Protocol):
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: TensorSpecs) -> ReplicaState:
         """Fetch a replica's whole state, tensor by tensor, within `deadline_s`.
-
         A transfer that is cut goes on with the same copy of the same peer. Raises Unreachable when the peer is gone for
         good, Declined when it has no state to give or the copy is gone, Violation as `fetch_snapshot`.
         """
@@ -264,8 +262,10 @@ class Checkpoints(Protocol):
     async def held(self) -> list[Holding]:
         """The checkpoints that look whole, oldest first; those of another run or node are passed over."""
 
-    async def save(self, checkpoint: Checkpoint) -> None:
-        """Write one, all or nothing, and remove those too many. Raises LocalError (a full disk): the old ones stay."""
+    async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
+        """Write one, all or nothing, and remove those too many. Raises LocalError (a full disk): the old ones stay.
+        `pin`: the one before it stays until another one is pinned.
+        """
 
     async def load(self, held: Holding) -> Checkpoint | None:
         """Read one. None when it turns out torn or corrupt: then the one before is the newest."""

@@ -34,6 +34,8 @@ class Checkpointer:
         """The newest outer round that was merged when this last looked."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
+        self._alarms, self._calm = node.alarms, True
+        """`NodeState.alarms` by then; and whether there was none since the one before it."""
 
     def go_on(self) -> None:
         """The weights are those of the outer round and the step that the advert says."""
@@ -132,14 +134,17 @@ class Checkpointer:
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
         self._newest, self._newest_step = round, node.step
-        self._writing = asyncio.create_task(self._write(checkpoint, began))
+        # Of alarms that go on and on, the checkpoint before the first one stays.
+        alarmed, calm = node.alarms > self._alarms, self._calm
+        self._alarms, self._calm = node.alarms, not alarmed
+        self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
 
-    async def _write(self, checkpoint: Checkpoint, began: float) -> None:
+    async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
         """A checkpoint that cannot be written is reported, and the node trains on: the next one may fit."""
         node, state = self._node, checkpoint.state
         try:
             with self._waits.waiting("checkpoint", Resource.DISK, idle=True):
-                await self._checkpoints.save(checkpoint)
+                await self._checkpoints.save(checkpoint, pin=pin)
         except LocalError as error:
             node.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")
             return

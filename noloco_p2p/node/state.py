@@ -61,6 +61,7 @@ class NodeState:
         """Seconds spent in evaluations while training."""
         self._clocked_at: float | None = None
         """When the clock was last moved at this stage."""
+        self.alarms = 0  # how often what a peer sent was so wrong that it was not even clipped
         self._troubles: dict[str, tuple[str, float]] = {}
         """What is wrong although the node goes on, by name: (message, since when)."""
 
@@ -144,8 +145,7 @@ class NodeState:
 
     def drain(self, reason: str, *, next_stage: int | None = None) -> None:
         """Finish what is held and begin nothing new: to leave, or to go on at `next_stage`."""
-        self.drain_by = self.now() + self.config.limits.drain_s / 2
-        self.next_stage = next_stage
+        self.drain_by, self.next_stage = self.now() + self.config.limits.drain_s / 2, next_stage
         if self.advert.state != "draining":
             self.enter("drain", reason)
         self._waits.pulse()
@@ -176,6 +176,11 @@ class NodeState:
         if self.error is None:
             self.error = error
             self._waits.pulse()
+
+    def distrust(self, result: str, **fields: object) -> None:
+        """What a peer sent was not taken as it came."""
+        self.alarms += result not in ("clipped", "gradient")
+        self.event("distrusted", result=result, **fields)
 
     def trouble(self, name: str, message: str | None) -> None:
         """Something is wrong from now on, or (None) is so no longer; the node goes on in any case."""
@@ -222,7 +227,6 @@ class NodeState:
         self, result: StepResult, clocks: Iterable[tuple[float, float, float]], line: MeasuredLine
     ) -> None:
         """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0 (Members.clocks), and my speeds.
-
         The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
         projected as slow. Microbatches count by the seconds that the device worked: in wall time all stages pass
         equally many, whichever of them holds the others back.
@@ -230,9 +234,8 @@ class NodeState:
         self.inner_steps += 1
         self.routes = {}
         now, manifest = self.now(), self.manifest
-        samples = [schedule.project(*clock, manifest.outer.inner_steps) for clock in clocks]
-        if self.index == 0:
-            samples.append(self.advert.step + 0.5)
+        samples = [self.advert.step + 0.5] if self.index == 0 else []
+        samples += [schedule.project(*clock, manifest.outer.inner_steps) for clock in clocks]
         median = schedule.clock_median(samples)
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
         step = schedule.advance(self.advert.step, median, manifest.steps, pull)
@@ -292,7 +295,6 @@ class NodeState:
 
 def _smooth_rate(rate: float, took_s: float) -> float:
     """One over the moving average of what about ten inner steps took, which begins with the first.
-
     Not the average of their rates: noise makes that one larger, and a clock projected with it runs ahead.
     """
     return 1 / (0.9 / rate + 0.1 * took_s if rate else took_s)

@@ -73,7 +73,7 @@ class VectorPuller:
     def _report(self, found: PartnerVector) -> None:
         """Report a vector that was not merged as it is. Raises Violation for one that is refused."""
         if found.verdict:
-            self._node.event("distrusted", result=found.verdict, peer=found.peer, round=found.round)
+            self._node.distrust(found.verdict, peer=found.peer, round=found.round)
         if found.verdict == "refused":
             raise Violation(f"the vector of {found.peer} is too far from mine to be merged")
 

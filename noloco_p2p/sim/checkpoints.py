@@ -32,16 +32,20 @@ class Disk:
         """If set, saves fail."""
         self.torn_by_crash = torn_by_crash
         self._entries: list[_DiskEntry] = []
+        self._pinned: _DiskEntry | None = None
 
     def held(self) -> list[Holding]:
         """The checkpoints that look complete, oldest first."""
         return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
 
-    def put(self, checkpoint: Checkpoint, keep: int, *, torn: bool = False) -> None:
+    def put(self, checkpoint: Checkpoint, keep: int, *, pin: bool = False, torn: bool = False) -> None:
         """Add a checkpoint in place of one of the same stage and round, and delete the oldest beyond `keep`."""
+        self._pinned = self._entries[-1] if pin and self._entries else self._pinned
         fresh = _DiskEntry(checkpoint, torn)
-        others = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] and not one.noticed]
-        self._entries = [*others, fresh][-keep:]
+        stays = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] or one is self._pinned]
+        others = [one for one in stays if not one.noticed]
+        forgotten, kept = [*others, fresh][:-keep], [*others, fresh][-keep:]
+        self._entries = [*(one for one in forgotten if one is self._pinned), *kept]
 
     def get(self, held: Holding) -> Checkpoint | None:
         """A complete checkpoint; None if it is torn, which is then known, or missing."""
@@ -82,7 +86,7 @@ class SimCheckpoints:
         """See `ports.Checkpoints`."""
         return self._disk.held()
 
-    async def save(self, checkpoint: Checkpoint) -> None:
+    async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
         """See `ports.Checkpoints`. Writes the values as they are at the time of the call."""
         frozen, task = _copy(checkpoint), asyncio.current_task()
         if self.dead or task is None:
@@ -96,7 +100,7 @@ class SimCheckpoints:
                 self._disk.put(frozen, self._keep, torn=True)
         if self._disk.full:
             raise LocalError("the disk is full")
-        self._disk.put(frozen, self._keep)
+        self._disk.put(frozen, self._keep, pin=pin)
 
     async def load(self, held: Holding) -> Checkpoint | None:
         """See `ports.Checkpoints`."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
+from typing import cast
 
 import pytest
 
@@ -81,9 +82,9 @@ def test_the_evidence_names_both_and_how_they_differ() -> None:
     outliers = [one for one in pairs if one.get("outlier")]
     assert 8 <= len(outliers) < len(pairs)
     for one in outliers:
-        first, second = one.get("microbatches")  # type: ignore[misc]
+        first, second = cast("tuple[int, int]", one.get("microbatches"))
         assert abs(second - first) == 1
-        assert "s1r2" in one.get("peers")  # type: ignore[operator]
+        assert "s1r2" in cast("tuple[PeerId, PeerId]", one.get("peers"))
         assert one.number("cosine") < -0.9
 
 

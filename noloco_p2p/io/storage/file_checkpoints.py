@@ -13,10 +13,12 @@ from safetensors import SafetensorError
 
 from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.durable_files import make_folders
+from noloco_p2p.io.durable_files import make_folders, write_whole
 from noloco_p2p.io.storage import checkpoint_format
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, ForeignCheckpointFormat
 
+PINNED = "pinned"
+"""In the folder: the name of the checkpoint that stays, without its ending."""
 log = logging.getLogger("noloco_p2p")
 
 
@@ -37,9 +39,9 @@ class FileCheckpoints:
         """See `ports.Checkpoints`. Of two with equal names the newer one counts. Raises LocalError."""
         return list(dict.fromkeys(stored.holding for stored in await asyncio.to_thread(self._stored)))
 
-    async def save(self, checkpoint: Checkpoint) -> None:
+    async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
         """See `ports.Checkpoints`. On return it is on the disk, not only on its way. Raises LocalError."""
-        await asyncio.to_thread(self._save, checkpoint)
+        await asyncio.to_thread(self._save, checkpoint, pin)
 
     async def load(self, held: Holding) -> Checkpoint | None:
         """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
@@ -63,11 +65,13 @@ class FileCheckpoints:
                 log.warning("%s; using the one before it", error)
         return None
 
-    def _save(self, checkpoint: Checkpoint) -> None:
+    def _save(self, checkpoint: Checkpoint, pin: bool) -> None:
         with self._lock:
             try:
                 make_folders(self._folder)
                 before = self._stored()
+                if pin and before:
+                    write_whole(self._folder / PINNED, before[-1].path.stem.encode())
                 stored = checkpoint_format.write_checkpoint(
                     self._folder, checkpoint, self._run_id, self._peer_id, self._next_number()
                 )
@@ -88,7 +92,8 @@ class FileCheckpoints:
 
     def _sweep(self, kept: list[CheckpointFiles]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
-        names = {one.path.stem for one in kept}
+        pinned = self._folder / PINNED
+        names = {one.path.stem for one in kept} | ({pinned.read_text()} if pinned.exists() else set())
         others = [path for path in self._folder.glob("stage-*.json") if path.stem not in names]
         names |= {path.stem for path in others if self._foreign(path)}
         for suffix in (".json", ".safetensors"):

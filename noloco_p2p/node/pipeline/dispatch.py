@@ -130,7 +130,7 @@ class Dispatcher:
             stage.discard(graph)
             raise
         if done.clip < 1:
-            node.event("distrusted", result="gradient", peer=peer)
+            node.distrust("gradient", peer=peer)
         return StageResult(done, peer, gradient)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:

@@ -31,6 +31,6 @@ class FiniteWatch:
             return
         for other in others:
             self._swarm.failed(other)
-        node.event("distrusted", result="not_finite")
+        node.distrust("not_finite")
         came = f"{LONGEST_STREAK} microbatches in a row were not finite, and this node computes well"
         node.event("warning", message=f"{came}: they came from or through {', '.join(others)}")

@@ -61,6 +61,6 @@ class GradientAudit:
         if dissenter is None:
             return
         self._swarm.members.distrust(dissenter, now=node.now())
-        node.event("distrusted", result="dissenter", peer=dissenter)
+        node.distrust("dissenter", peer=dissenter)
         named = ", ".join(sorted(self._swarm.members.distrusted(node.now())))
         node.trouble(TROUBLE, f"gradients of {named} differ from those of all others for the same data: set aside")

@@ -126,6 +126,23 @@ def test_a_checkpoint_comes_back_bitwise_in_another_process(reopen: Open, dtype:
     assert _load(reopen(), Holding(stage, 11, 100)) is None
 
 
+def test_a_pinned_one_stays_until_another_one_is_pinned(reopen: Open) -> None:
+    """Also in later processes, though it is the oldest or another one of its round is written."""
+
+    def rounds_after(*numbers: int, pin: bool = False) -> list[int]:
+        for number in numbers:
+            save = reopen().save(_checkpoint(number), pin=pin)
+            run_virtually(save, limit_s=60.0) if isinstance(reopen(), SimCheckpoints) else asyncio.run(save)
+        return [held.round for held in _held(reopen())]
+
+    assert rounds_after(5, pin=True) == [5], "there was none before it"
+    assert rounds_after(10, pin=True) == [5, 10]
+    assert rounds_after(15, 20, 25) == [5, 15, 20, 25]
+    assert rounds_after(5, 30) == [5, 25, 30]
+    assert rounds_after(35, pin=True) == [5, 30, 35]
+    assert rounds_after(40, 45, 50) == [30, 40, 45, 50]
+
+
 def test_the_newest_are_kept_also_after_a_step_back(reopen: Open) -> None:
     saved = {round: _checkpoint(round) for round in (5, 10, 15, 20)}
     _save(reopen(), *saved.values())
