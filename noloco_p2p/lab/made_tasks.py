@@ -1,9 +1,9 @@
-"""`noloco tasks`: five small tasks that are made, not collected: addition, sorting, brackets, copying, recall.
+"""`noloco tasks`: five small generated tasks: addition, sorting, brackets, copying, recall.
 
-An item is a prompt and its completion, and four choices of equal length of which the completion is one, so that an
-answer can be judged twice: is the text that a model gives exactly right, and does it find the right one likeliest.
-Everything is ASCII and, with the end of text, at most MOST_BYTES bytes long. The items of a task are all different,
-and follow from the seed.
+An item is a prompt, its completion, and four choices of equal length, one of which is the completion. So an answer can
+be judged twice: whether the generated text is exactly right, and whether the model finds the right choice the
+likeliest. Everything is ASCII and at most MOST_BYTES bytes long, including the end of text. The items of a task are all
+different, and are determined by the seed.
 """
 
 import json
@@ -33,11 +33,11 @@ class TaskItem(NamedTuple):
     completion: str
     choices: tuple[str, ...]
     answer: int
-    """Which of the choices is the completion."""
+    """Index of the completion among the choices."""
 
 
 Drawn = tuple[str, str, str]
-"""Input, answer, and the characters that an answer consists of."""
+"""Input, answer, and the characters of which an answer consists."""
 
 
 def _addition(chance: Random) -> Drawn:
@@ -51,7 +51,7 @@ def _sorting(chance: Random) -> Drawn:
 
 
 def _brackets(chance: Random) -> Drawn:
-    """Opened and partly closed; what closes the rest is asked for."""
+    """Brackets opened and partly closed; the answer closes the rest."""
     opened, text = "", ""
     while len(text) < 8 or len(opened) < 2:
         if opened and chance.random() < 0.4:
@@ -68,7 +68,7 @@ def _copying(chance: Random) -> Drawn:
 
 
 def _recall(chance: Random) -> Drawn:
-    """Of three keys with their values one is asked for; the fourth choice was not stored."""
+    """One of three keys is asked for; the value in the fourth choice was not stored."""
     keys, values = chance.sample(LETTERS, 3), "".join(chance.sample(string.digits, 4))
     stored = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=False))
     asked = chance.randrange(3)
@@ -85,7 +85,7 @@ TASKS: Mapping[str, Callable[[Random], Drawn]] = {
 
 
 def items(task: str, seed: int, count: int) -> list[TaskItem]:
-    """So many different ones; a longer list begins with the shorter one. ValueError when there are not as many."""
+    """This many different items; a longer list starts with the shorter one. Raises ValueError: there are fewer."""
     chance, found = generator(seed, "task", task), dict[str, TaskItem]()
     for _ in range(10 * count):
         given, right, alphabet = TASKS[task](chance)
@@ -98,7 +98,7 @@ def items(task: str, seed: int, count: int) -> list[TaskItem]:
 
 
 def _choices(chance: Random, right: str, alphabet: str) -> tuple[str, ...]:
-    """The right one and others with one character changed, in random order."""
+    """The right choice and others with one character changed, in random order."""
     found = [right]
     while len(found) < CHOICES:
         at = chance.randrange(len(right))
@@ -110,10 +110,10 @@ def _choices(chance: Random, right: str, alphabet: str) -> tuple[str, ...]:
 
 
 def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[TaskItem]]:
-    """Write TRAIN, with `train` items of every task in turn, for `noloco finetune`, and each task's other `test`
-    items with two tasks of lm-evaluation-harness, NAME and NAME_choice. Returns the latter items by task.
+    """Write TRAIN, with `train` items of every task in turn, for `noloco finetune`, and each task's other `test` items
+    with two tasks of lm-evaluation-harness, NAME and NAME_choice. Returns the latter items by task.
 
-    Raises LocalError when the disk refuses.
+    Raises LocalError: the files cannot be written.
     """
     homes.require("", out, Home.TASKS, Home.EMPTY)
     made = {task: items(task, seed, train + test) for task in TASKS}

@@ -1,4 +1,4 @@
-"""Processes of the measurements: started fresh, and gone when the command is, however that ended."""
+"""Processes for measurements: newly started, and ended with the command, however that ends."""
 
 import multiprocessing
 import os
@@ -16,15 +16,15 @@ from typing import Any
 
 from noloco_p2p.errors import LocalError
 
-# grpc and torch do not survive a fork, and a measurement must find nothing of another one's state.
+# grpc and torch do not survive a fork, and a measurement must not inherit the state of another.
 FRESH = multiprocessing.get_context("spawn")
 
 
 @contextmanager
 def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
-    """Processes with these environment variables, all started at the first `submit`.
+    """A pool of processes with these environment variables, all started at the first `submit`.
 
-    They end at once when the `with` is left by an exception. Raises LocalError when one of them dies.
+    They end at once if an exception leaves the `with`. Raises LocalError: one of them dies.
     """
     before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, FRESH, initializer=_as_a_worker)
@@ -50,9 +50,10 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[Any]:
-    """A second process that runs `serve(ready, *args)` in an event loop; gives what it passed to `ready`: its ports.
+    """A second process that runs `serve(ready, *args)` in an event loop. Yields what it passed to `ready`, such as its
+    ports.
 
-    Raises LocalError when it ends before.
+    Raises LocalError: it ends before that.
     """
     mine, theirs = FRESH.Pipe()
     process = FRESH.Process(target=_serve, args=(theirs, serve, args), daemon=True)
@@ -71,7 +72,7 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that no process is left."""
+    """SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process is left."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -83,13 +84,13 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held at once."""
+    """Peak memory of this process, bytes."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def _as_a_worker() -> None:
-    # At Ctrl-C the terminal signals the whole group: the command handles it and ends its workers.
+    # Ctrl-C signals the whole process group: the command handles it and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_command, daemon=True).start()
 

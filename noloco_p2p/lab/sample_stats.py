@@ -1,4 +1,4 @@
-"""Samples of measurements: how long operations take, and statistics as the JSON of the benches has them."""
+"""Samples of measurements: durations of operations, and statistics in the form that the benches write as JSON."""
 
 import statistics
 import time
@@ -11,8 +11,8 @@ from typing import Any
 class Stopwatch:
     """Seconds of operations by name, in the order in which they were timed.
 
-    The first `warm_up` times of each count for nothing. `settle` waits until an operation is over where it goes on by
-    itself, such as on a GPU.
+    The first `warm_up` measurements of each are ignored. `settle` waits until an operation is over that runs
+    asynchronously, such as on a GPU.
     """
 
     def __init__(self, warm_up: int = 1, settle: Callable[[], None] = lambda: None) -> None:
@@ -22,24 +22,24 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, name: Hashable) -> Iterator[None]:
-        """Time what is done inside."""
+        """Time the body of the `with`."""
         began_at = time.perf_counter()
         yield
         self._settle()
         self._seconds[name].append(time.perf_counter() - began_at)
 
     def counted(self, name: Hashable) -> list[float]:
-        """Seconds of each time after the first ones."""
+        """Seconds of each measurement after the warm-up."""
         return self._seconds[name][self._warm_up :]
 
     def median_s(self, *names: Hashable) -> float:
-        """Median of what these operations took together, time after time; 0 when there was none."""
+        """Median of the total time of these operations, measurement by measurement; 0 if there was none."""
         together = [sum(each) for each in zip(*map(self.counted, names), strict=True)]
         return statistics.median(together) if together else 0.0
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the values do not exceed; None without any."""
+    """The smallest value that at least `share` of the values do not exceed; None for no values."""
     ordered = sorted(values)
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
 

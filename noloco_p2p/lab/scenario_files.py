@@ -1,6 +1,6 @@
-"""Where a scenario comes from: its defaults < a YAML file < `--set a.b=v`.
+"""Reads scenarios: defaults < a YAML file < `--set a.b=v`.
 
-All faults are reported at once, one line each, with the file and line (or the option) and the nearest key.
+All errors are reported at once, one line each, with the file and line (or the option) and the nearest key.
 """
 
 import difflib
@@ -25,11 +25,11 @@ COSTS = {
     "inner_step_s": ("inner_step_s",),
     "outer_s": ("snapshot_s", "merge_s"),
 }
-"""Key of `compute` → those of a stage in the JSON of `noloco bench stage`, of which it is the mean."""
+"""Key of `compute` → the keys of a stage in the JSON of `noloco bench stage` of which it is the mean."""
 
 
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
-    """The scenario of a file (none: the default one) and `--set` options. Raises ConfigError, a line for each fault."""
+    """The scenario from a file (none: the default one) and `--set` options. Raises ConfigError, one line per error."""
     faults: list[str] = []
     path = named(path, SCENARIOS)
     entries = read_entries(path, {}, sets, KNOWN, faults)
@@ -61,7 +61,7 @@ def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[s
 
 
 def _add_measured(entries: list[SettingEntry], path: Path | None) -> None:
-    """Insert the costs that `compute.measured` names, before what is set by hand after it."""
+    """Insert the costs from the file named by `compute.measured`, before the values that are set after it."""
     for at, (key, value, place) in reversed(list(enumerate(entries))):
         if key == MEASURED and isinstance(value, str):
             source = Path(value) if path is None or place.startswith("--set") else path.parent / value

@@ -1,6 +1,6 @@
-"""`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice to compare.
+"""`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice for comparison.
 
-Worker processes import this module: it loads neither torch nor, before something is printed, what draws tables.
+Worker processes import this module: it loads neither torch nor, until something is printed, what draws tables.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class SimOptions:
     nodes: int | None = None
     sets: tuple[str, ...] = ()
     seed: int | None = None
-    """None: 0, where there are no `seeds`."""
+    """None: 0, unless there are `seeds`."""
     seeds: str | None = None
-    """`A:B`: from A up to B, which is left out."""
+    """`A:B`: from A up to but not including B."""
     as_json: bool = False
     trace: Path | None = None
     check: bool = False
@@ -56,7 +56,7 @@ class SimOptions:
 
 
 def run_sim(options: SimOptions) -> int:
-    """Run the command; its exit code. Raises ConfigError for what does not go together or cannot be read."""
+    """Run the command and return its exit code. Raises ConfigError: options do not fit, or a file cannot be read."""
     _check(options)
     scenario = scenario_files.load(options.path, options.sets)
     words = ["noloco", "sim", *([str(options.path)] if options.path else [])]
@@ -74,7 +74,7 @@ def run_sim(options: SimOptions) -> int:
 
 
 def seeds_of(text: str) -> range:
-    """`A:B` as a range. Raises ConfigError when it is none, or empty."""
+    """`A:B` as a range. Raises ConfigError: it is malformed or empty."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if not found or int(found[1]) >= int(found[2]):
         raise ConfigError(f"--seeds {text}: write it as A:B, the seeds from A up to B, which is left out")
@@ -103,16 +103,16 @@ def _check(options: SimOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A run to be made."""
+    """A requested run."""
 
     scenario: Scenario
     seed: int
     words: tuple[str, ...] = ()
-    """The command that asks for this scenario, without its seed."""
+    """The command for this scenario, without its seed."""
 
     @property
     def replay(self) -> str:
-        """The command that makes this run again."""
+        """The command that repeats this run."""
         return shlex.join([*self.words, "--seed", str(self.seed)])
 
 
@@ -122,23 +122,23 @@ class SimRun:
 
     request: SimRequest
     figures: RunFigures | None
-    """None: the run did not come to its end."""
+    """None: the run did not reach its end."""
     broken: str | None
-    """The first law that does not hold, in words."""
+    """A description of the first law that does not hold."""
     wall_s: float
-    """Seconds that the simulation took."""
+    """Wall-clock seconds of the simulation."""
     peak_bytes: int
-    """Most memory that its process ever held."""
+    """Peak memory of its process."""
     outcome: Outcome | None = None
-    """Only where it was asked for; it stays in the process that made it."""
+    """Only if requested; it stays in the process that made it."""
     lines: tuple[str, ...] = ()
-    """The trace, where it was asked for."""
+    """The trace, if requested."""
 
 
 def simulate(
     request: SimRequest, *, with_lines: bool = False, with_outcome: bool = False, position: SwarmPosition | None = None
 ) -> SimRun:
-    """Run a swarm to its end, look whether every law holds, and take its figures. Raises ConfigError as `build`."""
+    """Run a swarm to its end, check every law, and compute its figures. Raises ConfigError as `build`."""
     began_at = time.perf_counter()
     swarm, bound = build(request.scenario, request.seed), throughput_bound(request.scenario, request.seed)
     if position is not None:
@@ -158,7 +158,7 @@ def simulate(
 
 
 def simulate_all(requests: Sequence[SimRequest], jobs: int) -> Iterator[SimRun]:
-    """All of them, in their order, `jobs` at once, each without its trace and its outcome."""
+    """Run all requests, `jobs` at once, without traces and outcomes. Results come in the order of the requests."""
     if jobs == 1 or len(requests) == 1:
         yield from map(simulate, requests)
         return
@@ -167,11 +167,11 @@ def simulate_all(requests: Sequence[SimRequest], jobs: int) -> Iterator[SimRun]:
 
 
 def simulate_apart(request: SimRequest, hash_seeds: Sequence[str]) -> list[SimRun]:
-    """The same run in processes of their own, at once, each with another order of its sets of text."""
+    """The same run in separate concurrent processes, each with a different hash seed for text."""
     with ExitStack() as stack:
         waiting = []
         for hash_seed in hash_seeds:
-            # A process starts at its first work, with the environment of that moment.
+            # A process starts with its first task, with the environment of that moment.
             pool = stack.enter_context(workers(1, PYTHONHASHSEED=hash_seed))
             waiting.append(pool.submit(simulate, request, with_lines=True))
         return [each.result() for each in waiting]
@@ -199,7 +199,7 @@ def _once(request: SimRequest, options: SimOptions) -> int:
 
 
 def as_json(run: SimRun) -> dict[str, Any]:
-    """A run as one object. Equal runs differ in `machine` only."""
+    """A run as one JSON object. Equal runs differ in `machine` only."""
     request = run.request
     head = {"scenario": request.scenario.name, "seed": request.seed, "replicas": list(request.scenario.replicas)}
     found = dataclasses.asdict(run.figures) if run.figures is not None else {}
@@ -208,10 +208,10 @@ def as_json(run: SimRun) -> dict[str, Any]:
 
 
 def _described(run: SimRun) -> "list[RenderableType]":
-    """A run for a person."""
+    """A run for people."""
     head, found = f"{_headline(run.request.scenario)}, seed {run.request.seed}", run.figures
     if found is None:
-        return [f"{head}: it did not come to its end"]
+        return [f"{head}: it did not reach its end"]
     cost = f"simulated in {run.wall_s:.1f} s with {run.peak_bytes / 2**20:,.0f} MiB at most"
     tail = [f"{cost}; all laws hold" if run.broken is None else cost, f"trace_hash {found.trace_hash}"]
     return [head, run.request.scenario.description, "", *sim_output.of_run(found), "", *tail]
@@ -224,20 +224,20 @@ class TraceDifference(NamedTuple):
     """The first event in which two runs differ."""
 
     event: int
-    """Its number, from 0."""
+    """Its index, from 0."""
     first: str | None
     """The line of the first run; none: it had ended."""
     second: str | None
 
 
 def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDifference | None:
-    """Where two traces part; None when they are equal."""
+    """The first difference between two traces; None if they are equal."""
     pairs = enumerate(zip_longest(first, second))
     return next((TraceDifference(number, one, other) for number, (one, other) in pairs if one != other), None)
 
 
 def _twice(request: SimRequest, options: SimOptions) -> int:
-    """Two processes that hash differently: a dependence on the order of a set, or on an address, shows."""
+    """Compare two processes with different hashes: any dependence on set order or memory addresses shows."""
     with ProgressLine(lambda: ("the same run twice", 0.0), terminal_only=options.as_json):
         first, second = simulate_apart(request, ("1", "2"))
     if options.trace is not None:
@@ -286,7 +286,7 @@ def _headline(scenario: Scenario) -> str:
 
 
 def _exit_code(run: SimRun, *, whole: bool = True) -> int:
-    """If a law does not hold in a run: print which one, in full or its first line, and the command that replays it."""
+    """If a law does not hold in a run: print which one, in full or its first line, and the command that repeats it."""
     if run.broken is None:
         return OK
     law = run.broken if whole else run.broken.partition("\n")[0]

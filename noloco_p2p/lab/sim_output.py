@@ -1,4 +1,4 @@
-"""The figures of simulated runs for a person: tables, plots as SVG files, and what those show over virtual time."""
+"""The figures of simulated runs for people: tables, plots as SVG files, and the data of those plots."""
 
 import itertools
 import statistics
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TRACE_MARK = b" membership counts="
-"""Near the beginning of every trace."""
+"""Near the start of every trace."""
 BINS = 60
-"""Points of a curve over time."""
+"""Number of points of a curve over time."""
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def of_run(found: RunFigures) -> "list[RenderableType]":
-    """One run: what it came to, its stages, its bytes."""
+    """One run: its summary, its stages, its bytes."""
     return [_summary(found), "", _stages(found.stages), "", _byte_table(found.traffic)]
 
 
 def of_seeds(runs: Sequence[Mapping[str, float]]) -> "list[RenderableType]":
-    """Several runs that differ in their seed, as `figures.flat` has them: mean, standard deviation and extremes."""
+    """Several runs that differ in their seed, as from `figures.flat`: mean, standard deviation and extremes."""
     columns = ("mean", "std", "least", "most")
     rows = [(name, *(humanize.compact(one[key], 4) for key in columns)) for name, one in spreads(runs).items()]
     return [plain_table(("figure", *columns), ("figure",), rows)]
 
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """By figure, over the runs that have it: `mean`, `std` (of a sample; 0 for one run), `least`, `most`, `runs`."""
+    """By figure, over the runs that have it: `mean`, `std` (sample; 0 for one run), `least`, `most`, `runs`."""
     found: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for run in runs for name in run):
         values = [run[name] for run in runs if name in run]
@@ -74,7 +74,7 @@ def _summary(found: RunFigures) -> "Table":
 
 
 def _bound(found: RunFigures) -> str:
-    """What links and devices allow, and how much of it was reached."""
+    """What links and devices allow, and the share of it that was reached."""
     if found.bound_tokens_per_s is None:
         return humanize.DASH
     reached = humanize.percent(found.share_of_bound)
@@ -82,12 +82,12 @@ def _bound(found: RunFigures) -> str:
 
 
 def causes(stages: Sequence[StageFigures]) -> list[str]:
-    """For what some stage was idle, what is left over last."""
+    """The causes for which any stage was idle; `other` last."""
     return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
 
 
 def _stages(stages: Sequence[StageFigures]) -> "Table":
-    """Shares are of the time that a stage's nodes trained; `bound` is the share in use that links and devices allow."""
+    """Shares of the time that a stage's nodes trained. `bound`: the share in use that links and devices allow."""
     waits = causes(stages)
     real = any(one.replica_std is not None for one in stages)
     columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use", "bound"]
@@ -112,7 +112,7 @@ def _byte_table(traffic: TrafficFigures) -> "Table":
 
 
 def write_trace(path: Path, lines: Sequence[str]) -> None:
-    """A trace; `sha256sum` of the file is its trace_hash. Raises ConfigError when it cannot be written."""
+    """Write a trace; `sha256sum` of the file is its trace_hash. Raises ConfigError: it cannot be written."""
     try:
         path.write_text("\n".join(lines), "utf-8")
     except OSError as error:
@@ -120,7 +120,7 @@ def write_trace(path: Path, lines: Sequence[str]) -> None:
 
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:
-    """Write the plots of a run into a directory. Raises ConfigError when it cannot be written."""
+    """Write the plots of a run to a directory. Raises ConfigError: it cannot be written."""
     try:
         directory.mkdir(exist_ok=True)
         return [save(chart, directory) for chart in _charts(found, outcome, tokens_per_microbatch)]
@@ -157,7 +157,7 @@ def _time(found: RunFigures) -> Bars:
 
 
 def _rounds(outcome: Outcome) -> Plot:
-    """The share of the outer rounds that took no longer, by result."""
+    """The share of the outer rounds that took no longer than a time, by result."""
     curves = []
     for result, seconds in round_seconds(outcome).items():
         shares = [(at_s, (n + 1) / len(seconds)) for n, at_s in enumerate(seconds)]
@@ -167,7 +167,7 @@ def _rounds(outcome: Outcome) -> Plot:
 
 
 def _byte_bars(found: RunFigures) -> Bars:
-    """What each node sent and received, on average."""
+    """What each node sent and received on average."""
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):
         pieces = [(kind, count, SERIES_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
@@ -176,7 +176,7 @@ def _byte_bars(found: RunFigures) -> Bars:
 
 
 def tokens_per_s(outcome: Outcome, tokens_per_microbatch: int, bins: int) -> Points:
-    """(middle, tokens per second) of as many equal spans of time, from the start to the end."""
+    """(midpoint, tokens per second) of `bins` equal spans of time, from the start to the end."""
     done = (
         Increment(event.at_s, event.at_s, tokens_per_microbatch)
         for period in outcome.periods()
@@ -187,7 +187,7 @@ def tokens_per_s(outcome: Outcome, tokens_per_microbatch: int, bins: int) -> Poi
 
 
 def nodes_training(outcome: Outcome) -> dict[int, Points]:
-    """By stage: (when, how many train from then on)."""
+    """By stage: (time, number of nodes that train from then on)."""
     changes: dict[int, list[tuple[float, int]]] = {}
     for period in outcome.periods():
         for begin, end in period.training:
@@ -200,7 +200,7 @@ def nodes_training(outcome: Outcome) -> dict[int, Points]:
 
 
 def round_seconds(outcome: Outcome) -> dict[str, list[float]]:
-    """Seconds of the outer rounds, rising, by result."""
+    """Seconds of the outer rounds by result, in ascending order."""
     found: dict[str, list[float]] = {}
     for event in outcome.trace.of("outer_round"):
         found.setdefault(str(event.get("result")), []).append(event.number("seconds"))
@@ -208,7 +208,7 @@ def round_seconds(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def replica_stds(outcome: Outcome) -> dict[int, Points]:
-    """By stage: (when, standard deviation between a replica and its partner)."""
+    """By stage: (time, standard deviation between a replica and its partner)."""
     found: dict[int, list[tuple[float, float]]] = {}
     for period in outcome.periods():
         for event in period.events:

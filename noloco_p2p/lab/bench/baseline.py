@@ -1,9 +1,9 @@
-"""What users would otherwise run on the same machine, beside `noloco swarm` of as many processes.
+"""What users would otherwise run on the same machine, compared with `noloco swarm` with as many processes.
 
 First the swarm, then the baseline: the whole model in each process under plain torch.distributed (baseline_replica.py),
-gloo on CPU, NCCL with a GPU for each. Both begin with the same weights and take the same number of inner steps on the
-same microbatches: the streams are those that the swarm's stage-0 replicas have read, and the processes that stand in
-for one replica of the pipeline deal its microbatches among themselves.
+with gloo on CPUs, or NCCL and one GPU per process. Both start with the same weights and take the same number of inner
+steps on the same microbatches. The streams are those that the swarm's stage-0 replicas have read, and the processes
+that correspond to one pipeline replica divide its microbatches among themselves.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from noloco_p2p.launch.yaml_entries import Key
 
 TARGET = 1.0
 DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
-"""Where nobody sets them: the optimizer that the baselines have, and rounds as far apart as DiLoCo's steps."""
+"""Defaults: the optimizer of the baselines, and rounds as far apart as DiLoCo's steps."""
 WAIT = timedelta(minutes=10)
 """Longest wait of one process for the others."""
 
@@ -48,31 +48,31 @@ class BaselinePlan:
     """What is measured."""
 
     kind: str
-    """Of `KINDS`."""
+    """One of `KINDS`."""
     manifest: RunManifest
     local: NodeConfig
     gpus: tuple[str, ...] = ()
-    """One for each process, or more, as CUDA_VISIBLE_DEVICES names them; none: the CPU."""
+    """One per process or more, as CUDA_VISIBLE_DEVICES names them; none: the CPU."""
 
     @property
     def processes(self) -> int:
-        """Of the swarm, and of the baseline."""
+        """Number of processes of the swarm, and of the baseline."""
         return self.manifest.stages * self.manifest.start_replicas
 
     def share(self, rank: int) -> tuple[int, range]:
-        """Which stage-0 replica's stream a process reads, and which microbatches of each inner step it trains on."""
+        """Which stage-0 replica's stream a process reads, and on which microbatches of each inner step it trains."""
         each = self.manifest.microbatches_per_step // self.manifest.stages
         replica, part = divmod(rank, self.manifest.stages)
         return replica, range(part * each, (part + 1) * each)
 
     def settings(self) -> list[str]:
-        """For the nodes, `key=value`."""
+        """Settings for the nodes, `key=value`."""
         values = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 class RankFigures(NamedTuple):
-    """What one process did."""
+    """The results of one process."""
 
     tokens: int
     seconds: float
@@ -82,7 +82,7 @@ class RankFigures(NamedTuple):
 def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
     """The run, evaluated at its end only.
 
-    Raises ConfigError when it does not divide, wants Muon, or DiLoCo at every step, LocalError for too few GPUs.
+    Raises ConfigError: it cannot be divided, uses Muon, or is DiLoCo at every step; LocalError: there are too few GPUs.
     """
     if manifest.inner.optimizer != "adamw":
         raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
@@ -106,7 +106,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def run(plan: BaselinePlan) -> dict[str, Any]:
-    """The figures. Raises LocalError when the swarm or a process of the baseline fails."""
+    """Measure. Returns the figures. Raises LocalError: the swarm or a process of the baseline fails."""
     swarm, streams = run_swarm(plan)
     baseline = run_baseline(plan, streams)
     losses = swarm["validation_loss"], baseline["validation_loss"]
@@ -140,7 +140,7 @@ DEFINITIONS = {
 
 
 def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
-    """Figures of the swarm, run to its end, and its stage-0 peers. Raises LocalError when it does not get there."""
+    """Run the swarm to its end. Returns its figures and its stage-0 peers. Raises LocalError: it does not get there."""
     shape = plan.manifest.stages, plan.manifest.start_replicas
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
@@ -162,7 +162,7 @@ def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
 
 
 def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
-    """Figures of the baseline on these streams. Raises LocalError when a process fails, after ending the others."""
+    """Figures of the baseline on these streams. Raises LocalError: a process fails; the others are ended first."""
     threads = str(max(1, cpu_seconds.cores() // plan.processes))
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
@@ -180,16 +180,16 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
 
 
 def results(ranks: Sequence[Future[RankFigures]]) -> list[RankFigures]:
-    """What all processes return, in order. The first failure is raised at once, whoever waits for that process."""
+    """The results of all processes, in order. The first failure is raised at once, whoever waits for that process."""
     for done in as_completed(ranks):
         done.result()
     return [rank.result() for rank in ranks]
 
 
 def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path) -> RankFigures:
-    """One process of the baseline, from start to end; they find each other by the file `store`.
+    """One process of the baseline, from start to end. The processes find each other through the file `store`.
 
-    Raises LocalError for what torch raises, the loss of another process included.
+    Raises LocalError: torch raised an error, such as the loss of another process.
     """
     replica, _ = plan.share(rank)
     batches = make_batches(plan.manifest, plan.local, streams[replica])
@@ -201,7 +201,7 @@ def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path)
     except RuntimeError as error:
         raise LocalError(f"process {rank} of the baseline has failed: {model_family.one_line(error)}") from error
     finally:
-        # A model that outlives its process group ends the group's threads in a destructor that holds Python's lock,
+        # A model that outlives its process group ends the group's threads in a destructor that holds the GIL,
         # which they may wait for (seen with torch 2.13).
         gc.collect()
         distributed.destroy_process_group()

@@ -1,8 +1,8 @@
-"""One process of `noloco bench baseline`: the whole model, trained under plain torch.distributed, of three kinds.
+"""One process of `noloco bench baseline`: the whole model, trained under plain torch.distributed in three ways.
 
-The model is built as our stages build it, from the same seed, in one piece. Inner steps are those of METHOD.md, "Inner
-step", except that the clip is over the whole model. torch.distributed is used by benches alone: a node has no
-collectives (a rule of the house, tests/test_house.py).
+The model is built like our stages, from the same seed, in one piece. Inner steps are those of METHOD.md, "Inner step",
+except that the clip is over the whole model. Only benches use torch.distributed: a node has no collectives (a rule of
+the house, tests/test_house.py).
 
 Shape legend: B microbatch, T sequence, V vocabulary, N = B·T.
 """
@@ -33,9 +33,9 @@ OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
 
 class BaselineReplica:
-    """The whole model and its inner optimizer. A kind says when processes meet, and what they average.
+    """The whole model and its inner optimizer. A subclass decides when processes communicate, and what they average.
 
-    The default process group has to be there. Raises ConfigError for a model that cannot be built.
+    The default process group must exist. Raises ConfigError: the model cannot be built.
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
@@ -44,12 +44,12 @@ class BaselineReplica:
         dtype = DTYPES[manifest.compute_dtype]
         whole = make_stage_module(model_family.checked_config(manifest), 0, 1, seed=manifest.seed, dtype=dtype)
         self.model: Any = self._spread(whole.causal.to(device))
-        """As the kind wraps it."""
+        """The model as wrapped by the subclass."""
         self._part = replace(whole, causal=self.model)
         self._optimizer = InnerOptimizer(dict(self.model.named_parameters()), manifest.inner)
 
     def inner_step(self, step: int, batches: Sequence[Batch]) -> int:
-        """Inner step `step`, counted from 1, on this process's microbatches; the tokens of these."""
+        """Take inner step `step`, counted from 1, on this process's microbatches. Returns their number of tokens."""
         inner, tokens = self._manifest.inner, sum(_tokens(batch) for batch in batches)
         schedule = inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         weight = self._weight(tokens)
@@ -64,7 +64,7 @@ class BaselineReplica:
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
-        """Nats per token over all of these microbatches, which every process has to evaluate."""
+        """Nats per token over all of these microbatches. Every process has to evaluate them."""
         return sum(float(self._loss(batch)) for batch in batches) / sum(_tokens(batch) for batch in batches)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -78,13 +78,13 @@ class BaselineReplica:
         return nn.functional.cross_entropy(wide_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def _spread(self, causal: Any) -> Any:
-        """The model as this kind wraps it."""
+        """Wrap the model."""
         return causal
 
     def _weight(self, tokens: int) -> float:
-        """By which the loss sum of each microbatch counts in the gradient, of a step with so many `tokens` here.
+        """The weight of each microbatch's loss sum in the gradient, for a step with this many `tokens` here.
 
-        Where torch takes the mean of the gradients over the processes, it is then that over the tokens of them all.
+        Where torch averages the gradients over the processes, the result is the mean over the tokens of all of them.
         """
         total = torch.tensor(float(tokens), device=self._device)
         distributed.all_reduce(total)
@@ -95,7 +95,7 @@ class BaselineReplica:
         return nullcontext()
 
     def _meet(self, step: int) -> None:
-        """After inner step `step`."""
+        """Called after inner step `step`."""
 
 
 class Ddp(BaselineReplica):
@@ -124,10 +124,10 @@ class Fsdp(BaselineReplica):
 
 
 class DilocoBaseline(BaselineReplica):
-    """Inner steps alone; every m = `outer.inner_steps` of them, and after the last one, DiLoCo's outer step.
+    """Independent inner steps; every m = `outer.inner_steps` of them, and after the last one, DiLoCo's outer step.
 
-    arXiv 2311.08105, algorithm 1: φ takes a step of SGD with Nesterov momentum, torch's own, on the pseudo-gradient
-    φ − θ averaged over all processes; θ ← φ. Adam's moments stay as they are.
+    arXiv 2311.08105, algorithm 1: φ takes a step of SGD with Nesterov momentum, torch's own, on the pseudo-gradient φ −
+    θ averaged over all processes; θ ← φ. Adam's moments stay as they are.
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class DilocoBaseline(BaselineReplica):
         distributed.all_reduce(self._slow.grad)
         self._slow.grad /= distributed.get_world_size()
         self._outer.step()
-        # A copy: the parameters become views of the vector that they are given.
+        # A copy, because the parameters become views of the given vector.
         vector_to_parameters(self._slow.clone(), self._fast)
 
 
@@ -155,5 +155,5 @@ KINDS: dict[str, type[BaselineReplica]] = {"ddp": Ddp, "fsdp": Fsdp, "diloco": D
 
 
 def _tokens(batch: Batch) -> int:
-    """Targets that count."""
+    """Number of targets that count."""
     return int((to_torch(batch.targets) != IGNORED).sum())

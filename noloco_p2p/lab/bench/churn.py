@@ -1,7 +1,7 @@
-"""A swarm whose nodes are killed, restarted and stopped, against an undisturbed one of the same seed and steps.
+"""A swarm whose nodes are killed, restarted and stopped, compared with an undisturbed one of the same seed and steps.
 
-Real `noloco-node` processes on loopback. Everything is seen from outside: in the nodes' steps files (with the time of
-each inner step), journals, metrics and summaries.
+Real `noloco-node` processes on loopback. Everything is observed from outside: in the nodes' steps files (with the time
+of each inner step), journals, metrics and summaries.
 """
 
 import sys
@@ -66,7 +66,7 @@ class ChurnPlan:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """`3x3` → (stages, replicas). Raises ConfigError."""
+    """`3x3` → (stages, replicas). Raises ConfigError: it is malformed."""
     stages, cross, replicas = text.lower().partition("x")
     if not (cross and stages.isdigit() and replicas.isdigit() and int(stages) and int(replicas)):
         raise ConfigError(f"--nodes {text}: write it as STAGESxREPLICAS, such as 3x3")
@@ -74,7 +74,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def run(plan: ChurnPlan) -> dict[str, Any]:
-    """The figures. Raises LocalError when nodes do not even start."""
+    """Measure. Returns the figures. Raises LocalError: nodes do not even start."""
     with tempfile.TemporaryDirectory(prefix="noloco-churn-") as scratch:
         return _measured(plan, Path(scratch), lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -82,7 +82,7 @@ def run(plan: ChurnPlan) -> dict[str, Any]:
 def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
     cold, steps = {}, plan.steps
     if plan.cold or steps is None:
-        # The targets are for both shapes, on one machine: they are measured together.
+        # The targets are for both shapes on one machine, so both are measured.
         for name in sorted(
             {*COLD_TARGETS_S, plan.nodes} if plan.cold and plan.nodes in COLD_TARGETS_S else {plan.nodes}
         ):
@@ -101,7 +101,7 @@ def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
 
 
 def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, say: Say, *, disturbed: bool) -> dict[str, Any]:
-    """Run a swarm to its end, disturbed or not, and work out what it did."""
+    """Run a swarm to its end, disturbed or not, and compute its figures."""
     what = f"seed {seed}, {'churned' if disturbed else 'undisturbed'}"
     done: list[Disturbance] = []
     with plan.fleet(run_dir, steps, seed) as fleet:
@@ -126,9 +126,9 @@ def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, say: Say, *, 
 
 
 def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
-    """Seconds from the start of nodes that were all killed at once until stage 0 trains again; speed before that.
+    """Kill all nodes at once and start them again: the seconds until stage 0 trains, and the speed before.
 
-    Only the speed where the plan asks for no restart.
+    Only the speed if the plan asks for no restart.
     """
     with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet:
         fleet.start()
@@ -156,7 +156,7 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
 
 
 def figures(plan: ChurnPlan, steps: int, runs: list[dict[str, Any]], cold: dict[str, Any]) -> dict[str, Any]:
-    """All runs together, beside their targets."""
+    """The figures of all runs together, with their targets."""
     churned = [each["churned"] for each in runs]
     both = [each[half] for each in runs for half in HALVES]
     equal = [ratio for each in runs if (ratio := each["loss_ratio"]["equal_tokens"]) is not None]

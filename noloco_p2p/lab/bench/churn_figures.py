@@ -1,4 +1,4 @@
-"""What killed and hung nodes cost, worked out from what they left: steps files, journals and summaries.
+"""What killed and hung nodes cost, computed from their steps files, journals and summaries.
 
 Points in time are Unix seconds. A steps file has a line for each inner step of one replica (ARCHITECTURE.md, "Files").
 """
@@ -20,7 +20,7 @@ DEFINITIONS = {
     "ratio": "validation loss of the disturbed runs over that of undisturbed ones when they had trained on as many "
     "tokens (linear between evaluations); mean over the seeds",
     "stall": "longest time without an inner step of any stage-0 replica that began between a disturbance and the next "
-    "one; of a time that had begun before only the part after the disturbance",
+    "one; if it began before the disturbance, only the part after it",
     "back_s": "from the start of a killed node's new process to its first inner step",
     "duplicates": "ids that a replica counted although its weights contained them",
     "hangs": f"nodes without an inner step for {HANG_S:g} s while every stage was served, without a first one "
@@ -80,7 +80,7 @@ def _duplicates(fleet: Fleet, node: FleetNode) -> int:
 
 
 def _curve(fleet: Fleet, lines: Sequence[InnerStepLine]) -> Curve:
-    """(tokens trained by all of stage 0 until then, validation loss) at every evaluation of a stage-0 replica."""
+    """(tokens trained by all of stage 0 so far, validation loss) at every evaluation of a stage-0 replica."""
     return sorted(
         (float(sum(line.tokens for line in lines if line.at <= event.at)), event.number("loss") or 0.0)
         for event in fleet.events("evaluation", fleet.of_stage(0))
@@ -88,7 +88,7 @@ def _curve(fleet: Fleet, lines: Sequence[InnerStepLine]) -> Curve:
 
 
 def rounds_lost(fleet: Fleet, stage: int, died_at: float) -> dict[str, Any]:
-    """The stage's newest outer round before its last replica died, and the one from which it resumed."""
+    """The stage's newest outer round before its last replica died, and the round from which it resumed."""
     nodes = fleet.of_stage(stage)
     rounds = [int(event.number("round") or 0) for event in fleet.events("outer_round", nodes) if event.at <= died_at]
     before = max(rounds, default=0)
@@ -102,7 +102,7 @@ def rounds_lost(fleet: Fleet, stage: int, died_at: float) -> dict[str, Any]:
 
 
 def loss_ratio(churned: dict[str, Any], calm: dict[str, Any]) -> dict[str, float | None]:
-    """Validation loss over that of the undisturbed run: at equal tokens, and where both ended (equal steps)."""
+    """Ratio of the validation loss to that of the undisturbed run: at equal tokens, and at the end (equal steps)."""
     mine, theirs = churned["validation_loss"], calm["validation_loss"]
     curve = [*calm["curve"], *([] if theirs is None else [(float(calm["tokens"]), theirs)])]
     equal = at_tokens(curve, churned["tokens"])
@@ -116,10 +116,10 @@ def loss_ratio(churned: dict[str, Any], calm: dict[str, Any]) -> dict[str, float
 
 
 def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource]) -> int:
-    """How often one replica counted an id that its weights contained already.
+    """How often one replica counted an id that its weights already contained.
 
-    `lines` are those of one replica in the order in which it wrote them. Weights from the replica's own checkpoint
-    contain the steps before that checkpoint; weights of another replica contain none of this replica's steps.
+    `lines` are those of one replica in the order of writing. Weights from the replica's own checkpoint contain the
+    steps before that checkpoint; weights from another replica contain none of this replica's steps.
     """
     contained: list[InnerStepLine] = []
     counted: Counter[str] = Counter()
@@ -141,7 +141,7 @@ def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource])
 def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: float) -> list[float]:
     """For each disturbance: the longest time without a trained token that began before the next one, seconds.
 
-    Of a time that had begun before the disturbance only the part after it counts.
+    If that time began before the disturbance, only the part after it counts.
     """
     gaps = list(pairwise([*sorted(trained_at), until]))
     found = []
@@ -152,6 +152,6 @@ def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: fl
 
 
 def at_tokens(curve: Curve, tokens: float) -> float | None:
-    """Loss at a number of tokens, linear between the points, beyond the ends that of the end; None without points."""
+    """Loss at a number of tokens, interpolated linearly, constant beyond the ends; None without points."""
     points = sorted(curve)
     return float(np.interp(tokens, [x for x, _ in points], [y for _, y in points])) if points else None

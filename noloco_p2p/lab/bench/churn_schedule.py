@@ -1,6 +1,6 @@
-"""Which nodes are killed and stopped when, from a seed. What it costs is worked out in churn_figures.py.
+"""Which nodes are killed and stopped, and when, from a seed. churn_figures.py computes what it costs.
 
-A schedule is an iterator that is advanced at every look at the swarm: it does what is due, and gives what it has done.
+A schedule is an iterator that is advanced at every look at the swarm: it does what is due, and yields what it has done.
 """
 
 import time
@@ -12,18 +12,18 @@ from random import Random
 from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode
 
 PAUSE_S = (2.0, 6.0)
-"""A killed node is started again after a time between these."""
+"""A killed node is restarted after a time in this range."""
 HUNG_S = (5.0, 15.0)
-"""A node is stopped for a time between these."""
+"""A node is stopped for a time in this range."""
 KILLS_TO_A_STOP = 3
 """After this many kills another node is stopped as well, half an interval later."""
 ASK_EVERY_S = 1.0
-"""From one reading of the metrics of all nodes to the next."""
+"""Interval between two readings of the metrics of all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Something that was done to the swarm."""
+    """A disturbance of the swarm."""
 
     at: float
     """Unix seconds."""
@@ -31,14 +31,14 @@ class Disturbance:
     """`kill` or `stop`."""
     nodes: tuple[str, ...]
     emptied: int | None = None
-    """The stage whose last replicas these were."""
+    """The stage whose last replicas these nodes were."""
 
 
 Schedule = Iterator[Disturbance | None]
 
 
 def victim(rng: Random, training: Mapping[int, Sequence[str]]) -> str | None:
-    """A node to disturb, so that another one of its stage trains; None when there is none to spare.
+    """A node to disturb such that another one of its stage trains; None: no node can be spared.
 
     `training`: the names of the nodes that train now, by stage.
     """
@@ -47,9 +47,9 @@ def victim(rng: Random, training: Mapping[int, Sequence[str]]) -> str | None:
 
 
 def kill_nodes(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
-    """Kill a random node every `every_s` and stop one now and then; spare the last that trains in its stage.
+    """Kill a random node every `every_s` and stop one now and then, but never the last that trains in its stage.
 
-    When no node can be spared it is done as soon as one can.
+    If no node can be spared, this happens as soon as one can.
     """
     due_at = time.time() + every_s
     for number in count(1):
@@ -65,7 +65,7 @@ def kill_nodes(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
 
 
 def _spared(fleet: Fleet, rng: Random, due_at: float) -> Generator[None, None, FleetNode]:
-    """Wait until then, and until there is a node to disturb."""
+    """Wait until `due_at`, and until there is a node to disturb."""
     while True:
         name = victim(rng, fleet.training()) if time.time() >= due_at else None
         if name is not None:
@@ -74,10 +74,10 @@ def _spared(fleet: Fleet, rng: Random, due_at: float) -> Generator[None, None, F
 
 
 def kill_stages(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
-    """Kill whole stages for good: all replicas, and their directories, so that only guardians have the weights.
+    """Kill whole stages for good: all replicas and their directories, so that only guardians have the weights.
 
-    Guardians are at work while a stage has two replicas or fewer: first it is brought down to two, and when another
-    node holds a newer outer round of it the rest is killed, at once or one after the other. Then new nodes come.
+    Guardians work while a stage has two replicas or fewer. So the stage is first reduced to two, and once another node
+    holds a newer outer round of it, the rest is killed, at once or one after the other. Then new nodes are started.
     """
     while True:
         yield from _pause(every_s)
@@ -116,12 +116,12 @@ def _killed_for_good(fleet: Fleet, nodes: Sequence[FleetNode], emptied: int | No
 
 
 def _guarded_round(fleet: Fleet, stage: int) -> float:
-    """The newest outer round of the stage that a node of another stage holds; 0 when none does."""
+    """The newest outer round of the stage that a node of another stage holds; 0: none."""
     readings = [node.read_metrics() for node in fleet.nodes.values() if node.stage != stage]
     return max((one.total("guarded_round", stage=str(stage)) for one in readings if one is not None), default=0.0)
 
 
 def _newest_round(fleet: Fleet, stage: int) -> float:
-    """The newest outer round that a replica of the stage which trains has done."""
+    """The newest outer round of the stage's training replicas."""
     events = fleet.events("outer_round", [node for node in fleet.of_stage(stage) if node.active])
     return max((event.number("round") or 0.0 for event in events), default=0.0)

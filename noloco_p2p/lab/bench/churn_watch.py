@@ -1,4 +1,4 @@
-"""Watches a swarm that is disturbed: nodes that hang, nodes that crash, and the end of the run."""
+"""Watches a disturbed swarm: nodes that hang, nodes that crash, and the end of the run."""
 
 import time
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from noloco_p2p.lab.bench.churn_schedule import PAUSE_S
 from noloco_p2p.lab.bench.node_fleet import Fleet
 
 HANG_S = 30.0
-"""A node hangs when it takes no inner step for this long while every stage is served."""
+"""A node hangs if it takes no inner step for this long while every stage is served."""
 BEGIN_S = 180.0
-"""A node hangs when it takes no first inner step for this long after its start."""
+"""A node hangs if it takes no first inner step for this long after its start."""
 END_S = 120.0
 """All nodes must have left this long after the run's last step."""
 LAST_STEPS = 5
-"""A swarm is about to end when a replica opens one of its last steps; the clock may jump over the very last."""
+"""A swarm is about to end when a replica starts one of its last steps; the clock may jump over the very last."""
 QUIET_S = 15.0
-"""No node is disturbed any more when the rest of the run is hardly this much longer than a node needs to return."""
+"""No node is disturbed any more if the rest of the run is hardly this much longer than a node needs to return."""
 RECENT = 3
-"""Latest starts that show how long a node needs to return; the first ones, of all nodes at once, take longer."""
+"""Latest starts that show how long a node needs to return. The first ones, of all nodes at once, take longer."""
 RESTART_S = 2.0
-"""A crashed node is started again after this time."""
+"""A crashed node is restarted after this time."""
 SAY_EVERY_S = 20.0
 
 Say = Callable[[str], None]
@@ -32,7 +32,7 @@ class ChurnWatch:
         self.hangs: list[str] = []
         self.crashes: list[str] = []
         self.too_late: list[str] = []
-        """Killed so shortly before the end that the others had left when they were back."""
+        """Nodes killed so shortly before the end that the others had left when they were back."""
         self.over = False
         self._fleet = fleet
         self._steps = steps
@@ -42,7 +42,7 @@ class ChurnWatch:
         self._reported: set[tuple[str, float]] = set()
 
     def near_the_end(self, now: float) -> bool:
-        """At the speed so far a node that is killed now would hardly be back before the end."""
+        """Whether a node killed now would, at the speed so far, hardly be back before the end."""
         step = self._fleet.step
         if self._end_by is not None or step == 0:
             return self._end_by is not None
@@ -50,7 +50,7 @@ class ChurnWatch:
         return (self._steps - step) * (now - self._began) / step < needs + QUIET_S
 
     def tick(self, now: float) -> None:
-        """Look at all nodes once."""
+        """Check all nodes once."""
         fleet, nodes = self._fleet, self._fleet.nodes.values()
         for node in fleet.crashed():
             self._report(self.crashes, f"{node.name}: exit code {node.exit_code}: {' '.join(node.last_lines(1))[:200]}")
@@ -76,7 +76,7 @@ class ChurnWatch:
             self._say(f"{now - self._began:.0f} s, step {fleet.step} of {self._steps}, {training} nodes train")
 
     def _only_latecomers(self) -> bool:
-        """All others have left at the run's end, and these have not trained since they were started again."""
+        """Whether all others have left at the end of the run, and the rest has not trained since it was restarted."""
         nodes = self._fleet.nodes.values()
         late = [node for node in nodes if node.killed or (node.running and not node.trains)]
         if any(node.running and node not in late for node in nodes):
@@ -93,7 +93,7 @@ class ChurnWatch:
             if hangs and process not in self._reported:
                 self._reported.add(process)
                 self._report(self.hangs, f"{node.name}: {what} for {limit_s:g} s")
-        # Nobody has taken a step for longer than a start takes.
+        # No node has taken a step for longer than a start takes.
         if now - max((line.at for line in self._fleet.lines), default=self._began) > BEGIN_S:
             self.hangs.append("the whole swarm makes no progress")
             self.over = True

@@ -1,6 +1,6 @@
-"""Random and mutated messages at what strangers reach of a node: gRPC methods, HTTP pages, libp2p calls, DHT records.
+"""Sends random and mutated messages to what strangers can reach of a node: gRPC, HTTP pages, libp2p calls, DHT records.
 
-gRPC and HTTP go over loopback; what answers libp2p calls, and what checks records, is asked without the daemon.
+gRPC and HTTP use loopback. The handlers of libp2p calls and the check of records are called without the daemon.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ AT_ONCE, CALL_S, TICK_S, KEY = 32, 0.5, 0.001, b"the hash of stage 0"
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """The message with some bytes or parts changed, or cut off; sometimes quite another one."""
+    """The message with some bytes or parts changed, or cut off; sometimes an entirely different one."""
     made = bytearray(data if rng.random() < 0.9 else rng.randbytes(rng.randrange(512)))
     for _ in range(rng.choice((0, 1, 1, 2, 8))):
         at, length = rng.randrange(len(made) + 1), rng.choice((1, 1, 4, 64))
@@ -52,7 +52,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 class Target:
-    """A node as strangers meet it, and how their messages ended: `crashes` are answers that tell of a bug."""
+    """A node as strangers see it, and how their messages ended. `crashes` are answers that reveal a bug."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.identity, self.reach = Identity.open(home / "identity.key"), Reach(["127.0.0.1"])
@@ -67,7 +67,7 @@ class Target:
         self._answers.append(answer)
 
     async def rpc(self, channel: Any) -> None:
-        """A call of any method with up to two messages."""
+        """Call any method with up to two messages."""
         sent = [mutated(self._rng, self._rng.choice(MESSAGES)) for _ in range(self._rng.choice((0, 1, 1, 2)))]
         method = channel.stream_stream(f"/noloco.v1.Node/{self._rng.choice(METHODS)}")
         try:
@@ -82,7 +82,7 @@ class Target:
             self.ends["crashes"] += error.code() is grpc.StatusCode.UNKNOWN  # what gRPC says of an exception
 
     async def browse(self, port: int) -> None:
-        """A request for a page."""
+        """Request a page."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(10 * CALL_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -93,7 +93,7 @@ class Target:
                 self.ends["crashes"] += b" 500 " in answer
 
     async def inside(self) -> None:
-        """A libp2p call, and a record with a signature that is right as often as not. Raises what is a bug."""
+        """Make a libp2p call, and check a record whose signature is right about half of the time. Raises on a bug."""
         from hivemind.dht.validation import DHTRecord
 
         with suppress(PeerError):
@@ -105,7 +105,7 @@ class Target:
         self._validator.validate(DHTRecord(KEY, change(self._rng, subkey), change(self._rng, value), until))
 
     async def meet(self, messages: int, ports: tuple[int, int]) -> None:
-        """Send so many messages, a quarter of each kind."""
+        """Send this many messages, a quarter of each kind."""
 
         async def send() -> None:
             while self.ends["sent"] < messages:
@@ -142,7 +142,8 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
 
 
 def run(messages: int = 10_000, seed: int = 0) -> dict[str, float | int]:
-    """How they ended; `stall_ms`: the most CPU time of the event loop, that of both ends, from one tick to the next."""
+    """Measure. Returns how the messages ended. `stall_ms`: most CPU time between two ticks of the event loop of both
+    ends."""
     with tempfile.TemporaryDirectory() as folder:
         figures: dict[str, float | int] = uvloop.run(measure(Path(folder), messages, seed))
         return figures

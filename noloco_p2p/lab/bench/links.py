@@ -1,11 +1,13 @@
-"""Real swarms behind emulated lines, beside the simulator on the same lines: tokens per second, and bytes per token.
+"""Real swarms behind emulated lines, compared with the simulator on the same lines: tokens per second, and bytes per
+token.
 
-A line of a case is that of every node, equal both ways. The swarm's nodes are real processes (`noloco swarm --link`);
-what they do is read from their steps files and metrics. The simulator gets their manifest, the sizes of their messages,
-and device seconds: their proportions from the stages measured alone, their level from the run itself, where several
-nodes share a core. It knows nothing else of the run.
+In each case all nodes have the same line, equal both ways. The swarm's nodes are real processes (`noloco swarm
+--link`), observed through their steps files and metrics. The simulator gets their manifest, their message sizes, and
+device seconds: the proportions from the stages measured alone, the level from the run itself, where several nodes share
+a core. It knows nothing else of the run.
 
-The model is one whose hidden states weigh much beside its arithmetic: wide, with one layer of one narrow head a stage.
+The model has hidden states that are large compared with its arithmetic: it is wide, with one layer of one narrow head
+per stage.
 """
 
 import json
@@ -32,19 +34,19 @@ from noloco_p2p.sim.scenario import LocalSettings, Scenario
 from noloco_p2p.sim.simulation import build
 
 TARGET = 0.15
-"""Largest deviation of the simulator, of tokens per second and of bytes per token."""
+"""Largest allowed deviation of the simulator, in tokens per second and bytes per token."""
 LINES = (50.0, 200.0, 1_000.0), (10.0, 50.0, 100.0)
 QUICK_LINES = (50.0,), (10.0, 50.0)
 """Megabits per second, and milliseconds one way."""
 WARM_STEPS = 6
-"""Inner steps of every stage-0 node before the measurement begins."""
+"""Inner steps of every stage-0 node before the measurement starts."""
 START_S = 240.0
 SIM_STEPS = 60
 ENDLESS_STEPS = 1_000_000
 WORK = ("microbatches", "inner_steps", "outer_rounds", "device_seconds")
-"""Counters of a node; what the first three count takes the last one."""
+"""Counters of a node. The last one is the time that the work counted by the first three takes."""
 StageCosts = list[dict[str, float]]
-"""Of every stage: seconds of its operations alone on a core, as `noloco bench stage` names them, and `parameters`."""
+"""For each stage: seconds of its operations alone on a core, as `noloco bench stage` names them, and `parameters`."""
 KINDS = ("activation", "gradient", "snapshot")
 MODEL = (
     "{hidden_size: 256, num_hidden_layers: %d, num_attention_heads: 1, num_key_value_heads: 1, head_dim: 8,"
@@ -69,11 +71,11 @@ class LinksPlan:
     """What is measured."""
 
     rates: tuple[float, ...]
-    """Megabits per second, both ways."""
+    """Megabits per second in each direction."""
     delays: tuple[float, ...]
-    """Milliseconds one way between two nodes."""
+    """One-way latency between two nodes, milliseconds."""
     codecs: tuple[str, ...] = ("bfloat16",)
-    """Of hidden states and gradients."""
+    """Codecs of hidden states and gradients."""
     shape: tuple[int, int] = (2, 2)
     """Stages and replicas."""
     seconds: float = 30.0
@@ -82,18 +84,18 @@ class LinksPlan:
     """Settings of all nodes, `key=value`."""
 
     def settings(self, codec: str) -> list[str]:
-        """Of the nodes."""
+        """Settings of the nodes."""
         own = {"model.config": MODEL % self.shape[0], **SETTINGS, "wire.forward": codec, "wire.backward": codec}
         return [*(f"{key}={value}" for key, value in own.items()), *self.sets]
 
     def given(self, codec: str) -> Overrides:
-        """The same, with the shape. Raises ConfigError."""
+        """The same with the shape. Raises ConfigError: they are invalid."""
         shape = (f"stages={self.shape[0]}", f"start_replicas={self.shape[1]}")
         return read(None, {}, (*shape, *self.settings(codec)))
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """`50,200` → (50.0, 200.0). Raises ConfigError when one is none, or not above 0."""
+    """`50,200` → (50.0, 200.0). Raises ConfigError: one is not a number above 0."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -104,9 +106,9 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def run(plan: LinksPlan) -> dict[str, Any]:
-    """The figures; after each case also a page and a plot in `plan.out`.
+    """Measure. Returns the figures. After each case it also writes a page and a plot to `plan.out`.
 
-    Raises ConfigError, and LocalError when a swarm fails or the page cannot be written.
+    Raises ConfigError; LocalError: a swarm fails, or the page cannot be written.
     """
     runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
@@ -146,7 +148,7 @@ DEFINITIONS = {
 
 
 def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
-    """A real swarm behind lines, in its steady state. Raises LocalError when it does not get there."""
+    """Measure a real swarm behind lines in its steady state. Raises LocalError: it does not get there."""
     with tempfile.TemporaryDirectory(prefix="noloco-links-") as scratch:
         run_dir = Path(scratch) / "run"
         sets = (*plan.settings(codec), f"audit.dir={run_dir / 'audit'}")
@@ -163,7 +165,7 @@ def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
 
 
 def _steps(fleet: Fleet) -> int:
-    """Of the stage-0 node that has the fewest."""
+    """Inner steps of the stage-0 node that has the fewest."""
     lines = fleet.first_stage_lines()
     return min(sum(line.peer == node.peer for line in lines) for node in fleet.of_stage(0))
 
@@ -174,7 +176,8 @@ def real_figures(
     carried: tuple[Mapping[str, Any], ...],
     spec: LineSpec,
 ) -> dict[str, Any]:
-    """From the inner steps of stage 0, and what nodes and relay had counted before and after. Raises LocalError."""
+    """Figures from the inner steps of stage 0, and from the counters of nodes and relay before and after. Raises
+    LocalError."""
     begin, end = nodes
     tokens_per_s = rate_of(lines)
     names = sorted(begin)
@@ -207,9 +210,9 @@ def real_figures(
 
 
 def rate_of(lines: Sequence[InnerStepLine]) -> float:
-    """Tokens per second of all peers: of each what its inner steps had from the first to the last one in these lines.
+    """Tokens per second of all peers, each from its first to its last inner step in these lines.
 
-    Raises LocalError when a peer has fewer than two.
+    Raises LocalError: a peer has fewer than two.
     """
     total = 0.0
     for peer in sorted({line.peer for line in lines}):
@@ -226,7 +229,7 @@ def rate_of(lines: Sequence[InnerStepLine]) -> float:
 
 
 def measure_stages(manifest: RunManifest) -> StageCosts:
-    """Of every stage, alone on the CPU with one thread: seconds of its operations, and `parameters`."""
+    """For each stage, alone on the CPU with one thread: seconds of its operations, and `parameters`."""
     from noloco_p2p.compute.factory import make_torch_stage
     from noloco_p2p.lab.bench import stage
 
@@ -236,9 +239,9 @@ def measure_stages(manifest: RunManifest) -> StageCosts:
 
 
 def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> list[float]:
-    """By stage: the seconds that its devices worked over what the same work takes where nothing else uses the cores.
+    """By stage: the time that its devices worked, divided by the time that the same work takes on idle cores.
 
-    Raises LocalError when a stage did nothing.
+    Raises LocalError: a stage did nothing.
     """
     factors = []
     for done, costs in zip(work, stages, strict=True):
@@ -253,7 +256,7 @@ def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> l
 def scenario(
     manifest: RunManifest, local: NodeConfig, line: LineSpec, stages: StageCosts, factors: Sequence[float]
 ) -> Scenario:
-    """The same swarm for the simulator; the device seconds of each stage are `factors` times what they are alone."""
+    """The same swarm for the simulator. The device seconds of each stage are `factors` times those measured alone."""
     own = manifest.model_dump(mode="json")
     run = {
         key: own[key] for key in ("start_replicas", "microbatches_per_step", "inner", "outer", "routing", "evaluation")

@@ -1,4 +1,4 @@
-"""What `noloco bench links` has found, as a page with a table and a plot."""
+"""The results of `noloco bench links` as a page with a table and a plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +13,12 @@ PAGE = "report.md"
 STYLES: dict[str, LineStyle] = {"real": "points", "simulated": "line"}
 DESCRIPTION = (
     "Real processes, {nodes}, each behind an emulated line, and the simulator with their device seconds. Bytes per"
-    " token are those of the tensors that all nodes sent; *on the line* is what the relay carried of them."
+    " token are those of the tensors that all nodes sent; *on the line* is what the relay carried for them."
 )
 
 
 def add_gains(cases: Sequence[dict[str, Any]]) -> None:
-    """To every case `over_bfloat16`, where that codec was measured on the same line."""
+    """Add `over_bfloat16` to every case for which that codec was measured on the same line."""
     plain = {(case["mbit_per_s"], case["delay_ms"]): case for case in cases if case["codec"] == "bfloat16"}
     for case in cases:
         base = plain.get((case["mbit_per_s"], case["delay_ms"]))
@@ -29,7 +29,7 @@ def add_gains(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def row_text(case: Mapping[str, Any]) -> str:
-    """A case in a line."""
+    """One line about a case."""
     name = f"{case['mbit_per_s']:g} Mbit/s, {case['delay_ms']:g} ms, {case['codec']}"
     real, simulated = case["real"]["tokens"], case["simulated"]["tokens"]
     return f"{name}: {real:,.0f} tokens/s, simulated {simulated:,.0f}; the line is used {case['real']['line_use']:.0%}"
@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> None:
-    """The table and the plot, into a directory that is made. Raises LocalError."""
+    """Write the table and the plot to a directory, which is created. Raises LocalError: that fails."""
     rows = []
     for case in cases:
         real, simulated = case["real"], case["simulated"]

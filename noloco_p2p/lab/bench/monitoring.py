@@ -1,7 +1,7 @@
 """What monitoring costs: the instruments of a node, and the programs that read them.
 
-The readers: one swarm that trains all along, in turns with the requests of Prometheus and `noloco top` and without. The
-instruments: the events of a simulated run are replayed to the real ones, journal included, and timed.
+Readers: one swarm trains continuously, alternately with and without the requests of Prometheus and `noloco top`.
+Instruments: the events of a simulated run are replayed to the real ones, including the journal, and timed.
 """
 
 import asyncio
@@ -27,20 +27,20 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TARGET = 0.01
 MICROBATCHES = 4
-"""Per stage-0 replica and inner step, as `noloco bench pipeline`."""
+"""Per stage-0 replica and inner step, as in `noloco bench pipeline`."""
 READ_EVERY_S = {"/metrics": 5.0, "/sd": 5.0, "/status": 2.0}
-"""As Prometheus does (docker/prometheus/prometheus.yml says so), and `noloco top`."""
+"""As Prometheus (docker/prometheus/prometheus.yml) and `noloco top` do."""
 TIMEOUT_S = 5.0
 SIMULATED_STEPS = 100
 WAITS = 12
-"""Named waits of a microbatch on its way through two stages and back, at most."""
+"""Most named waits of a microbatch on its way through two stages and back."""
 BYTES_EVENTS = 4
-"""Of a microbatch between two real nodes: its activation and its gradient, out and in. The simulator has none."""
+"""Per microbatch between two real nodes: its activation and its gradient, out and in. The simulator has none."""
 REPEATS = 5
 
 
 def run(pairs: int, window_s: float) -> dict[str, Any]:
-    """The figures. Raises LocalError when the swarm fails."""
+    """Measure. Returns the figures. Raises LocalError: the swarm fails."""
     instruments = instruments_us()
     with pipeline.steady_swarm(MICROBATCHES) as fleet:
         unread, read = [], []
@@ -81,7 +81,7 @@ def _manifest() -> RunManifest:
 
 
 def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
-    """Tokens per second of the swarm in a window, with readers or without."""
+    """Tokens per second of the swarm in a window, with or without readers."""
     begin = pipeline.sample_nodes(fleet)
     ended = threading.Event()
     pages = [sample.endpoints.metrics.removesuffix("/metrics") for sample in begin.values()]
@@ -110,7 +110,7 @@ def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
 
 
 def instruments_us() -> dict[str, float]:
-    """Microseconds of the instruments for one microbatch through two stages: by kind, and in all."""
+    """Microseconds of the instruments for one microbatch through two stages: by kind, and in total."""
     outcome = SimSwarm(SimPlan(_manifest(), (2, 2))).run()
     recorded = outcome.trace.events
     done = sum(node.microbatches["done"] for node in outcome.of_stage(0))

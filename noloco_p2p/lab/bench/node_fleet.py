@@ -1,6 +1,6 @@
-"""Node processes that are measured; killed, restarted, stopped and continued. None of them outlives the `with`.
+"""Node processes for measurements: killed, restarted, stopped and continued. None of them outlives the `with`.
 
-What the nodes do is seen from outside: their steps files as they grow, their journals, metrics and summaries.
+The nodes are observed from outside: through their growing steps files, journals, metrics and summaries.
 """
 
 import json
@@ -23,15 +23,15 @@ from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.journals import JournalEvent, read_processes
 
 START_S = 240.0
-"""For the first node to be reachable."""
+"""Longest wait for the first node to be reachable."""
 TICK_S = 0.1
 JOINED = 2
-"""A node that is started again is given this many others to join; one of them may be about to die."""
+"""A restarted node gets this many others to join, because one of them may be about to die."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerStepLine:
-    """One inner step of one replica, as its steps file has it (ARCHITECTURE.md, "Files")."""
+    """One inner step of one replica, as in its steps file (ARCHITECTURE.md, "Files")."""
 
     peer: str
     at: float
@@ -40,11 +40,11 @@ class InnerStepLine:
     step: int
     tokens: int
     ids: tuple[str, ...]
-    """The microbatches that were counted in it."""
+    """The microbatches counted in it."""
 
 
 def parsed(peer: str, text: str) -> InnerStepLine | None:
-    """A line of a steps file; None for one that a killed node did not finish."""
+    """A line of a steps file; None: a killed node did not finish it."""
     try:
         found = json.loads(text)
         served = found["microbatches"]
@@ -63,36 +63,36 @@ class FleetNode(NodeProcess):
         self.progressed_at = 0.0
         """When it last took an inner step, was started or was continued."""
         self.trains = False
-        """Its current process has taken an inner step."""
+        """Whether its current process has taken an inner step."""
         self.killed = False
-        """Its last process was killed by us."""
+        """Whether we killed its last process."""
         self.stopped_until: float | None = None
         self.restart_at: float | None = None
         self.dirs = [self.dir]
-        """Of all nodes that were in this place, oldest first; its own is the last."""
+        """Directories of all nodes that were in this place, oldest first; its own is the last."""
 
     @property
     def peer(self) -> str | None:
-        """Its peer id; None until it can be reached."""
+        """Its peer id; None until it is reachable."""
         return None if self.endpoints is None else self.endpoints.peer_id
 
     @property
     def active(self) -> bool:
-        """It trains, and is neither stopped nor gone."""
+        """Whether it trains and is neither stopped nor gone."""
         return self.trains and self.stopped_until is None and self.running
 
     def set_aside(self) -> None:
-        """Its directory gets another name, so that the next process here is a new node; only its journal is read."""
+        """Rename its directory, so that the next process here is a new node; only its journal is still read."""
         old = self.dir.with_name(f"{self.name}.{len(self.dirs)}")
         self.dir.rename(old)
         self.dirs.insert(-1, old)
 
 
 class Fleet:
-    """All nodes of one run below `run_dir`. Use it in a `with`: afterwards no process of it is left.
+    """All nodes of one run below `run_dir`. Use it in a `with`; no process is left afterwards.
 
-    `shape`: stages and replicas; `settings` of all nodes, `key=value`; `link` as of `noloco swarm --link`. Raises
-    ConfigError for settings, or a link, that are none.
+    `shape`: stages and replicas; `settings` of all nodes, `key=value`; `link` as for `noloco swarm --link`. Raises
+    ConfigError: settings or link are invalid.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Fleet:
         self.nodes = {node.name: node for node in places}
         self.lines: list[InnerStepLine] = []
         self.step = 0
-        """The largest clock that any line had."""
+        """The highest clock in any line."""
         self.back_s: list[float] = []
-        """From the start of each process to its first inner step, seconds."""
+        """Time from the start of each process to its first inner step, seconds."""
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
         self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
         self._plan = make_plan(read(None, {}, (*own, *settings)), None)
@@ -124,7 +124,7 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stopped processes take SIGKILL as well."""
+        """Kill all processes; SIGKILL also ends stopped ones."""
         for node in self.nodes.values():
             node.kill()
             node.release()
@@ -138,7 +138,8 @@ class Fleet:
     # --- what is done to them -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """All of them: the first, and when it can be reached the others. Raises LocalError."""
+        """Start all nodes: the first one, and the others once it is reachable. Raises LocalError: it does not get
+        there."""
         first, *others = self.nodes.values()
         self._start(first)
         self.wait(lambda: first.endpoints is not None, f"node {first.name} can be reached", START_S)
@@ -155,7 +156,7 @@ class Fleet:
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 
     def kill(self, node: FleetNode, restart_in_s: float | None, *, fresh: bool = False) -> None:
-        """kill -9 of the node and of what it started. With `fresh` it comes back as a new node without any files."""
+        """Send SIGKILL to the node and what it started. With `fresh` it comes back as a new node without files."""
         node.kill()
         node.trains, node.killed, node.stopped_until = False, True, None
         node.restart_at = None if restart_in_s is None else time.time() + restart_in_s
@@ -163,7 +164,8 @@ class Fleet:
             node.set_aside()
 
     def stop(self, node: FleetNode, seconds: float) -> None:
-        """SIGSTOP to the node and what it started, SIGCONT after `seconds`, also when this program is gone by then."""
+        """Send SIGSTOP to the node and what it started, and SIGCONT after `seconds`, even if this program is gone by
+        then."""
         assert node.endpoints is not None, "only a node that trains is stopped"
         pid = node.endpoints.pid
         os.killpg(pid, signal.SIGSTOP)
@@ -172,14 +174,14 @@ class Fleet:
         self._wakers.append(subprocess.Popen(wake, start_new_session=True, stderr=subprocess.DEVNULL))
 
     def tick(self) -> None:
-        """Read the new lines; restart what is due, and expect something again of those that were stopped."""
+        """Read new lines, restart nodes that are due, and note which stopped nodes continue."""
         now = time.time()
         by_peer = {node.peer: node for node in self.nodes.values()}
         for line in self._new_lines():
             self.lines.append(line)
             self.step = max(self.step, line.step)
             node = by_peer.get(line.peer)
-            # Of a killed node the lines may be new that it wrote a moment before: they are of its old process.
+            # New lines of a killed node may be from just before: they belong to its old process.
             if node is not None and not node.killed and line.at >= node.started_at:
                 if not node.trains:
                     self.back_s.append(line.at - node.started_at)
@@ -202,7 +204,7 @@ class Fleet:
             yield from (line for line in lines if line is not None)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float, every_s: float = TICK_S) -> None:
-        """Tick until it holds. Raises LocalError when it does not in time, or when a node has crashed."""
+        """Tick until a condition holds. Raises LocalError: it does not in time, or a node has crashed."""
         give_up_at = time.monotonic() + seconds
         while not holds():
             for node in self.crashed():
@@ -218,7 +220,7 @@ class Fleet:
     # --- what they did ------------------------------------------------------------------------------------------------
 
     def of_stage(self, stage: int) -> list[FleetNode]:
-        """A stage's nodes."""
+        """The nodes of a stage."""
         return [node for node in self.nodes.values() if node.stage == stage]
 
     def training(self) -> dict[int, list[str]]:
@@ -226,20 +228,20 @@ class Fleet:
         return {stage: [node.name for node in self.of_stage(stage) if node.active] for stage in range(self.stages)}
 
     def crashed(self) -> list[FleetNode]:
-        """Those that ended with an error, not by our kill."""
+        """The nodes that ended with an error and were not killed by us."""
         return [node for node in self.nodes.values() if not node.killed and node.exit_code not in (None, 0)]
 
     def first_stage_lines(self) -> list[InnerStepLine]:
-        """The inner steps of stage 0 that had tokens, in the order in which they were read."""
+        """The inner steps of stage 0 that had tokens, in the order of reading."""
         peers = set(self.peer_ids(self.of_stage(0)))
         return [line for line in self.lines if line.peer in peers and line.tokens]
 
     def events(self, kind: str, nodes: Iterable[FleetNode] | None = None) -> Iterator[JournalEvent]:
-        """The events of a kind in the journals of these places, place after place; of all without `nodes`."""
+        """The events of a kind in the journals of these nodes, node by node; without `nodes`, of all."""
         for node in self.nodes.values() if nodes is None else nodes:
             processes = (process for directory in node.dirs for process in read_processes(directory))
             yield from (event for process in processes for event in process if event.kind == kind)
 
     def peer_ids(self, nodes: Iterable[FleetNode]) -> list[str]:
-        """Peer ids of these places: one for each time that one was started with an empty directory."""
+        """Peer ids of these nodes: one for each start with an empty directory."""
         return list(dict.fromkeys(event.text("peer_id") for event in self.events("start", nodes)))

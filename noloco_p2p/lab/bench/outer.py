@@ -1,8 +1,8 @@
 """One outer round of one replica: freeze, pull a peer's snapshot over real gRPC, merge. Seconds and bytes.
 
-Two processes on loopback: the far one keeps its snapshot, as a replica does, the near one does the round. The bytes are
-counted on the connection itself, in one more pull through a forwarder that counts. The least possible is what the
-method moves, u of every parameter once (METHOD.md, "Outer round").
+Two processes on loopback: the far one keeps its snapshot, like a replica; the near one does the round. The bytes are
+counted on the connection itself, in an additional pull through a counting forwarder. The minimum is what the method
+moves: u of every parameter once (METHOD.md, "Outer round").
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch
 
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
-"""A stage as a number of square matrices, and their side."""
+"""A stage as a number of square matrices, and their side length."""
 TARGET = 1.01
 """Largest ratio of the bytes on the connection to those of u."""
 ROUNDS = 5
@@ -33,7 +33,7 @@ REQUEST = SnapshotRequest(1, 1)
 
 
 def replica(size: str, seed: int) -> OuterState:
-    """φ = θ of a stage of this size, then θ moved a little, so that Δ is not zero."""
+    """φ = θ of a stage of this size, with θ moved a little afterwards, so that Δ is not zero."""
     count, side = SHAPES[size]
     generator = torch.Generator().manual_seed(seed)
     fast = {f"layers.{n}.weight": torch.randn(side, side, generator=generator) for n in range(count)}
@@ -44,17 +44,17 @@ def replica(size: str, seed: int) -> OuterState:
 
 
 def specs(weights: OuterState) -> tuple[TensorSpec, ...]:
-    """What travels: u alone, for the sample beside it is next to nothing."""
+    """What travels: u only, because the sample beside it is negligible."""
     return (TensorSpec("vector", "float32", (weights.count,)),)
 
 
 def snapshot(weights: OuterState) -> Snapshot:
-    """What the far process gives."""
+    """The snapshot of the far process."""
     return Snapshot(PEER, 1, 10, (host_tensor.from_torch("vector", weights.freeze()[0]),))
 
 
 async def serve(ready: Callable[[int], None], size: str) -> None:
-    """The far process: its snapshot of round 1, at a port that it tells."""
+    """The far process: serves its snapshot of round 1 and reports its port."""
     transport = make_transport(PEER)
     await transport.serve(BenchPeer(snapshot(replica(size, 1))))
     ready(transport.port)
@@ -62,7 +62,7 @@ async def serve(ready: Callable[[int], None], size: str) -> None:
 
 
 async def rounds(size: str, port: int) -> dict[str, Any]:
-    """Medians of ROUNDS outer rounds after one to warm up, then the bytes of one pull."""
+    """Medians of ROUNDS outer rounds after one for warm-up, then the bytes of one pull."""
     mine = make_transport(NEAR)
     weights = replica(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
@@ -90,7 +90,7 @@ async def rounds(size: str, port: int) -> dict[str, Any]:
 
 
 async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
-    """Bytes on the connection, both ways and with its set-up, of one pull through a forwarder that counts them."""
+    """Bytes on the connection for one pull, in both directions and including its set-up, counted by a forwarder."""
     moved, ended = 0, asyncio.Event()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,7 +116,8 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
 
 
 def run() -> dict[str, Any]:
-    """The figures of both sizes; `ratio` is the larger one of bytes over least possible. Raises LocalError."""
+    """Measure. Returns the figures of both sizes; `ratio` is the larger ratio of bytes to the minimum. Raises
+    LocalError."""
     tune_allocator()
     torch.set_num_threads(1)
     stages = {}

@@ -1,8 +1,8 @@
-"""Tokens per second of a 2 × 2 swarm, against one process that trains the same model alone.
+"""Tokens per second of a 2 × 2 swarm, compared with one process that trains the same model alone.
 
-The swarm's nodes are real processes, with the default settings. Its tokens are counted by their metrics between two
-moments well inside training, outer rounds included, without start-up and evaluation. The one process has one thread,
-plain transformers and fused AdamW; it uses nothing of `compute/`.
+The swarm's nodes are real processes with default settings. Their metrics count its tokens between two moments well
+inside training, including outer rounds but neither start-up nor evaluation. The single process has one thread, plain
+transformers and fused AdamW; it uses nothing from `compute/`.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 TARGET = 0.80
 SHAPE = (2, 2)
 STEADY_STEPS = 30
-"""The measurement begins when every stage-0 replica has done this many inner steps."""
+"""The measurement starts when every stage-0 replica has done this many inner steps."""
 START_S = 180.0
 SETTINGS = ("steps=1000000", "evaluation.every_steps=null", "inner.optimizer=adamw", "outer.rule=noloco")
-"""Endless, with the optimizer of the one process, and rounds that are few."""
+"""An endless run with the optimizer of the single process, and few rounds."""
 BASELINE_S = 10.0
 WARM_UP_S = 2.0
 BATCHES = 64
-"""Microbatches that the baseline reads beforehand, used round and round."""
+"""Microbatches that the baseline reads beforehand and uses again and again."""
 METRICS_TIMEOUT_S = 5.0
 
 
@@ -49,15 +49,15 @@ class NodeSample:
     metrics: node_probe.MetricsReading
     cpu: cpu.CpuSeconds | None
     machine: float | None
-    """CPU seconds of everything on the machine."""
+    """CPU seconds of the whole machine."""
 
 
 Samples = Mapping[str, NodeSample]
-"""Of all nodes, by name."""
+"""All nodes by name."""
 
 
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
-    """The figures. Raises LocalError when the swarm or the baseline fails."""
+    """Measure. Returns the figures. Raises LocalError: the swarm or the baseline fails."""
     before = baseline(microbatches, BASELINE_S)
     with steady_swarm(microbatches) as fleet:
         begin = sample_nodes(fleet)
@@ -88,7 +88,7 @@ DEFINITIONS = {
 
 @contextmanager
 def steady_swarm(microbatches: int) -> Iterator[Fleet]:
-    """Inside, a swarm trains in its steady state, without evaluations. Raises LocalError when it does not get there."""
+    """A swarm that trains in its steady state, without evaluations. Raises LocalError: it does not get there."""
     settings = (f"microbatches_per_step={microbatches}", *SETTINGS)
 
     def steady() -> bool:
@@ -105,7 +105,7 @@ def steady_swarm(microbatches: int) -> Iterator[Fleet]:
 
 
 def sample_nodes(fleet: Fleet) -> dict[str, NodeSample]:
-    """All nodes now, by name. Raises LocalError when one cannot be reached or does not answer."""
+    """A sample of all nodes now, by name. Raises LocalError: one cannot be reached or does not answer."""
     samples = {}
     for name, node in fleet.nodes.items():
         if node.endpoints is None:
@@ -119,11 +119,11 @@ def sample_nodes(fleet: Fleet) -> dict[str, NodeSample]:
 
 
 def figures(begin: Samples, end: Samples) -> dict[str, Any]:
-    """What the swarm did between two samples of it; see DEFINITIONS. Tokens and steps are those of stage 0."""
+    """What the swarm did between two samples; see DEFINITIONS. Tokens and steps are those of stage 0."""
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
     def grown(name: str, metric: str) -> float:
-        """How much a counter grew, per second."""
+        """Growth of a counter per second."""
         return (end[name].metrics.total(metric) - begin[name].metrics.total(metric)) / windows[name]
 
     first = [name for name in begin if name.startswith("0-")]
@@ -144,7 +144,7 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
 
 
 def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float] | None:
-    """The nodes' CPU seconds as shares of all core-seconds; None where the system does not report them."""
+    """The nodes' CPU seconds as shares of all core-seconds; None: the system does not report them."""
     whole = cpu.cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
@@ -163,13 +163,13 @@ def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, floa
 
 
 def baseline(microbatches: int, seconds: float) -> float:
-    """Tokens/s, measured in a process of its own with one thread. Raises LocalError when that process dies."""
+    """Tokens/s, measured in a separate process with one thread. Raises LocalError: that process dies."""
     with workers(1, OMP_NUM_THREADS="1") as pool:
         return pool.submit(train_alone, RunManifest(microbatches_per_step=microbatches), seconds).result()
 
 
 def train_alone(manifest: RunManifest, seconds: float) -> float:
-    """Train for `WARM_UP_S`, then for `seconds` more: tokens per second of the latter."""
+    """Train for `WARM_UP_S`, then for `seconds`. Returns the tokens per second of the latter."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,7 +188,7 @@ def train_alone(manifest: RunManifest, seconds: float) -> float:
     data = itertools.cycle(asyncio.run(_first_batches(manifest)))
 
     def inner_step() -> int:
-        """Its tokens."""
+        """Take an inner step. Returns its number of tokens."""
         counted = 0
         for inputs_BT, targets_BT in itertools.islice(data, manifest.microbatches_per_step):
             logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
@@ -217,7 +217,7 @@ async def _first_batches(manifest: RunManifest) -> list[list["Tensor"]]:
 
     from noloco_p2p.io.data.threaded_batches import make_batches
 
-    # The data stream is drawn by seed and peer; any name gives one like a node's.
+    # The data stream depends on seed and peer; any name gives one like a node's.
     batches = make_batches(manifest, NodeConfig(), "baseline")
     read = [await batches.next() for _ in range(BATCHES)]
     batches.close()

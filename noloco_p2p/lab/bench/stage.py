@@ -1,7 +1,7 @@
 """`noloco bench stage`: what the stages of a run cost on a device, and how far they are from the CPU in float32.
 
-Both figures are taken on the stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the
-unsplit model in plain torch over the time of all stages together, a microbatch's forward and backward each.
+Both are measured on the stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the unsplit
+model in plain torch divided by the time of all stages together, for the forward and backward pass of a microbatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ from noloco_p2p.lab.sample_stats import Stopwatch
 TARGET = 0.95
 WARM_UP = 3
 COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
-"""What `costs` has of each stage."""
+"""The values of each stage in `costs`."""
 
 
 def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
-    """Measure the stages of `manifest` (default: the default run) in turn on one device.
+    """Measure the stages of `manifest` (default: the default run) one after the other on one device.
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
     and per inner step of all stages (`step_s`). `stages_costs` has those of each stage alone, see `costs`: what the
-    simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
-    Raises ConfigError and LocalError as `make_torch_stage`.
+    simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32. Raises
+    ConfigError and LocalError as `make_torch_stage`.
     """
     manifest = manifest or RunManifest()
     chosen = pick_device(device)
@@ -74,9 +74,9 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
 def measure(
     stages: Sequence[TorchStage], batch: Batch, plain: Callable[[], None], device: torch.device, repeats: int
 ) -> Stopwatch:
-    """Pass after pass: a microbatch through all stages and the plain model, then each stage's step, snapshot and merge.
+    """Repeatedly: a microbatch through all stages and the plain model, then each stage's step, snapshot and merge.
 
-    Stages and plain model in turn, so that both see the same machine.
+    Stages and plain model take turns, so that both see the machine in the same state.
     """
     watch = Stopwatch(WARM_UP, partial(synchronise, device))
     for number in range(1, WARM_UP + repeats + 1):
@@ -107,7 +107,8 @@ def costs(took: Stopwatch, stages: int) -> list[dict[str, float]]:
 
 
 def _one_pass(stages: Sequence[TorchStage], batch: Batch, identity: MicrobatchId, watch: Stopwatch) -> Contribution:
-    """One microbatch through all stages and back; the last stage also evaluates it, before. Its contribution."""
+    """One microbatch through all stages and back, after an evaluation by the last stage. Returns that stage's
+    contribution."""
     flow, graphs, last = batch.inputs, [], len(stages) - 1
     for index, stage in enumerate(stages[:-1]):
         with watch.timed((index, "forward_s")):
@@ -139,7 +140,7 @@ def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str,
 
 
 def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], None]:
-    """Forward and backward of the unsplit model in plain torch."""
+    """Forward and backward pass of the unsplit model in plain torch."""
     dtype = host_tensor.DTYPES[manifest.compute_dtype]
     whole = make_stage_module(model_family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
     whole.causal.to(device)

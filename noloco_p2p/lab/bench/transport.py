@@ -1,9 +1,9 @@
-"""How fast tensors go from one node to another, beside the least that the machine needs for it.
+"""How fast tensors go from one node to another, compared with the least that the machine needs for it.
 
 Two processes on loopback. The real transport carries 64 MiB tensors both as an activation with its gradient and as a
-snapshot, and the whole state of a replica, digests checked, landing in torch tensors; the bytes of an activation go
-over a bare asyncio TCP connection and over gloo's send and receive, in turn, so that all see the same machine. Figures
-are MiB per second of tensor bytes.
+snapshot, and the full state of a replica, with digests checked, into torch tensors. The bytes of an activation also go
+over a bare asyncio TCP connection and over gloo's send and receive. All take turns, so that they see the machine in the
+same state. Figures are MiB per second of tensor bytes.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ MIB = 1 << 20
 TENSOR_BYTES = 64 * MIB
 SNAPSHOT_BYTES = 4 * TENSOR_BYTES
 TARGET = 0.4
-"""Least share of the bare TCP rate, node to node with digests checked."""
+"""Lowest share of the bare TCP rate, node to node with digests checked."""
 STATE_PARAMETERS = 6
 STATE_TENSOR_BYTES = 16 * MIB
-"""A state of six parameters and all that belongs to them: 503 MB."""
+"""A state of six parameters and everything that belongs to them: 503 MB."""
 STATE_TARGET = 0.5
-"""Least rate of a state's transfer, as a share of the transport's own faster one."""
+"""Lowest rate of a state's transfer, as a share of the transport's own fastest one."""
 TLS_TARGET = 0.65
-"""Least rate of activations over mutual TLS, as a share of that without."""
+"""Lowest rate of activations over mutual TLS, as a share of that without."""
 RUN = "be" * 32
 PEER = "server"
 """The far node's peer id."""
@@ -89,14 +89,14 @@ MOVED_BYTES = {
 
 
 class BenchPeer:
-    """The far node: what comes lands in torch and goes back; it gives the same weights at every call."""
+    """The far node: what arrives is put into torch tensors and sent back; weights are the same at every call."""
 
     def __init__(self, snapshot: Snapshot, state: ReplicaState | None = None) -> None:
         self._snapshot = snapshot
         self._state = state
 
     async def propagate(self, caller: PeerId, header: messages.Header, body: Body) -> Gradient:
-        """The hidden state itself."""
+        """Returns the hidden state itself."""
         hidden = to_torch((await body()).hidden)
         return Gradient(header.microbatch, from_torch("grad", hidden), 0.0, 1, (PEER,))
 
@@ -105,22 +105,22 @@ class BenchPeer:
         raise Declined("not measured")
 
     async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
-        """The snapshot, at once."""
+        """Returns the snapshot at once."""
         return self._snapshot
 
     @asynccontextmanager
     async def lend_state(self, caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
-        """The whole state."""
+        """Lends the full state."""
         if self._state is None:
             raise Declined("not measured")
         yield self._state
 
     def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
-        """Not asked for."""
+        """Not used."""
         return [None for _ in microbatches]
 
     def describe(self, caller: PeerId) -> messages.NodeDescription:
-        """A node that trains."""
+        """Describes a node that trains."""
         return messages.NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
@@ -130,7 +130,7 @@ def make_transport(me: PeerId, largest_bytes: int = 1 << 20, links: Links | None
 
 
 def member_links(key: Path) -> MemberLinks:
-    """Of a member with its key in this file, of a run whose root everybody knows."""
+    """Links of a member with its key in this file, in a run whose root everybody knows."""
     root = Ed25519PrivateKey.from_private_bytes(bytes(32))
     trust, mine, now = RunTrust(RUN, root.public_key().public_bytes_raw()), Identity.open(key), time.time()
     issuer = certificates.issuer_certificate(root, trust, mine.peer_id, now)
@@ -143,7 +143,7 @@ def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:
 
 
 async def serve(ready: Callable[[tuple[Advert, Advert, int]], None], home: Path) -> None:
-    """The far process: passes on where it is (gRPC, with TLS, port of bare TCP) and serves until it is killed."""
+    """The far process: reports its addresses (gRPC, gRPC with TLS, port of bare TCP) and serves until it is killed."""
     state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, _ones(STATE_SPECS), number=1)
     transport = make_transport(PEER, 2 * TENSOR_BYTES)
     peer, links = BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state), member_links(home / "server.key")
@@ -159,7 +159,7 @@ async def serve(ready: Callable[[tuple[Advert, Advert, int]], None], home: Path)
 
 
 async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, calls: int) -> dict[str, float]:
-    """All figures but gloo's, against a far process that listens there (gRPC, with TLS, port of bare TCP)."""
+    """All figures except gloo's, against a far process at these addresses (gRPC, gRPC with TLS, port of bare TCP)."""
     mine = make_transport("client", 2 * TENSOR_BYTES)
     links = member_links(home / "client.key")
     secure, me = make_transport("", 2 * TENSOR_BYTES, links), links.me
@@ -197,12 +197,13 @@ async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, c
 
 
 def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
-    """All figures: MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of ours over bare TCP) to `target`.
+    """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of ours over bare TCP) with
+    `target`.
 
-    `state_ratio` is the state's rate over the faster one of propagate's and the snapshot's, to `state_target`;
-    `tls_ratio` that of activations over mutual TLS over that without, to `tls_target`.
+    `state_ratio` is the state's rate divided by the faster of propagate's and the snapshot's, with `state_target`.
+    `tls_ratio` is the rate of activations over mutual TLS divided by that without, with `tls_target`.
 
-    Takes about twenty seconds. Raises LocalError when the far process does not start.
+    Takes about twenty seconds. Raises LocalError: the far process does not start.
     """
     gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
@@ -225,7 +226,7 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
 
 
 async def receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fill the buffer from the connection; False when it was closed before."""
+    """Fill the buffer from the connection. False: it was closed before."""
     loop = asyncio.get_running_loop()
     filled = 0
     while filled < len(into):
@@ -243,7 +244,7 @@ def tensor_and_bytes(size: int) -> tuple[torch.Tensor, memoryview]:
 
 
 async def echo(listener: socket.socket, size: int) -> None:
-    """Receive `size` bytes into a torch tensor and send them back, until the one caller closes its connection."""
+    """Receive `size` bytes into a torch tensor and send them back, until the only caller closes its connection."""
     loop = asyncio.get_running_loop()
     _, view = tensor_and_bytes(size)
     connection, _ = await loop.sock_accept(listener)
@@ -254,7 +255,7 @@ async def echo(listener: socket.socket, size: int) -> None:
 
 
 def gloo_mib_per_s(size: int, rounds: int) -> float | None:
-    """MiB/s of a tensor sent there and back by gloo between two processes; None where gloo is missing or fails."""
+    """MiB/s of a tensor sent there and back by gloo between two processes; None: gloo is missing or fails."""
     if not torch.distributed.is_gloo_available():
         return None
     try:
@@ -267,7 +268,7 @@ def gloo_mib_per_s(size: int, rounds: int) -> float | None:
 
 
 def _gloo_rank(store: Path, rank: int, size: int, rounds: int) -> float:
-    """One of the two processes of `gloo_mib_per_s`; its rate."""
+    """One of the two processes of `gloo_mib_per_s`. Returns its rate."""
     torch.distributed.init_process_group(
         "gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
     )
