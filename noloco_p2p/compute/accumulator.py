@@ -1,8 +1,8 @@
-"""What an inner step gathers: parameter gradients, tokens and loss of the microbatches that counted, and spent ids.
+"""What an inner step accumulates: parameter gradients, tokens and loss of the counted microbatches, and spent ids.
 
 Whether a microbatch counts is decided here, in the same operation that adds it (ARCHITECTURE.md, "Exactly once"). A
-retry may bring a microbatch to a replica that has added it before, and its sender cannot know whether the reply or the
-call was lost. So the id is spent together with the addition, on the device's thread, where no other call comes between.
+retry may bring a microbatch to a replica that has already added it, and its sender cannot know whether the reply or the
+call was lost. So the id is spent together with the addition, on the device's thread, where no other call can intervene.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class AccumulatedMicrobatch:
     tokens: int
     loss_sum: float
     clip: float = 1.0
-    """What the gradient that came back was multiplied by."""
+    """Factor on the returned gradient."""
 
 
 class GradientAccumulator:
@@ -36,12 +36,12 @@ class GradientAccumulator:
         self._tokens_of_all: int | None = None
         self._spent = SpentIds()
         self.added: list[AccumulatedMicrobatch] = []
-        """In the order in which the gradients were added."""
+        """In the order of addition."""
         for parameter, grad in zip(parameters, self._grads, strict=True):
             parameter.grad = grad
 
     def is_spent(self, microbatch: MicrobatchId) -> bool:
-        """The microbatch was added before, in this step or an earlier one."""
+        """Whether the microbatch was added before, in this step or an earlier one."""
         return microbatch in self._spent
 
     def add(self, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
@@ -67,11 +67,11 @@ class GradientAccumulator:
 
     @property
     def divisor(self) -> int:
-        """Tokens that the gradients are of: those of this replica, or of all that were added up."""
+        """Number of tokens of the gradients: those of this replica, or of all once their gradients are added up."""
         return self.tokens if self._tokens_of_all is None else self._tokens_of_all
 
     def flat(self) -> Tensor:
-        """The summed gradients of the step one after another, and their number of tokens, on the host.
+        """The summed gradients of the step as one vector, followed by their number of tokens, on the host.
 
         The number is exact in float32 up to 2^24.
         """
@@ -83,7 +83,7 @@ class GradientAccumulator:
         return values
 
     def replace(self, grads: Iterable[Tensor], tokens: int) -> None:
-        """The gradients of the step become those of all replicas, of so many tokens."""
+        """Replace the step's gradients by those of all replicas, of this many tokens."""
         for mine, total in zip(self._grads, grads, strict=True):
             mine.copy_(total)
         self._holds, self._tokens_of_all = True, tokens
@@ -107,11 +107,11 @@ class GradientAccumulator:
         self._spent.end_step()
 
     def spent(self) -> tuple[MicrobatchId, ...]:
-        """Ids of the steps that have ended, oldest first; those of the step under way are not among them."""
+        """Ids of ended steps, oldest first, without those of the current step."""
         return self._spent.ended()
 
     def restart(self, spent: Iterable[MicrobatchId]) -> None:
-        """Forget the step under way, its ids included; `spent` are the only ones that count as seen."""
+        """Forget the current step with its ids; only `spent` counts as seen."""
         self._forget()
         self._spent.refill(spent)
 
@@ -121,7 +121,7 @@ class GradientAccumulator:
 
 
 def total_norm(tensors: list[Tensor]) -> float:
-    """L2 norm over all tensors; not finite when any value is not, or when the squares overflow."""
+    """L2 norm over all tensors; not finite if any value is not, or if the squares overflow."""
     if not tensors:
         return 0.0
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))

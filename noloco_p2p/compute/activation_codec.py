@@ -1,12 +1,12 @@
 """Hidden states or gradients as they travel (`core.block_format`): encoded on the device, checked and decoded there.
 
-Every channel of hidden states has a mean of its own, about a quarter of their energy, and a few channels of large
-models little else (arXiv 2402.17762). Codes are of what is left without it: put into a trained model of 1M parameters
-and four stages, 4 bits cost 0.003 nats per token so, and 0.005 with the means. Gradients have hardly any mean. A
-Hadamard rotation of each block and stochastic rounding made nothing better there.
+Every channel of hidden states has its own mean, with about a quarter of their energy; in a few channels of large models
+the mean is almost everything (arXiv 2402.17762). The codes are of the values without it. Put into a trained model of 1M
+parameters and four stages, 4 bits cost 0.003 nats per token this way, and 0.005 with the means. Gradients have hardly
+any mean. A Hadamard rotation of each block and stochastic rounding improved nothing there.
 
-Rounding is to the nearest, so a value has the same bytes each time it is sent. Autograd sees none of it: the next stage
-computes with the decoded values, and the gradient with respect to those is what comes back (straight-through).
+Values are rounded to the nearest, so a value has the same bytes each time it is sent. Autograd does not see any of it:
+the next stage computes with the decoded values, and the gradient with respect to those is returned (straight-through).
 
 Shape legend: B microbatch, T sequence, D hidden size, R = B·T rows, N blocks of a row, K values of a block.
 """
@@ -21,11 +21,11 @@ from noloco_p2p.core.messages import Gradient, HostTensor
 from noloco_p2p.errors import Violation
 
 LARGEST_SCALE = 2.0**100
-"""Of means and scales: with larger ones a decoded float32 could be infinite."""
+"""Limit on means and scales: with larger ones a decoded float32 could be infinite."""
 
 
 class ActivationCodec:
-    """One direction between two stages. A `wire` tensor is one that travels, as `spec` says."""
+    """One direction between two stages. A `wire` tensor is one that travels, as described by `spec`."""
 
     def __init__(self, name: str, codec: str, shape_BTD: tuple[int, int, int], dtype: torch.dtype) -> None:
         self.spec = wire_spec(name, codec, shape_BTD)
@@ -77,9 +77,10 @@ class ActivationCodec:
         return values_RD.reshape(self._shape)
 
     def check(self, received: HostTensor) -> Tensor:
-        """The wire tensor in host memory. Raises Violation: not of `spec`, or means or scales that are not finite.
+        """The wire tensor in host memory. Raises Violation: it does not match `spec`, or means or scales are not
+        finite.
 
-        Values that travel as they are may still be not finite: see `is_finite`.
+        Values that travel unencoded may still not be finite: see `is_finite`.
         """
         wire = host_tensor.check(received, self.spec)
         if self._format is not None and not self.is_finite(wire):
@@ -87,7 +88,7 @@ class ActivationCodec:
         return wire
 
     def is_finite(self, wire: Tensor) -> bool:
-        """What it decodes to is finite. NaN and infinity among encoded values show in the scale of their block."""
+        """Whether the decoded values are finite. NaN and infinity among values show in the scale of their block."""
         if self._format is None:
             return host_tensor.is_finite(wire)
         return bool((self._head(wire).abs() <= LARGEST_SCALE).all())

@@ -1,6 +1,6 @@
 """The files from which a run can be recomputed (ARCHITECTURE.md, "Files").
 
-They only ever take what the stage really used.
+They record only what the stage really used.
 """
 
 import json
@@ -22,14 +22,14 @@ from noloco_p2p.errors import LocalError
 
 
 def microbatch_key(microbatch: MicrobatchId) -> str:
-    """`<peer>-<incarnation, 16 hexadecimal digits>-<counter>`: a microbatch's id in the audit files."""
+    """`<peer>-<incarnation, 16 hexadecimal digits>-<counter>`: the id of a microbatch in the audit files."""
     return f"{microbatch.peer}-{microbatch.incarnation:016x}-{microbatch.counter}"
 
 
 class Audit:
-    """Writes into one directory, which exists. Every method raises LocalError when the disk does not take it.
+    """Writes to one existing directory. Every method raises LocalError: the disk refuses.
 
-    Without `weights` it writes the inner steps only.
+    Without `weights` it writes only the inner steps.
     """
 
     def __init__(self, directory: Path, peer_id: PeerId, *, weights: bool = True) -> None:
@@ -70,7 +70,7 @@ class Audit:
     ) -> None:
         """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name.
 
-        `inner_steps`: how many had been taken when the round was frozen, and when it was merged.
+        `inner_steps`: the numbers of inner steps taken when the round was frozen and when it was merged.
         """
         metadata = {
             "round": str(number),

@@ -1,6 +1,7 @@
-"""The DCT of parameters in tiles, and what of it travels (`core.tiles`; METHOD.md, "Outer rules"). Host memory only.
+"""The DCT of parameters in tiles, and the part of it that travels (`core.tiles`; METHOD.md, "Outer rules"). Host memory
+only.
 
-Coefficients have the parameter's shape, and lie tile after tile.
+Coefficients have the parameter's shape, tile after tile.
 
 Shape legend: N tiles, R rows, C columns, V = R·C values of a tile, K values of a tile that travel.
 """
@@ -18,7 +19,7 @@ from noloco_p2p.errors import Violation
 
 
 class DctTiles:
-    """The orthonormal DCT-II over both sides of every tile (Ahmed, Natarajan and Rao 1974), as `Transform`."""
+    """The orthonormal DCT-II over both dimensions of every tile (Ahmed, Natarajan and Rao 1974), as a `Transform`."""
 
     def forward(self, value: Tensor) -> Tensor:
         """See `Transform`."""
@@ -28,14 +29,15 @@ class DctTiles:
         return (rows_RR @ value_NRC @ columns_CC.T).reshape(value.shape)
 
     def largest(self, coefficients: Tensor) -> Tensor:
-        """See `Transform`. Of equal ones those in front."""
+        """See `Transform`. Of equal values the first ones."""
         tiles = tiling(coefficients.shape)
         values_NV = coefficients.reshape(-1, tiles.rows * tiles.columns)
         values_NK, places_NK = _largest(values_NV, tiles.kept)
         return torch.zeros_like(values_NV).scatter_(1, places_NK, values_NK).view(coefficients.shape)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
-        """See `Transform`. Products are added one after another, each rounded: a matrix product's order is its own."""
+        """See `Transform`. Products are added one by one, each rounded: the order within a matrix product is
+        undefined."""
         tiles = tiling(coefficients.shape)
         values_NRC = coefficients.reshape(-1, tiles.rows, tiles.columns)
         half_NRC, found_NRC = torch.zeros_like(values_NRC), torch.zeros_like(values_NRC)
@@ -48,12 +50,12 @@ class DctTiles:
 
 
 class SparseVector:
-    """What travels of the coefficients of a stage's parameters: the largest of each tile, and their places in it."""
+    """The coefficients of a stage's parameters that travel: the largest of each tile, and their places in it."""
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         self._tilings = [tiling(shape) for shape in shapes]
         self.kept = sum(tiles.kept_of_all for tiles in self._tilings)
-        """Values that travel."""
+        """Number of values that travel."""
         self._counts = [prod(shape) for shape in shapes]
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +66,9 @@ class SparseVector:
         return values, places.to(host_tensor.DTYPES[PLACE])
 
     def join(self, values: Tensor, places: Tensor, whose: str) -> Tensor:
-        """The flat vector, 0 where nothing travelled.
+        """The flat vector, with 0 where nothing travelled.
 
-        Raises Violation unless places lie in their tiles, and ascend; `whose` begins the message.
+        Raises Violation: places lie outside their tiles, or do not ascend. `whose` starts the message.
         """
         parts, counts = [], [tiles.kept_of_all for tiles in self._tilings]
         for tiles, *both in zip(
@@ -80,7 +82,8 @@ class SparseVector:
 
 
 def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """The `kept` largest of each tile by magnitude, N×K, and their places, ascending; of equal ones those in front."""
+    """The `kept` largest values of each tile by magnitude, N×K, and their places, ascending; the first of equal
+    ones."""
     order_NV = values_NV.abs().sort(dim=1, descending=True, stable=True).indices
     places_NK = order_NV[:, :kept].sort(1).values
     return values_NV.gather(1, places_NK), places_NK
@@ -90,7 +93,7 @@ def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 def basis(size: int, dtype: torch.dtype) -> Tensor:
     """Waves of `size` values, the constant one first: row k is c_k·cos(πk(n + ½)/size)."""
     scales = [sqrt((2 if k else 1) / size) for k in range(size)]
-    # Of an angle only what is left of whole turns: cos is as exact then as it can be.
+    # The angle modulo whole turns, where cos is as exact as possible.
     turns = [[k * (2 * n + 1) % (4 * size) / (2 * size) for n in range(size)] for k in range(size)]
     waves = [[scale * cos(pi * turn) for turn in row] for scale, row in zip(scales, turns, strict=True)]
     return torch.tensor(waves, dtype=torch.float64).to(dtype)

@@ -1,11 +1,11 @@
-"""The device's thread: calls of the loop run here one at a time, the most urgent first, each to its end.
+"""The device's thread. It runs the event loop's calls one at a time, the most urgent first, each to its end.
 
 `DeviceStage` is the Stage port over a synchronous stage. Nothing here knows torch.
 
-Why in this order: a backward ends what the stage before waits for and frees a graph, so it goes before a forward, which
-only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner step or a merge
-is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline and goes last. Within a
-priority the order is that of the calls.
+The order: a backward pass ends what the previous stage waits for and frees a graph, so it goes before a forward pass,
+which only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner step or a
+merge is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline and goes last.
+Within a priority calls run in their order.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from noloco_p2p.compute.stage import TorchStage
 
 URGENT, NORMAL, IDLE = 0, 1, 2
-"""Backward and what closes steps and rounds; forward; evaluation."""
+"""Priorities: backward passes and what ends steps and rounds; forward passes; evaluation."""
 CLOSED = "the device has been closed"
 MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 @dataclass(order=True, slots=True)
 class DeviceCall:
-    """A call in the queue. `future` is None when its result is not waited for."""
+    """A call in the queue. `future` is None if nobody waits for its result."""
 
     priority: int
     number: int
@@ -51,7 +51,7 @@ class DeviceCall:
 
 
 class Device:
-    """One thread and its priority queue. `call` from an event loop, `post` from anywhere."""
+    """A thread and its priority queue. Use `call` from an event loop, `post` from anywhere."""
 
     def __init__(self, name: str) -> None:
         self._queue: list[DeviceCall] = []
@@ -63,9 +63,9 @@ class Device:
         self._thread.start()
 
     async def call(self, priority: int, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
-        """Run `work` on the thread, give its result, or raise what it raised (no memory: LocalError).
-        Cancelled before the work began, it is not run. Cancelled later, it runs to its end and `lost` gets the result,
-        on the loop. Raises LocalError when the device is closed.
+        """Run `work` on the thread, and return its result or raise what it raised (out of memory: LocalError).
+        If cancelled before the work starts, it is not run. If cancelled later, it runs to its end and `lost` gets the
+        result, on the loop. Raises LocalError: the device is closed.
         """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         if not self._push(priority, work, future, lost):
@@ -76,16 +76,16 @@ class Device:
             del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work`, urgently, without waiting for it; after `close` it is dropped."""
+        """Run `work` urgently without waiting for it. After `close` it is dropped."""
         self._push(URGENT, work)
 
     def take_busy_s(self) -> float:
-        """Seconds that the thread has worked since this was last asked. Called on the thread, inside a call."""
+        """Seconds that the thread has worked since the last call of this. Called on the thread, inside a call."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def close(self) -> None:
-        """End the thread after the running call; waiting calls get LocalError. Returns at once; may be repeated."""
+        """End the thread after the running call; waiting calls get LocalError. Returns at once. May be called again."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
@@ -106,7 +106,7 @@ class Device:
         return True
 
     def _next(self) -> DeviceCall | None:
-        """The most urgent job, waited for; None when closed."""
+        """Wait for the most urgent job. None: closed."""
         with self._wake:
             while not self._queue and not self._closed:
                 self._wake.wait()
@@ -130,8 +130,8 @@ class Device:
 
 def _compute_in_batches() -> None:
     """Schedule the calling thread as SCHED_BATCH, where the system has it (Linux).
-    It then never preempts another thread when it wakes up: several nodes on few cores spoil each other's caches less,
-    and event loops still run at once.
+    The thread then never preempts another one when it wakes up: several nodes on few cores disturb each other's caches
+    less, and event loops still run at once.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is slower without, nothing else
@@ -139,7 +139,7 @@ def _compute_in_batches() -> None:
 
 
 def _deliver(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """Schedule the hand-over on the waiter's loop. When that loop is closed, nothing waits any more."""
+    """Schedule the hand-over on the waiter's loop. If that loop is closed, nobody waits any more."""
     if queued.future is None:
         return
     loop = queued.future.get_loop()
@@ -151,7 +151,7 @@ def _deliver(queued: DeviceCall, result: Any, error: BaseException | None) -> No
 
 
 def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """On the loop: the outcome to the waiter, or, when it is gone, the result to `lost`."""
+    """On the loop: give the outcome to the waiter, or, if it is gone, the result to `lost`."""
     assert queued.future is not None
     if queued.future.cancelled():
         if error is None and queued.lost is not None:
@@ -163,7 +163,7 @@ def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> 
 
 
 def _local(error: BaseException) -> BaseException:
-    """LocalError for a lack of memory, of the host or of the device; everything else as it is."""
+    """LocalError for a lack of memory on the host or the device; any other error unchanged."""
     named = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in MEMORY_SIGNS)
     if not (named or isinstance(error, MemoryError)):
         return error
@@ -186,7 +186,7 @@ class DeviceStage:
         return None if self._stage is None else self._stage.memory.places
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """As in the port; a graph whose waiter is gone is freed."""
+        """As in the port. A graph whose waiter is gone is freed."""
         work = partial(self._open_stage().forward, inputs, mask)
         return await self._device.call(NORMAL, work, lost=lambda result: self.discard(result[0]))
 
@@ -202,7 +202,7 @@ class DeviceStage:
         return await self._device.call(URGENT, work)
 
     def discard(self, graph: int) -> None:
-        """As in the port; freed on the device thread, and with everything else after `close`."""
+        """As in the port. Freed on the device thread, and after `close` with everything else."""
         if self._stage is not None:
             self._device.post(partial(self._stage.discard, graph))
 
@@ -215,11 +215,11 @@ class DeviceStage:
         return await self._device.call(NORMAL, self._open_stage().is_sound)
 
     async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
-        """As in the port; beside the device."""
+        """As in the port. Runs beside the device."""
         return await asyncio.to_thread(self._open_stage().compare, one, other)
 
     async def inner_step(self, label: StepLabel) -> StepResult:
-        """As in the port, with the seconds that the device worked from the begin of the previous inner step to now."""
+        """As in the port, with the seconds that the device worked from the start of the previous inner step to now."""
         take = self._open_stage().inner_step
 
         def work() -> StepResult:
@@ -232,13 +232,13 @@ class DeviceStage:
         return await self._device.call(URGENT, partial(self._open_stage().snapshot, round, step))
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """As in the port; beside the device."""
+        """As in the port. Runs beside the device."""
         return await asyncio.to_thread(self._open_stage().encode, frozen, request, caller)
 
     async def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
-        """As in the port; beside the device."""
+        """As in the port. Runs beside the device."""
         return await asyncio.to_thread(self._open_stage().decode, mine, request, theirs, before)
 
     async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
@@ -258,21 +258,21 @@ class DeviceStage:
         await self._device.call(URGENT, partial(self._open_stage().restore, theirs))
 
     def close(self) -> None:
-        """End the device thread after the running call and let go of the stage; may be repeated. Calls that wait, and
-        later ones, get LocalError. The stage's memory is free once the running call has ended."""
+        """End the device thread after the running call and release the stage. May be called again. Waiting and later
+        calls get LocalError. The stage's memory is free once the running call has ended."""
         self._device.close()
         self._stage = None
 
     def _open_stage(self) -> "TorchStage":
-        """The stage, until `close`: then LocalError."""
+        """The stage. Raises LocalError: closed."""
         if self._stage is None:
             raise LocalError(CLOSED)
         return self._stage
 
 
 async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> DeviceStage:
-    """Make stage `index` with its initial weights on a device thread of its own, without blocking the loop.
-    Raises ConfigError (the model cannot be split so) and LocalError (no such device, no memory, no audit directory).
+    """Make stage `index` with its initial weights on its own device thread, without blocking the loop.
+    Raises ConfigError: the model cannot be split like this; LocalError: no such device, no memory, no audit directory.
     """
     device = Device(f"device-{index}")
 

@@ -1,8 +1,8 @@
-"""A Hugging Face model directory: made from the stages of a run, and loaded again by plain transformers in float32.
+"""A Hugging Face model directory: made from the stages of a run, and loaded by plain transformers in float32.
 
-The parameters keep their global names on every stage, so the union of the stages is the whole state dict. What remains
-is to average replicas, to check that nothing is missing, and to let transformers write its own format. Nothing here
-knows where the weights come from.
+The parameters keep their global names in every stage, so the union of the stages is the complete state dict. What
+remains is to average replicas, to check that nothing is missing, and to let transformers write its own format. Nothing
+here knows where the weights come from.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
@@ -29,11 +29,11 @@ TRIMMED_AT_ONCE = 1 << 18
 """Values of a parameter that are sorted at once, of all replicas."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
-"""θ of one replica or of their mean, by global name, in compute_dtype, in host memory."""
+"""θ of one replica or of a mean, by global name, in compute_dtype, in host memory."""
 
 
 def silence_transformers() -> None:
-    """Turn off transformers' progress bars and warnings, for this process."""
+    """Turn off transformers' progress bars and warnings in this process."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -65,7 +65,7 @@ def flat_weights(parameters: Sequence[TensorSpec]) -> TensorSpec:
 
 
 def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
-    """Tensors in the order of `parameters`, by its names. Raises Violation when one does not fit or is not finite."""
+    """Tensors in the order of `parameters`, by their names. Raises Violation: one does not fit or is not finite."""
     weights = {}
     for tensor, spec in zip(tensors, parameters, strict=True):
         weights[spec.name] = host_tensor.check(tensor, spec)
@@ -101,10 +101,10 @@ def trimmed_mean(replicas: Sequence[Weights]) -> Weights:
 
 
 def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Path, eos: int | None = None) -> None:
-    """Write config.json, generation_config.json and the safetensors of the whole model into an existing directory.
+    """Write config.json, generation_config.json and the safetensors of the complete model to an existing directory.
 
-    `eos` is the id that ends generation, where it is known. Raises ConfigError when the stages are not the
-    whole model, LocalError when the disk refuses.
+    `eos` is the id that ends generation, if known. Raises ConfigError: the stages are not the complete model;
+    LocalError: the disk refuses.
     """
     causal = _outlined(manifest, 0, 1)
     state = {name: tensor for weights in stages for name, tensor in weights.items()}
@@ -121,7 +121,7 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
 
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
-    """The model class without memory, with its tied weights tied. Raises ConfigError."""
+    """The model class without memory, with tied weights tied. Raises ConfigError."""
     causal = meta_stage_module(
         model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
     ).causal
@@ -131,9 +131,9 @@ def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
 
 
 def write_tokenizer(source: str | None, directory: Path) -> None:
-    """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, name or path.
+    """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, a name or path.
 
-    `tokenizers.load_tokenizer` has to accept `source` first. Raises LocalError when the disk refuses.
+    `tokenizers.load_tokenizer` must have accepted `source`. Raises LocalError: the disk refuses.
     """
     from transformers import AutoTokenizer
     from transformers.models.byt5 import ByT5Tokenizer
@@ -156,7 +156,7 @@ class ExportedModel:
 
     @classmethod
     def load(cls, directory: Path, device: str = "auto") -> "ExportedModel":
-        """The model in `directory`, in float32. Raises ConfigError when there is none or a part of it is missing."""
+        """The model in `directory` in float32. Raises ConfigError: there is none, or a part of it is missing."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -182,14 +182,14 @@ class ExportedModel:
         return cls(causal.to(chosen).eval(), chosen)
 
     def logits(self, batch: Batch) -> Tensor:
-        """B×T×V, in float32."""
+        """Logits B×T×V in float32."""
         mask = {} if batch.mask is None else {"attention_mask": self._tensor(host_tensor.to_torch(batch.mask)).bool()}
         tokens_BT = self._tensor(host_tensor.to_torch(batch.inputs)).long()
         logits_BTV: Tensor = self.causal(input_ids=tokens_BT, use_cache=False, **mask).logits
         return logits_BTV.float()
 
     def nats(self, batch: Batch) -> tuple[Tensor, int]:
-        """Cross entropy summed over the targets of B×T tokens that count, with its graph, and how many they are."""
+        """Cross entropy summed over the B×T targets that count, with its graph, and the number of these targets."""
         targets_BT = self._tensor(host_tensor.to_torch(batch.targets)).long()
         loss = torch.nn.functional.cross_entropy(
             self.logits(batch).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -198,15 +198,15 @@ class ExportedModel:
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> LossSum:
-        """As `nats`, as numbers."""
+        """As `nats`, as plain numbers."""
         loss, tokens = self.nats(batch)
         return LossSum(float(loss), tokens)
 
     def continuation(self, prompt: Sequence[int], window: int, temperature: float, seed: int) -> Iterator[int]:
-        """Token ids that follow `prompt` (at least one id), one after the other, endlessly.
+        """Token ids that follow `prompt` (at least one id), one after the other, without end.
 
-        The context is at most `window` ids; when it is full, its later half is read again and the cache starts over.
-        `temperature` 0 takes the likeliest id every time; otherwise the draws follow from `seed`.
+        The context has at most `window` ids; when it is full, its later half is read again and the cache starts over.
+        `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws.
         """
         generator = torch.Generator().manual_seed(seed)
         seen, past, fresh = list(prompt[-window:]), None, list(prompt[-window:])
@@ -229,13 +229,13 @@ class ExportedModel:
 
 
 def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
-    """Token ids → text, without special tokens, by the tokenizer in `directory`. Raises ConfigError."""
+    """Maps token ids to text without special tokens, with the tokenizer in `directory`. Raises ConfigError."""
     tokenizer = _tokenizer(directory)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def chat_ids(directory: Path, message: str) -> list[int]:
-    """A user's message as the chat template of the tokenizer in `directory` has it, up to where the answer begins.
+    """A user's message in the chat template of the tokenizer in `directory`, up to where the answer starts.
 
     Raises ConfigError: there is no template, or it refuses the message.
     """

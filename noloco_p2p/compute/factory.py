@@ -1,9 +1,9 @@
-"""From the settings to a stage: its model is checked first, then its size, then memory is taken.
+"""Builds a stage from the settings: checks its model, then its size, and then allocates memory.
 
-The self-test at start-up is that the split of an architecture computes what the whole model computes: a tiny random
-model of the same architecture is cut at every layer boundary; the parts, chained, must give the whole's initial
-weights, logits and gradients. A family that scales its embeddings inside the decoder (granite) fails here, with a
-message, rather than train a wrong model.
+The self-test at start-up checks that the split of an architecture computes what the whole model computes. A tiny random
+model of the same architecture is cut at every layer boundary; the chained parts must give the initial weights, logits
+and gradients of the whole. A family that scales its embeddings inside the decoder (granite) fails here, with a message,
+instead of training a wrong model.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,19 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
 
 DEVICE_COPIES = 5
-"""Times the weights on the device: θ, accumulated gradients, those of the present microbatch, Adam's two moments."""
+"""Multiples of the weights on the device: θ, accumulated gradients, the current microbatch's, Adam's two moments."""
 HOST_COPIES = 10
-"""Times the weights on the host: φ, δ, u and θ_f of two rounds, a partner's u, θ and Adam's moments captured."""
+"""Multiples of the weights on the host: φ, δ, u and θ_f of two rounds, a partner's u, captured θ and Adam moments."""
 TOLERANCE = 1e-5
-"""Largest difference over largest value. A right split agrees bit for bit; this allows for another summation order."""
+"""Largest difference over largest value. A correct split agrees bit for bit, up to the order of summation."""
 SAMPLES, TOKENS = 2, 6
 MOST_PARAMETERS = 1 << 27
-"""Of the small model: it keeps the size of a head, by which a stranger's manifest could fill memory."""
+"""Most parameters of the small model: it keeps the head size, through which a stranger's manifest could fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSize:
-    """What one stage holds, and the least of one microbatch; all other activations in flight come on top."""
+    """What one stage holds, and the minimum for one microbatch; all other activations in flight are additional."""
 
     index: int
     layers: int
@@ -60,9 +60,8 @@ def make_torch_stage(
 ) -> TorchStage:
     """The synchronous stage `index` with its initial weights.
 
-    Raises ConfigError (no such stage, model, split) and LocalError (no such device, no memory, no audit
-    directory).
-    `self_test` False leaves out the comparison of the split with the whole, for a second stage of the same process.
+    Raises ConfigError: no such stage, model or split; LocalError: no such device, no memory, no audit directory.
+    `self_test` False skips the comparison of the split with the whole, for a second stage of the same process.
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
@@ -82,8 +81,7 @@ def make_torch_stage(
 def check_model(manifest: RunManifest) -> Any:
     """The configuration of a model that exists, fits its stages and splits exactly.
 
-    Raises ConfigError.
-    Takes as long as importing the family's code, plus a fraction of a second.
+    Raises ConfigError. Takes as long as importing the family's code, plus a fraction of a second.
     """
     config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
@@ -117,7 +115,7 @@ def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
 
 
 def check_fits(manifest: RunManifest, index: int, device: torch.device) -> StageSize:
-    """The size of a stage that fits this machine's free memory. Raises LocalError when it does not, ConfigError."""
+    """The size of a stage that fits the free memory. Raises LocalError: it does not fit; ConfigError."""
     size = stage_sizes(manifest)[index]
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
     _compare(index, on_host, free_host_bytes(), "free memory")
@@ -137,7 +135,7 @@ def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -
 
 
 def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
-    """Raises ConfigError when the split of this architecture is not exact. One stage is never split: no check."""
+    """Check that the split of this architecture is exact, unless there is one stage. Raises ConfigError: it is not."""
     if stages == 1:
         return
     try:
@@ -155,7 +153,7 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """How a one-layer-a-stage split differs from the whole. Of several differences only the first one means much."""
+    """How a split with one layer per stage differs from the whole. Of several differences the first one matters."""
     layers = config.num_hidden_layers
     whole = make_stage_module(config, 0, 1, seed=0, dtype=dtype)
     parts = [make_stage_module(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
@@ -185,7 +183,7 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _gradients(logits_BTV: Tensor, weights: Tensor, part: StageModule) -> dict[str, Tensor]:
-    """Gradient of Σ weights·logits² for each parameter; zeros where it does not reach."""
+    """Gradient of Σ weights·logits² for each parameter; zeros for those that it does not reach."""
     scalar = (weights * logits_BTV.square()).sum()
     grads = torch.autograd.grad(scalar, list(part.parameters.values()), retain_graph=True, materialize_grads=True)
     return dict(zip(part.parameters, grads, strict=True))

@@ -1,8 +1,8 @@
-"""Graphs between forward and backward: kept, or made again from their input; and for how many there is memory.
+"""Graphs between forward and backward pass: kept, or rebuilt from their input; and for how many there is memory.
 
-What a graph holds is measured on the first one, not computed from shapes: which tensors autograd keeps depends on the
-family, its attention kernel and autocast. Counted are the storages that it saves, alike on every device: a CPU has no
-allocator that could be asked, and CUDA's also counts what a pass frees again.
+The size of a graph is measured on the first one, not computed from shapes, because the tensors that autograd keeps
+depend on the family, its attention kernel and autocast. The storages that it saves are counted, in the same way on
+every device: a CPU has no allocator to ask, and CUDA's also counts what a pass frees again.
 
 Shape legend: B microbatch, T sequence, D hidden size.
 """
@@ -21,14 +21,14 @@ from noloco_p2p.compute.host_memory import free_host_bytes
 from noloco_p2p.core.messages import HostTensor
 
 LOOK_S = 1.0
-"""Between two looks at the memory that is free."""
+"""Interval between two checks of the free memory."""
 SHARE = 0.5
-"""Of what is free, for further microbatches. Other nodes of this machine look at the same memory, and each look goes
-half of the way: together they come near to what there is and not beyond it."""
+"""Share of the free memory for further microbatches. Other nodes of this machine see the same memory, and each check
+goes half of the way: together they come near the total and not beyond it."""
 STEP_COPIES = 3
-"""Times the weights: the present microbatch's gradients and, before the first inner step, Adam's moments."""
+"""Multiples of the weights: the current microbatch's gradients and, before the first inner step, Adam's moments."""
 ROUND_COPIES = 6
-"""Times the weights, on the host: another u and θ_f, a partner's u, θ and Adam's moments captured. They come and go."""
+"""Multiples of the weights on the host, temporarily: another u and θ_f, a partner's u, captured θ and Adam moments."""
 
 
 @dataclass(slots=True)
@@ -43,26 +43,27 @@ class KeptGraph:
 
 @dataclass(frozen=True, slots=True)
 class KeptInput:
-    """What a graph is made again from. On the host, where the caller holds it anyway."""
+    """The input from which a graph is rebuilt. On the host, where the caller holds it anyway."""
 
     inputs: HostTensor
     mask: HostTensor | None
 
 
 Pass = Callable[[HostTensor, HostTensor | None], KeptGraph]
-"""Through a stage, from its input and mask; with a graph where gradients are enabled."""
+"""A pass through a stage, from its input and mask; with a graph if gradients are enabled."""
 
 
 class SavedTensors:
-    """Counts the memory of the tensors that autograd saves, each storage once, those of the parameters not."""
+    """Counts the memory of the tensors that autograd saves, each storage once and without parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.nbytes = 0
-        # All that is saved lives until the count is over: addresses are not used again.
+        # Everything saved lives until counting ends, so addresses are not reused.
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Count a tensor; returns what is to be kept: not itself, or output and graph would hold each other.
+        """Count a tensor. Returns what autograd shall keep: not the tensor itself, or output and graph would hold each
+        other.
 
         https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
         """
@@ -74,18 +75,18 @@ class SavedTensors:
 
 
 class GraphMemory:
-    """For how many microbatches a stage has memory. `body_bytes`: of one, in messages, on the host.
+    """The number of microbatches for which a stage has memory. `body_bytes`: bytes of one in messages, on the host.
 
-    `keeps`: their graphs are kept from forward to backward; otherwise there is one at a time.
+    `keeps`: graphs are kept from forward to backward pass; otherwise there is one at a time.
     """
 
     def __init__(
         self, device: torch.device, parameters: Sequence[nn.Parameter], body_bytes: int, *, keeps: bool
     ) -> None:
         self.graph_bytes: int | None = None
-        """What one graph holds beside the parameters; None before the first."""
+        """Bytes of one graph without the parameters; None before the first."""
         self.places: int | None = 1 if keeps or body_bytes else None
-        """As many as there is memory for, 1 at least and before the first graph. None: nothing of them is held."""
+        """As many as there is memory for, at least 1; 1 before the first graph. None: they hold nothing."""
         self._device = device
         self._parameters = parameters
         self._body_bytes = body_bytes
@@ -94,7 +95,7 @@ class GraphMemory:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around a pass that makes a graph: what the first one saves is counted."""
+        """Use around a pass that makes a graph: what the first one saves is counted."""
         if self.graph_bytes is not None:
             yield
             return
@@ -104,7 +105,7 @@ class GraphMemory:
         self.graph_bytes = saved.nbytes
 
     def look(self, open: int) -> None:
-        """Count the places anew, at most once a second; `open` microbatches hold memory already."""
+        """Recompute the places, at most once a second. `open` microbatches already hold memory."""
         now = time.monotonic()
         if self.graph_bytes is None or self.places is None or now < self._look_at:
             return
@@ -116,19 +117,19 @@ class GraphMemory:
             needs = [(kept + self._body_bytes, host, rounds + passing)]
         else:
             needs = [(kept, free_bytes(self._device), passing), (self._body_bytes, host, rounds)]
-        # Of a system that does not say what is free nothing is known: one after the other.
+        # If the system does not report free memory: one after the other.
         rooms = [0 if free is None else int(SHARE * (free - spare)) // each for each, free, spare in needs if each]
         self.places = max(1, open + min(rooms))
 
 
 class GraphStore:
-    """The graphs that are open, by handle. `run` is always the pass through the stage. Used on the device's thread."""
+    """The open graphs by handle. `run` is always the pass through the stage. Used on the device's thread."""
 
     def __init__(self, memory: GraphMemory, *, recompute: bool) -> None:
         self._memory = memory
         self._recompute = recompute
         self._open: dict[int, tuple[int, KeptGraph | KeptInput]] = {}
-        """With the number of the weights of the forward pass."""
+        """With the version of the weights of the forward pass."""
         self._handles = itertools.count(1)
         self._weights = 0
 
@@ -147,9 +148,9 @@ class GraphStore:
         return graph, hidden_BTD
 
     def take(self, run: Pass, graph: int) -> KeptGraph:
-        """The graph, for its backward pass; it is not kept any longer."""
+        """Remove a graph for its backward pass."""
         weights, kept = self._open.pop(graph)
-        # Autograd would not notice it: AdamW's kernels leave the versions of what was saved as they are.
+        # Autograd would not notice: AdamW's kernels do not change the versions of saved tensors.
         assert weights == self._weights, "the weights changed between forward and backward"
         if isinstance(kept, KeptGraph):
             return kept
@@ -167,5 +168,5 @@ class GraphStore:
         self._open.clear()
 
     def weights_change(self) -> None:
-        """A graph of before must not be used from here on."""
+        """Earlier graphs must not be used from now on."""
         self._weights += 1

@@ -1,4 +1,4 @@
-"""The devices of this machine: which one a setting asks for, what it is, and how full its memory is."""
+"""The devices of this machine: which one a setting selects, what it is, and how full its memory is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ class DeviceInfo:
     device: str
     """Its name in torch: `cpu`, `cuda:1`."""
     name: str
-    """What its maker calls it; empty for a CPU."""
+    """Product name; empty for a CPU."""
     free_bytes: int
-    """Of its own memory; 0 for a CPU, as `total_bytes`."""
+    """Free bytes of its own memory; 0 for a CPU, like `total_bytes`."""
     total_bytes: int
     threads: int
-    """CPU threads of torch's own choice."""
+    """Number of CPU threads chosen by torch."""
     torch_version: str
     cuda_version: str
-    """That torch was built for; empty for a CPU build."""
+    """CUDA version for which torch was built; empty for a CPU build."""
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is any. Raises LocalError for a device that this machine does not have."""
+    """The device of a setting; `auto` is CUDA if available. Raises LocalError: this machine does not have it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -40,13 +40,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_threads(threads: int | None) -> None:
-    """CPU threads of the calling thread's torch operations; None leaves torch's choice."""
+    """Set the CPU threads of the calling thread's torch operations; None leaves torch's choice."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def device_info(device: str) -> DeviceInfo:
-    """The device that a setting asks for. Raises LocalError when this machine does not have it."""
+    """The device of a setting. Raises LocalError: this machine does not have it."""
     chosen = pick_device(device)
     name, free, total = "", 0, 0
     if chosen.type == "cuda":
@@ -57,9 +57,10 @@ def device_info(device: str) -> DeviceInfo:
 
 
 def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
-    """Measures (bytes used, by any process, and bytes in total), from any thread. None where the CPU is the device.
+    """A function that measures (bytes used by all processes, bytes in total), from any thread. None: the device is the
+    CPU.
 
-    Raises LocalError for a device that this machine does not have.
+    Raises LocalError: this machine does not have the device.
     """
     chosen = pick_device(device)
     if chosen.type != "cuda":
@@ -73,6 +74,6 @@ def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that this process can have: what is free there, and what its allocator keeps unused."""
+    """CUDA memory that this process can get: what is free on the device, and what its own allocator keeps unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept

@@ -1,4 +1,4 @@
-"""The host's memory that is free, and what a run takes of it. Without torch: a launcher asks before it starts."""
+"""The host's free memory, and what a run takes of it. Without torch, because a launcher checks it before it starts."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import size_text
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-"""Of Linux; the second one of version 2, of the container that this process is in."""
+"""On Linux; the latter is cgroup version 2, of the container of this process."""
 SURE_COPIES = 4
-"""Times the weights on the host, the least of any node on any device: φ, δ, u and θ_f of one round."""
+"""Multiples of the weights on the host, the minimum for any node on any device: φ, δ, u and θ_f of one round."""
 
 
 def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:
-    """The least that one microbatch takes on a stage's device: hidden states, at the last stage logits of so many
-    tokens, and their gradients."""
+    """The minimum bytes of one microbatch on a stage's device: hidden states, at the last stage logits for all tokens,
+    and their gradients."""
     rows = manifest.microbatch_size * manifest.sequence_length
     return 2 * rows * (hidden + (vocabulary or 0)) * ITEM_BYTES[manifest.compute_dtype]
 
 
 def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
-    """All nodes of a run of so many parameters, on this machine. Raises LocalError when they cannot fit."""
+    """Check that all nodes of a run with this many parameters fit this machine. Raises LocalError: they cannot fit."""
     free = free_host_bytes()
     needed = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
     if free is not None and needed > free:
@@ -32,7 +32,7 @@ def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
 
 
 def free_host_bytes() -> int | None:
-    """Memory that this process can have without swapping, here or in its container; None where nobody says."""
+    """Memory that this process can get without swapping, on the machine or in its container; None: unknown."""
     left = [_available(), _left_in_container()]
     return min((each for each in left if each is not None), default=None)
 
@@ -46,7 +46,7 @@ def _available() -> int | None:
 
 
 def _left_in_container() -> int | None:
-    """Up to the limit of its control group; files that it has read are given up first and count as free."""
+    """Bytes left up to the limit of the control group. Cached files are given up first and count as free."""
     try:
         limit, used = (int((CGROUP / name).read_bytes()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())

@@ -12,9 +12,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 def to_torch(tensor: HostTensor) -> Tensor:
-    """A CPU tensor with the values; it shares memory with a writable buffer and copies a read-only one.
+    """A CPU tensor with the values. It shares memory with a writable buffer and copies a read-only one.
 
-    Raises Violation when the buffer's length does not fit the shape.
+    Raises Violation: the buffer's length does not fit the shape.
     """
     count, dtype = prod(tensor.shape), DTYPES[tensor.dtype]
     if tensor.data.nbytes != count * dtype.itemsize:
@@ -33,12 +33,12 @@ def from_torch(name: str, tensor: Tensor) -> HostTensor:
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """What a tensor is, without its values."""
+    """The spec of a tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, itself if it is there; from a GPU through a pinned buffer."""
+    """The tensor in host memory: itself if it is there, or copied from a GPU through a pinned buffer."""
     if tensor.device.type == "cpu":
         return tensor
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -48,12 +48,12 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, whole when this returns, that shares nothing with the tensor on whatever device."""
+    """A copy in host memory, complete on return, that shares nothing with the tensor on any device."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
-    """The tensor as torch, if dtype and shape are those of `expected`. Raises Violation. The name is not compared."""
+    """The tensor as torch, if dtype and shape match `expected`; the name is not compared. Raises Violation."""
     if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
         raise Violation(
             f"{expected.name}: got {tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
@@ -62,7 +62,7 @@ def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity: one pass, nothing allocated (aminmax hands NaN on)."""
+    """Whether there is no NaN and no infinity. One pass, nothing allocated (aminmax propagates NaN)."""
     return isfinite(largest(tensor))
 
 

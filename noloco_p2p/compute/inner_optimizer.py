@@ -1,6 +1,6 @@
-"""The inner optimizer of one replica: torch's own AdamW and Muon, with moments and step count to read and to set.
+"""The inner optimizer of one replica: torch's own AdamW and Muon, with readable and settable moments and step count.
 
-METHOD.md, "Inner step". AdamW moves all parameters, or under `inner.optimizer=muon` those that are no matrices of the
+METHOD.md, "Inner step". AdamW updates all parameters, or under `inner.optimizer=muon` those that are not matrices of
 layers.
 """
 
@@ -13,11 +13,11 @@ from noloco_p2p.compute.replica_tensors import Kinds
 from noloco_p2p.config import InnerSettings
 
 Named = dict[str, Tensor]
-"""A tensor for each parameter, by global name, in the stage's order."""
+"""One tensor per parameter, by global name, in the stage's order."""
 
 
 class InnerOptimizer:
-    """Steps on the `.grad` of the parameters. Moments are on the parameters' device, in their dtype."""
+    """Updates parameters by their `.grad`. Moments are on the parameters' device, in their dtype."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, matrices: Collection[str] = ()
@@ -25,14 +25,14 @@ class InnerOptimizer:
         self._parameters = parameters
         self._settings = settings
         self.matrices = matrices
-        """Names of the parameters that Muon moves: they have a mean and no mean square."""
+        """Names of the parameters that Muon updates: they have a mean but no mean square."""
         self.reset()
 
     def reset(self) -> None:
         """Start over: no moments, no steps."""
         settings = self._settings
         self.steps = 0
-        """Updates that the bias correction counts; all parameters have had the same ones."""
+        """Number of updates for the bias correction, the same for all parameters."""
         matrices, others = (
             [parameter for name, parameter in self._parameters.items() if (name in self.matrices) == by_muon]
             for by_muon in (True, False)
@@ -47,7 +47,7 @@ class InnerOptimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            # torch's defaults, written out: a run is the same under every version of torch.
+            # torch's defaults, written out so that a run is the same under every version of torch
             muon = torch.optim.Muon(
                 matrices,
                 lr=settings.peak_learning_rate,
@@ -70,10 +70,10 @@ class InnerOptimizer:
         self.steps += 1
 
     def moments(self) -> dict[str, Named]:
-        """By kind, the live tensors, zeros before the first step.
+        """The live tensors by kind, zeros before the first step.
 
-        `adam_mean`: the running mean of the gradients, which AdamW calls first moment and Muon momentum; `adam_square`,
-        of what AdamW moves: that of their squares.
+        `adam_mean`: the running mean of the gradients, called first moment in AdamW and momentum in Muon;
+        `adam_square`: for parameters of AdamW, that of their squares.
         """
         of_adamw = [name for name in self._parameters if name not in self.matrices]
         return {

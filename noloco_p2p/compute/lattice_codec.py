@@ -1,13 +1,13 @@
-"""A replica's vector in few bits, for a replica that has one close to it (METHOD.md, "Codecs of outer rounds").
+"""A replica's vector in few bits, for a replica that has a similar one (METHOD.md, "Codecs of outer rounds").
 
-Replicas of a stage lie close together, their weights anywhere. Both round their values to integers on the same dithered
-lattice; the low bits of the sender's integers travel, and the receiver takes those that are nearest to its own. It
-applies the difference of the integers only: dither and rounding are the same at both, so the two of a pair move by
-opposite amounts, and their mean stays. A digest of the whole integers shows where the nearest was wrong, because the
-bound was too small: those chunks are asked for again.
+Replicas of a stage are close together, but their weights can be anywhere. Both round their values to integers on the
+same dithered lattice. The low bits of the sender's integers travel, and the receiver takes the integers with these bits
+that are nearest to its own. It applies the difference of the integers only: dither and rounding are the same at both,
+so the two of a pair move by opposite amounts, and their mean stays. A digest of the full integers shows where the
+nearest was wrong because the bound was too small: those chunks are requested again.
 
-Two machines come to the same integers: scaling by powers of two is exact, and so is all that follows but the sum of a
-fraction and its dither, which IEEE 754 rounds alike everywhere.
+Two machines get the same integers: scaling by powers of two is exact, and so is everything that follows except the sum
+of a fraction and its dither, which IEEE 754 rounds in the same way everywhere.
 
 Shape legend: C chunks of the vector, or some of them; K values of a chunk.
 """
@@ -39,10 +39,10 @@ BATCH = 32
 
 
 class PairDither:
-    """The dither of a pair's exchange in one round, equal at both: for each value a fraction, equally likely anywhere.
+    """The dither of a pair's exchange in one round, equal at both: a uniform fraction for each value.
 
-    The sum, modulo 1, of a number for the value's place in its chunk and one for its chunk: any two values of the
-    vector have independent dither, which is all that means and variances ask for.
+    It is the sum modulo 1 of a number for the value's place in its chunk and one for its chunk: any two values of the
+    vector have independent dither, which is all that means and variances require.
     """
 
     def __init__(self, seed: int, round: int, pair: tuple[PeerId, PeerId], parameters: int) -> None:
@@ -61,15 +61,15 @@ def _digest_factors() -> Tensor:
 
 
 class _ChunkRows(NamedTuple):
-    """Chunks of the same width that are computed together."""
+    """Chunks of equal width that are computed together."""
 
     at: slice
-    """Where they are among those asked for."""
+    """Where they are among the requested chunks."""
     chunks: Sequence[int]
     width: int
 
     def rows(self, vector: Tensor) -> Tensor:
-        """Their values, C×K; a view where they lie side by side. An odd width is filled up with a zero."""
+        """Their values, C×K; a view if they are adjacent. An odd width is padded with a zero."""
         first, last = self.chunks[0], self.chunks[-1]
         if last - first + 1 == len(self.chunks):
             rows_CK = vector[first * CHUNK : first * CHUNK + len(self.chunks) * self.width].view(-1, self.width)
@@ -78,7 +78,7 @@ class _ChunkRows(NamedTuple):
         return rows_CK if self.width % 2 == 0 else torch.nn.functional.pad(rows_CK, (0, 1))
 
     def write(self, vector: Tensor, rows_CK: Tensor, good_C: Tensor) -> None:
-        """Put the rows that are good into a vector."""
+        """Write the good rows to a vector."""
         rows_CK = rows_CK[:, : self.width]
         first, last = self.chunks[0], self.chunks[-1]
         if last - first + 1 == len(self.chunks) and bool(good_C.all()):
@@ -90,18 +90,18 @@ class _ChunkRows(NamedTuple):
 
 
 class LatticeAnswer(NamedTuple):
-    """What an answer came to."""
+    """The result of an answer."""
 
     wrong: tuple[int, ...]
-    """Chunks that are not known yet, ascending."""
+    """Chunks that are still unknown, ascending."""
     bounds: Tensor
-    """Of all that were asked for: the bound that was used."""
+    """The bound that was used for each requested chunk."""
     distances: Tensor
-    """The largest difference in each of them, rounded to the lattice; of a wrong one it says nothing."""
+    """The largest difference in each requested chunk, rounded to the lattice; meaningless for a wrong one."""
 
 
 class LatticeCodec:
-    """Vectors of one stage. `own_C` are the bounds that a replica itself asks with for its vector of that round."""
+    """Codec for the vectors of one stage. `own_C`: the bounds that a replica requests for its own vector of a round."""
 
     def __init__(self, bits: int, parameters: int, dtype: torch.dtype) -> None:
         self.format = LatticeFormat(bits, parameters, dtype.itemsize)
@@ -111,8 +111,8 @@ class LatticeCodec:
     def encode(self, vector: Tensor, own_C: Tensor, asked: LatticeRequest, dither: PairDither) -> Tensor:
         """The answer (uint8, `format.nbytes(asked)`): digests, plain values, the bounds used, codes.
 
-        Each chunk's bound is the larger one of what was asked for and of `own_C`, so that both of a pair use the same.
-        Raises Violation for a request that makes no sense, Declined where `vector` is not finite, or as good as.
+        Each chunk's bound is the larger one of the request and of `own_C`, so that both of a pair use the same. Raises
+        Violation: the request is invalid; Declined: `vector` is not finite, or nearly infinite.
         """
         self.format.check(asked)
         asked_C, own_C = _to_tensor(asked.bounds), _of(own_C, asked.chunks)
@@ -134,10 +134,10 @@ class LatticeCodec:
     def decode(
         self, wire: Tensor, own: Tensor, asked: LatticeRequest, dither: PairDither, into: Tensor
     ) -> LatticeAnswer:
-        """Put the answer to a request into the vector `into`: own + (the integers' difference) × step, chunk by chunk.
+        """Write the answer to a request to the vector `into`: own + (the integers' difference) × step, chunk by chunk.
 
-        `own` is the replica's vector that `asked` was made for. A chunk that is wrong is left as it was. Raises
-        Violation: another length than asked for, bounds that make no sense, plain values that are not finite.
+        `own` is the replica's vector for which `asked` was made. Wrong chunks are left unchanged. Raises Violation:
+        another length than requested, invalid bounds, or plain values that are not finite.
         """
         digest_C, plain, used_C, codes = self._parts(wire, asked)
         count = len(used_C)
@@ -155,7 +155,7 @@ class LatticeCodec:
             gap_CK = self._gap(taken.view(len(batch.chunks), -1), integers_CK)
             integers_CK += gap_CK
             least_C, most_C = gap_CK.amin(-1).int(), gap_CK.amax(-1).int()
-            # The lowest code is not used: else only one of a pair could find the chunk wrong.
+            # The lowest code is not used, or only one of a pair might find the chunk wrong.
             good_C[at] = (self._digest(integers_CK) == digest_C[at]) & (least_C > -self._levels)
             step_C = self._steps(used_C[at])
             distance_C[at] = torch.maximum(-least_C, most_C) * step_C
@@ -179,7 +179,7 @@ class LatticeCodec:
         return wire[:plain_at].clone().view(torch.int32), plain, used_C, wire[codes_at:]
 
     def _batches(self, asked: LatticeRequest, used_C: Tensor) -> Iterator[_ChunkRows]:
-        """The chunks asked for, in order: plain ones alone, others together; the last of the vector alone."""
+        """The requested chunks in order: plain ones alone, others together; the last of the vector alone."""
         used, start = used_C.tolist(), 0
         last = chunk_count(self.format.parameters) - 1
         while start < len(used):
@@ -206,7 +206,7 @@ class LatticeCodec:
         return whole_CK.to(torch.int32).add_(rows_CK.to(torch.int32))
 
     def _packed(self, integers_CK: Tensor) -> Tensor:
-        """The low bits; with 4 the first half of a row in the lower half of each byte."""
+        """The low bits; with 4 bits the first half of a row is in the lower half of each byte."""
         codes = integers_CK.to(torch.uint8)
         if self.format.bits == 8:
             return codes
@@ -214,16 +214,16 @@ class LatticeCodec:
         return low & 15 | high << 4
 
     def _gap(self, packed: Tensor, integers_CK: Tensor) -> Tensor:
-        """How far the nearest integers with these low bits are from one's own, int8."""
+        """How far the nearest integers with these low bits are from the own ones, int8."""
         codes = packed if self.format.bits == 8 else torch.cat((packed, packed >> 4), dim=1)
         gap_CK = codes - integers_CK.to(torch.uint8)
         return gap_CK.view(torch.int8) if self.format.bits == 8 else (gap_CK << 4).view(torch.int8) >> 4
 
     def _digest(self, integers_CK: Tensor) -> Tensor:
-        """Of each chunk, int32: a sum of odd multiples modulo 2^32.
+        """The digest of each chunk, int32: a sum of odd multiples modulo 2^32.
 
-        The low bits are turned to the top: a wrong integer is off by a multiple of 2^bits, which would else leave as
-        many bits of the digest unused.
+        The low bits are rotated to the top: a wrong integer is off by a multiple of 2^bits, which would otherwise leave
+        as many bits of the digest unused.
         """
         bits = self.format.bits
         turned_CK = (integers_CK << (32 - bits)) | ((integers_CK >> bits) & ((1 << (32 - bits)) - 1))
@@ -235,7 +235,7 @@ def _to_tensor(bounds: bytes) -> Tensor:
 
 
 def _of(all_C: Tensor, chunks: Sequence[int]) -> Tensor:
-    """Those of some chunks; a view where they lie side by side."""
+    """The values of some chunks; a view if they are adjacent."""
     if chunks[-1] - chunks[0] + 1 == len(chunks):
         return all_C[chunks[0] : chunks[-1] + 1]
     return all_C[torch.tensor(chunks)]

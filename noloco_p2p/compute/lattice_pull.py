@@ -1,4 +1,4 @@
-"""A pull of another replica's vector in few bits: the bounds to ask with, the answers, and what to ask for again.
+"""A pull of another replica's vector in few bits: the bounds to request, the answers, and what to request again.
 
 METHOD.md, "Codecs of outer rounds". No I/O; host memory only.
 """
@@ -19,24 +19,25 @@ from noloco_p2p.core.lattice_format import (
 )
 
 SAFETY, DECAY = 1.25, 0.7
-"""A bound is so much larger than the largest distance of late, which shrinks so much a round. Figures: METHOD.md."""
+"""A bound over the largest recent distance, and the factor by which that shrinks per round. Figures: METHOD.md."""
 WIDENINGS, FACTOR_BITS = 2, 2
-"""A wrong chunk is asked for again with a bound 4 times as wide; after two such times its values travel plain."""
+"""A wrong chunk is requested again with a bound 4 times as wide; after two such attempts its values travel plain."""
 FINEST_BITS = 22
-"""A step is no smaller than 2^-22 of the largest value of its chunk: float32 has hardly more."""
+"""A step is at least 2^-22 of the largest value of its chunk: float32 has hardly more precision."""
 
 
 class ReplicaDistances:
-    """How far other replicas were from this one, chunk by chunk: the largest distance of late."""
+    """How far other replicas were from this one, chunk by chunk: the largest recent distance."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits
         self._largest_C: Tensor | None = None
 
     def bounds(self, vector: Tensor, moved: Tensor) -> Tensor:
-        """The bounds (uint8) to ask with for a frozen `vector`; `PLAIN` where it is not finite, or too large to scale.
+        """The bounds (uint8) to request for a frozen `vector`; `PLAIN` where it is not finite, or too large to scale.
 
-        `moved` is its βΔ: before the first pull, how far other replicas are is judged by how far this one came.
+        `moved` is its βΔ: before the first pull, the distance of other replicas is estimated from how far this one
+        moved.
         """
         distance_C = _largest(moved) if self._largest_C is None else self._largest_C
         finest_C = _exponent(_largest(vector)) - FINEST_BITS + self._bits - 1
@@ -44,26 +45,26 @@ class ReplicaDistances:
         return torch.where(bound_C > LARGEST_BOUND, PLAIN, bound_C.clamp(min=LEAST_BOUND)).to(torch.uint8)
 
     def observe(self, distance_C: Tensor) -> None:
-        """Take in the distances that a pull found."""
+        """Record the distances that a pull found."""
         before_C = self._largest_C
         self._largest_C = distance_C if before_C is None else torch.maximum(DECAY * before_C, distance_C)
 
 
 @dataclass(slots=True)
 class LatticePull:
-    """What is known of another replica's vector. Ask for `missing`, `take` the answer, until nothing is missing."""
+    """What is known of another replica's vector. Request `missing` and `take` the answer, until nothing is missing."""
 
     codec: LatticeCodec
     own: Tensor
     missing: LatticeRequest | None
-    """What to ask for next: at first all chunks, with the bounds of `own`."""
+    """The next request: at first all chunks, with the bounds of `own`."""
     vector: Tensor
-    """The other replica's, where it is known; written to. At first a copy of `own`."""
+    """The other replica's vector where it is known; written to. At first a copy of `own`."""
     distances: Tensor
-    """The largest difference in each chunk that is known, float64; written to."""
+    """The largest difference in each known chunk, float64; written to."""
 
     def take(self, answer: Tensor, dither: PairDither) -> None:
-        """Take in the answer to `missing`. Raises Violation as `LatticeCodec.decode`."""
+        """Process the answer to `missing`. Raises Violation as `LatticeCodec.decode`."""
         asked = self.missing
         assert asked is not None, "nothing was asked for"
         found = self.codec.decode(answer, self.own, asked, dither, self.vector)
@@ -77,7 +78,7 @@ class LatticePull:
 
 
 def _largest(vector: Tensor) -> Tensor:
-    """The largest magnitude in each chunk, float64; NaN and infinity are handed on."""
+    """The largest magnitude in each chunk, float64; NaN and infinity are propagated."""
     whole = len(vector) // CHUNK * CHUNK
     parts = [vector[:whole].view(-1, CHUNK), vector[None, whole:]]
     found = [torch.maximum(-one.amin(-1), one.amax(-1)) for one in parts if one.numel()]
@@ -85,7 +86,7 @@ def _largest(vector: Tensor) -> Tensor:
 
 
 def _exponent(magnitude_C: Tensor) -> Tensor:
-    """The least e with magnitude ≤ 2^e, or one more; beyond all bounds for what is not finite, below all for zero."""
+    """The least e with magnitude ≤ 2^e, or one more; above all bounds if not finite, below all for zero."""
     exponent_C = torch.frexp(magnitude_C).exponent
     exponent_C = torch.where(magnitude_C == 0, LEAST_BOUND - BOUND_ZERO, exponent_C)
     return torch.where(torch.isfinite(magnitude_C), exponent_C, PLAIN + FINEST_BITS)

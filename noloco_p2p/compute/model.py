@@ -1,8 +1,8 @@
-"""The part of a causal language model that one stage holds, cut out of the model class of transformers.
+"""The part of a causal language model that one stage holds, cut out of transformers' model class.
 
-The model's own forward keeps doing masks, rotary angles and layer types; what a stage does not own is replaced by
-modules that pass their input through, and what it owns keeps the model's global names, so that the union of the stages'
-parameters is the whole checkpoint. Semi-private parts of transformers are used here and nowhere else.
+The model's own forward still does masks, rotary angles and layer types. What a stage does not own is replaced by
+modules that pass their input through; what it owns keeps the model's global names, so that the union of the stages'
+parameters is the complete checkpoint. Semi-private parts of transformers are used here and nowhere else.
 
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
@@ -22,26 +22,26 @@ from noloco_p2p.errors import ConfigError
 INPUT_MODULES = frozenset(
     {"project_in", "word_embeddings_layernorm", "embed_norm", "embedding_norm", "embeddings_layernorm", "norm_in"}
 )
-"""Modules beside the layers, not embeddings, that work on stage 0's input; all others belong to the output."""
+"""Modules beside the layers, other than embeddings, that process stage 0's input; all others belong to the output."""
 
 
 Replacement = tuple[nn.Module, str, nn.Module]
-"""A child that another stage holds: its parent, its name there, and the module that replaces it."""
+"""A child that another stage holds: its parent, its name there, and its replacement."""
 
 
 class PassthroughLayer(nn.Module):
     """Replaces a layer, norm or projection of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        """Its first argument, untouched."""
+        """Returns its first argument."""
         return hidden_states
 
 
 class ZeroPositions(nn.Module):
-    """Replaces the learned positions, which stage 0 has added already."""
+    """Replaces the learned positions, which stage 0 has already added."""
 
     def forward(self, positions: Tensor, *_: object, **__: object) -> Tensor:
-        """A zero without dimensions."""
+        """Returns a zero without dimensions."""
         return positions.new_zeros(())
 
 
@@ -58,12 +58,12 @@ class StageModule:
     parameters: dict[str, nn.Parameter]
     """By global name, in the model's order."""
     counts: tuple[int, ...]
-    """How many parameters each stage of the run holds."""
+    """Number of parameters of each stage of the run."""
 
     def layer_matrices(self) -> frozenset[str]:
-        """Names of the two-dimensional parameters of the layers, but those of embeddings.
+        """Names of the two-dimensional parameters of the layers, without those of embeddings.
 
-        Raises ConfigError when the layers cannot be told from the rest.
+        Raises ConfigError: the layers cannot be told from the rest.
         """
         _, layers = _decoder_and_layers(self.causal)
         inner = [module for module in layers.modules() if not isinstance(module, nn.Embedding)]
@@ -71,7 +71,7 @@ class StageModule:
         return frozenset(name for name, parameter in self.parameters.items() if parameter in found)
 
     def any_inputs(self, shape_BT: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Tokens at stage 0, else hidden states of unit variance; the same ones each time."""
+        """Tokens at stage 0, else hidden states of unit variance; always the same ones."""
         draw = torch.Generator().manual_seed(self.index)
         if self.index == 0:
             return torch.randint(self.vocabulary, shape_BT, generator=draw)
@@ -92,8 +92,8 @@ class StageModule:
 def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype: torch.dtype) -> StageModule:
     """Stage `index` of `stages` with its initial weights, in host memory, in `dtype`.
 
-    Each tensor depends on the seed and its global name alone, not on the split. Raises ConfigError when the model's
-    structure is not understood.
+    Each tensor depends only on the seed and its global name, not on the split. Raises ConfigError: the structure of the
+    model is not understood.
     """
     part = meta_stage_module(config, index, stages, dtype=dtype)
     part.causal.to_empty(device="cpu")
@@ -126,13 +126,13 @@ def _with_parameters(causal: Any, index: int, counts: tuple[int, ...]) -> StageM
 
 
 def _count_without(causal: Any, foreign: list[Replacement]) -> int:
-    """The model's parameters, each counted once, less those of the children that are replaced."""
+    """Number of the model's parameters, each counted once, without those of the replaced children."""
     away = {parameter for parent, name, _ in foreign for parameter in getattr(parent, name).parameters()}
     return sum(parameter.numel() for parameter in causal.parameters() if parameter not in away)
 
 
 def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacement]:
-    """The children that stage `index` does not own, and what replaces them. Raises ConfigError."""
+    """The children that stage `index` does not own, and their replacements. Raises ConfigError."""
     names = {module: name for name, module in causal.named_modules()}
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding not in names or head not in names or head is embedding:
@@ -161,7 +161,7 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacem
 
 
 def _decoder_and_layers(causal: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the embedding, and the list of layers beside it. Raises ConfigError."""
+    """The module that holds the embedding, and the list of layers in it. Raises ConfigError."""
     names = {module: name for name, module in causal.named_modules()}
     embedding = causal.get_input_embeddings()
     beside = causal.get_submodule(names[embedding].rpartition(".")[0]) if embedding in names else None
@@ -173,7 +173,7 @@ def _decoder_and_layers(causal: Any) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def _initialise(causal: Any, seed: int) -> None:
-    """The family's own initial weights, each module from a generator seeded by its global name.
+    """Set the family's own initial weights, each module with a generator seeded by its global name.
 
     Everything is NaN first, so that a tensor that no rule of the family fills is noticed. Later modules may fill a
     tensor again (gpt2 scales the projections of its residual paths), hence post-order.

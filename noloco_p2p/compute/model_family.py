@@ -1,7 +1,7 @@
 """A model family of transformers: from the manifest's `model` to a checked configuration and its model class.
 
-This file, `model.py` and those of exported models are the only ones that know transformers. Its modules are imported
-when they are needed, and only those of the family in question.
+Only this file, `model.py` and those of exported models know transformers. Its modules are imported when needed, and
+only those of the family in question.
 """
 
 import copy
@@ -18,14 +18,14 @@ from noloco_p2p.errors import ConfigError
 EAGER_FAMILIES = frozenset({"gemma2"})
 """Families that split exactly only with eager attention."""
 FIXED_FIELDS = frozenset({"use_cache", "pretraining_tp", "gradient_checkpointing"})
-"""Fields that a training stage decides itself."""
+"""Fields that a training stage sets itself."""
 UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
 """Dropout of heads that causal language models lack."""
 LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
 """Fields that belong in `rope_parameters` since transformers 5 and are still accepted at the top level."""
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 MOST_LAYERS = 1024
-"""A manifest comes from strangers: even without weights, layers cost memory."""
+"""Most layers. A manifest comes from strangers, and layers cost memory even without weights."""
 SMALL_VOCABULARY = 64
 SMALL_LAYERS = 4
 FOREIGN_ERRORS = (
@@ -38,7 +38,7 @@ FOREIGN_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a model class of transformers may raise for a configuration that it cannot work with."""
+"""Exceptions that a model class of transformers may raise for a configuration with which it cannot work."""
 
 
 def make_config(settings: ModelSettings) -> Any:
@@ -69,7 +69,7 @@ def make_config(settings: ModelSettings) -> Any:
 
 
 def _without_foreign_ids(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields; special token ids that are left out and default to one beyond the vocabulary become None."""
+    """The given fields. Special token ids that are missing and default to one beyond the vocabulary become None."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     vocabulary = given.get("vocab_size", defaults.get("vocab_size"))
     beyond: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def _causal_classes() -> Mapping[str, Any]:
     """Family → the name of its causal language model."""
     import transformers.utils
 
-    # Every model imports the losses of all, and one for images imports scipy if there is one: 34 MiB, half a second.
+    # Every model imports the losses of all, and one for images imports scipy if available: 34 MiB, half a second.
     transformers.utils.is_scipy_available = lambda: False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -117,7 +117,7 @@ def _refuse_dropout(config: Any) -> None:
 
 
 def check_split(config: Any, stages: int) -> None:
-    """Raises ConfigError when there are more stages than layers, or tied embeddings over several stages."""
+    """Check the number of stages. Raises ConfigError: more stages than layers, or tied embeddings over several."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
@@ -133,7 +133,7 @@ def check_split(config: Any, stages: int) -> None:
 
 
 def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
-    """Which layers each stage holds: contiguous, sizes within one, earlier stages take the extra."""
+    """The layers of each stage: contiguous, sizes differing by at most one, earlier stages take the extra."""
     size, extra = divmod(layers, stages)
     starts = [stage * size + min(stage, extra) for stage in range(stages + 1)]
     return tuple(range(start, end) for start, end in itertools.pairwise(starts))
@@ -154,7 +154,7 @@ def attention(config: Any) -> str:
 
 
 def small_config(config: Any) -> Any:
-    """The same architecture, reduced: fewer layers, heads, channels and tokens; the size of a head stays.
+    """The same architecture, reduced: fewer layers, heads, channels and tokens; the head size stays.
 
     Multipliers of 1 become 1.5, because a neutral one would hide where it is applied (granite).
     """

@@ -1,4 +1,5 @@
-"""What outer rounds move of one replica: θ, and what the rule keeps beside it, on the host (METHOD.md, "Outer rules").
+"""What outer rounds change in one replica: θ, and what the rule keeps beside it, on the host (METHOD.md, "Outer
+rules").
 
 All of it is held in compute_dtype, which is at least float32.
 """
@@ -26,7 +27,7 @@ ByName = dict[str, Tensor]
 class OuterState:
     """`fast` are the parameters θ on their device; only `merge`, `adopt` and `restore` write to them.
 
-    Vectors of all parameters, which others see, are flat (`core.snapshots`).
+    Vectors of all parameters, which other replicas see, are flat (`core.snapshots`).
     """
 
     def __init__(self, fast: Mapping[str, Tensor], settings: OuterSettings) -> None:
@@ -40,15 +41,15 @@ class OuterState:
         for name, theta in thetas.items():
             self._set(name, self.rule.start(theta))
         self.parameters = [host_tensor.spec_of(name, theta) for name, theta in thetas.items()]
-        """What they are, in the stage's order."""
+        """Their specs, in the stage's order."""
         self.count = sum(theta.numel() for theta in thetas.values())
         self.learning_rate = 0.0
-        """Of the last inner step, which distances between replicas follow."""
+        """Learning rate of the last inner step, which distances between replicas follow."""
         self._vector_before: Tensor | None = None
         self._forget_others()
 
     def by_name(self, flat: Tensor) -> ByName:
-        """The parameters of a flat vector: views of it."""
+        """The parameters of a flat vector, as views of it."""
         ends = accumulate(theta.numel() for theta in self._fast.values())
         return {
             name: flat[end - theta.numel() : end].view(theta.shape)
@@ -80,20 +81,20 @@ class OuterState:
         return vector, frozen
 
     def offers(self, vector: Tensor) -> dict[str, Offer]:
-        """What a flat vector offers of each parameter: views of it."""
+        """What a flat vector offers for each parameter, as views of it."""
         parts = [self.by_name(part) for part in vector.chunk(self.rule.offered)]
         return {name: tuple(part[name] for part in parts) for name in self._fast}
 
     def digest(self, frozen: Tensor) -> int:
-        """Of what all replicas of the stage have in common; `frozen` is θ_f."""
+        """Digest of what all replicas of the stage have in common; `frozen` is θ_f."""
         every = self.kinds | {"fast": {"": frozen}}
         values = (value for kind in self.rule.common for value in every[kind].values())
         return agreement.digest(host_tensor.from_torch("", value).data for value in values)
 
     def bounds(self, vector: Tensor) -> bytes:
-        """How far others' vectors may be from the one that was just frozen, by chunk; empty where no codec asks.
+        """How far others' vectors may be from the one just frozen, by chunk; empty if no codec needs it.
 
-        Before the first pull, how far others are is judged by how far this one came since the round before.
+        Before the first pull, the distance of others is estimated from how far this one moved since the previous round.
         """
         if self._distances is None:
             return b""
@@ -102,11 +103,11 @@ class OuterState:
         return bytes(self._distances.bounds(vector, moved).tolist())
 
     def radii(self) -> tuple[float, ...]:
-        """How far a partner's vector may be from the one that was just frozen, by group of tensors."""
+        """How far a partner's vector may be from the one just frozen, by group of tensors."""
         return self._pairs.radii(self.learning_rate)
 
     def met(self, theirs: Sequence[PartnerVector]) -> None:
-        """Others' vectors are merged: how far they were is what later bounds and radii are made from."""
+        """Record how far merged vectors of others were; later bounds and radii follow from that."""
         for one in theirs:
             if one.apart:
                 self._pairs.observe(one.apart, self.learning_rate)
@@ -114,10 +115,10 @@ class OuterState:
                 self._distances.observe(host_tensor.to_torch(one.distances))
 
     def merge(self, members: Sequence[Tensor], mine: int, frozen: Tensor, lag: float) -> None:
-        """The rule, and N3; θ changes in place.
+        """Apply the rule and N3; θ changes in place.
 
-        `members` are the vectors of the group, this replica's at place `mine`; `frozen` is θ_f. What the rule keeps is
-        still what the vector was frozen with: only rounds change it. `lag` as in `OuterRule.merge`.
+        `members` are the vectors of the group, with this replica's at index `mine`; `frozen` is θ_f. What the rule
+        keeps is still what the vector was frozen with: only rounds change it. `lag` as in `OuterRule.merge`.
         """
         offers, thetas_frozen = [self.offers(vector) for vector in members], self.by_name(frozen)
         for name, theta_frozen in thetas_frozen.items():
@@ -133,7 +134,7 @@ class OuterState:
             self._set(name, after, base)
 
     def added_up(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Gradients of the group as the rule adds them, by parameter, and of how many tokens they are."""
+        """Gradients of the group as added by the rule, by parameter, and their number of tokens."""
         total = self.rule.merge({}, [(vector[:-1],) for vector in vectors], -1, 0.0)["gradient"]
         return list(self.by_name(total).values()), sum(int(vector[-1]) for vector in vectors)
 
@@ -148,13 +149,13 @@ class OuterState:
         return tensors
 
     def adopt(self, weights: Tensor) -> None:
-        """Begin with θ_f of another replica (ARCHITECTURE.md, "Joining"); it has been checked."""
+        """Start with θ_f of another replica (ARCHITECTURE.md, "Joining"); it has been checked."""
         for name, theta in self.by_name(weights.to(self._dtype)).items():
             self._set(name, self.rule.start(theta.clone()), theta)
         self._forget_others()
 
     def capture(self) -> dict[str, ByName]:
-        """The present θ and what the rule keeps, in host memory; nothing writes to them later."""
+        """The current θ and what the rule keeps, in host memory; nothing writes to them later."""
         fast = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
         return {"fast": fast} | {kind: dict(named) for kind, named in self.kinds.items()}
 
@@ -166,7 +167,7 @@ class OuterState:
 
     @property
     def largest_accepted(self) -> float:
-        """The largest value that weights may have which take the place of these."""
+        """The largest value that weights may have that replace these."""
         return largest_accepted(max(host_tensor.largest(theta.detach()) for theta in self._fast.values()))
 
     @property
@@ -185,7 +186,7 @@ class OuterState:
                 self._fast[name].copy_(theta)
 
     def _forget_others(self) -> None:
-        """How far other replicas are from these weights is not known yet."""
+        """Forget how far other replicas are: that is not known for new weights."""
         codec = self._settings.codec
         self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
         self._vector_before = None

@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import HostTensor, ReplicaState, TensorSpec
 from noloco_p2p.errors import Violation
 
 ROUNDED, SQUARE_VANISHES = 2.0, 1e-18
-"""Allowances of the check of Adam's means: the factor is for rounding, the other for means whose square rounds to 0."""
+"""Tolerances of the check of Adam's means: a factor for rounding, and one for means whose square rounds to 0."""
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """By kind, then by parameter name, both in the order in which they travel."""
@@ -23,7 +23,7 @@ Kinds = Mapping[str, Mapping[str, Tensor]]
 def specs(
     kinds: Iterable[str], parameters: Sequence[TensorSpec], matrices: Collection[str] = ()
 ) -> tuple[TensorSpec, ...]:
-    """The tensors of a stage with these parameters, in order; `matrices`: those that Muon moves."""
+    """The specs of a stage with these parameters, in order; `matrices`: those that Muon updates."""
     return tuple(
         spec._replace(name=f"{kind}/{spec.name}")
         for kind in kinds
@@ -41,10 +41,10 @@ def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
 def checked(
     tensors: Sequence[HostTensor], expected: Sequence[TensorSpec], whose: str, most: float = inf
 ) -> list[Tensor]:
-    """The values of these tensors, which they may share memory with; `whose` begins the message.
+    """The values of these tensors, possibly sharing their memory; `whose` starts the message.
 
-    Raises Violation unless names, dtypes, shapes and lengths are as expected, in order, and all values finite and, but
-    for Adam's, not larger than `most`.
+    Raises Violation: names, dtypes, shapes or lengths are not as expected, in order, or values are not finite or,
+    except Adam's, larger than `most`.
     """
     found = [tensor.spec for tensor in tensors]
     if found != list(expected):
@@ -65,10 +65,10 @@ def checked(
 def unpack_state(
     state: ReplicaState, index: int, expected: Sequence[TensorSpec], most: float = inf, most_mean: float = inf
 ) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a state that stage `index` can continue from; they may share memory with it.
+    """The tensors of a state from which stage `index` can continue, possibly sharing its memory.
 
-    Raises Violation as `checked`, and for another stage, a mean square or a step count below zero, and a mean beyond
-    `most_mean` times the root of its mean square.
+    Raises Violation: as `checked`; another stage; a mean square or step count below zero; a mean beyond `most_mean`
+    times the root of its mean square.
     """
     if state.stage != index or state.adam_steps < 0:
         raise Violation(

@@ -1,6 +1,6 @@
-"""What a stage freezes at a round, what of it travels, and what it comes to on the other side. Host memory only.
+"""What a stage freezes at a round, what of it travels, and how the receiver decodes it. Host memory only.
 
-Any thread may `encode` and `decode`: frozen rounds are never written to.
+Any thread may `encode` and `decode`, because frozen rounds are never written to.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from noloco_p2p.core.snapshots import (
 from noloco_p2p.errors import Violation
 
 WIDTHS = ("bfloat16", "float32", "float64")
-"""Element types in which θ_f may be asked for; one wider than compute_dtype would say no more."""
+"""Element types in which θ_f may be requested; one wider than compute_dtype would add nothing."""
 
 
 class SnapshotCodec:
-    """Of one stage of a run, with these parameters."""
+    """The codec of one stage of a run, with these parameters."""
 
     def __init__(self, run: RunManifest, stage: int, parameters: Sequence[TensorSpec]) -> None:
         shapes = [spec.shape for spec in parameters]
@@ -51,15 +51,15 @@ class SnapshotCodec:
         self._guard = PartnerGuard(parameters, run.outer.update.offered)
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
-        """What travels to a partner, and its format in a codec that has bounds."""
+        """What travels to a partner, and its format in a codec with bounds."""
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
 
     def frozen(
         self, peer: PeerId, place: tuple[int, int, int], outer: OuterState, gradients: Tensor | None = None
     ) -> FrozenRound:
-        """A round of these weights, frozen; `gradients` are what is offered where the rule wants them.
+        """A frozen round of these weights. `gradients`: what is offered if the rule requires them.
 
-        `place`: round, step and inner steps taken. What all are to merge alike is kept as it travels.
+        `place`: round, step and inner steps taken. What all replicas merge alike is kept as it travels.
         """
         vector, theta = outer.freeze(gradients)
         if self._common:
@@ -70,10 +70,10 @@ class SnapshotCodec:
         return FrozenRound(peer, round, step, kept, weights, inner_steps, outer.bounds(vector), view, outer.radii())
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """What `caller` asks for.
+        """What `caller` requests.
 
-        Raises Violation for an element type that weights do not travel in, and for bounds that make no sense, Declined
-        when the vector is not finite and its codec would not show it.
+        Raises Violation: weights do not travel in that element type, or bounds are invalid; Declined: the vector is not
+        finite and its codec would not show it.
         """
         if request.weights is None:
             tensors = self._vector(frozen, request.lattice, caller)
@@ -105,7 +105,8 @@ class SnapshotCodec:
     ) -> PartnerVector:
         """A partner's vector and sample, as in the port.
 
-        Raises Violation unless they are what was asked for and finite, and what all merge alike of this replica's size.
+        Raises Violation: they are not what was requested or not finite, or what all replicas merge alike has not this
+        replica's size.
         """
         found = self._decoded(mine, request, theirs, before)
         if not self._common:
@@ -144,25 +145,25 @@ class SnapshotCodec:
         return PairDither(self._seed, round, pair, self._offered)
 
     def pair_std(self, mine: FrozenRound, theirs: PartnerVector) -> float:
-        """The replica std that the pair's θ_f tell of (METHOD.md, "Measures")."""
+        """The replica std estimated from the pair's θ_f (METHOD.md, "Measures")."""
         gap = self._sample(mine, theirs.round) - host_tensor.to_torch(theirs.sample)
         return pair_std(float(gap.double().square().sum()), gap.numel())
 
     def _sample(self, frozen: FrozenRound, round: int) -> Tensor:
-        """θ_f at the coordinates of a round, which may be another one's."""
+        """θ_f at the coordinates of a round, possibly another one's."""
         places = sampled_coordinates(self._seed, self._stage, round, self._parameters)
         return host_tensor.to_torch(frozen.weights)[torch.tensor(places, dtype=torch.int64)]
 
 
 def _as_type(values: HostTensor, dtype: str) -> HostTensor:
-    """In another element type, or as they are."""
+    """The values in another element type, or as they are."""
     if values.dtype == dtype:
         return values
     return host_tensor.from_torch(values.name, host_tensor.to_torch(values).to(host_tensor.DTYPES[dtype]))
 
 
 def _beside(own: HostTensor, sent: HostTensor) -> HostTensor:
-    """û_j of a vector in a plain codec: the own one and the difference of the two as they travel.
+    """û_j of a vector in a plain codec: the own vector plus the difference of the two as they travel.
 
     METHOD.md, "Codecs of outer rounds".
     """

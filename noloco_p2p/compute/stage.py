@@ -1,11 +1,11 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
-`device.py` gives it a thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
+`device.py` provides the thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
 compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
 
-**A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed apart from the
-accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` that
-costs one more pass over the gradients, and a second set of them while it lasts.
+**A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed separately from the
+accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` this
+costs one more pass over the gradients, and temporarily a second set of them.
 
 Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
@@ -41,7 +41,7 @@ IGNORED = -100
 class TorchStage:
     """The real stage. Its methods raise what the port says, and torch's own errors (no memory).
 
-    `recompute`: graphs are not kept but made again from their input. `discard` frees them in either case.
+    `recompute`: graphs are not kept but rebuilt from their input. `discard` frees them in either case.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class TorchStage:
         self._outer = OuterState(part.parameters, manifest.outer)
         self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
         self.encode, self.decode = self._codec.encode, self._codec.decode
-        """As in the port; any thread may call them."""
+        """As in the port. Any thread may call them."""
         self._returned = NormClip()
         self._inner_steps = 0
-        """Inner steps that these weights have seen."""
+        """Inner steps taken on these weights."""
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
@@ -106,13 +106,13 @@ class TorchStage:
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
 
-        One that is not finite, or comes from where something was not, gives `finite` False. Raises Violation, with the
-        graph still kept, when it is not in the run's codec or claims more tokens than a microbatch has.
+        A gradient that is not finite, or whose origin was not, gives `finite` False. Raises Violation, with the graph
+        still kept: it is not in the run's codec, or claims more tokens than a microbatch has.
         """
         wire = self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        # Only now: after a Violation another replica is asked for the same gradient.
+        # only now, because after a Violation another replica is asked for the same gradient
         if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
             self._graphs.discard(graph)
             return self._nothing(microbatch)
@@ -152,15 +152,15 @@ class TorchStage:
 
     @torch.no_grad()
     def is_sound(self) -> bool:
-        """As in the port. The output's squares are finite, too: a later stage takes them."""
+        """As in the port. The squares of the output must be finite, too, because a later stage computes them."""
         inputs = self._part.any_inputs(self._inputs.shape, self._compute)
         with self._autocast():
             output = self._part(inputs.to(self._device), None)
         return isfinite(total_norm([output.to(self._compute), *self._parameters]))
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Divide by the tokens, clip, move θ, as in the port. `busy_s` is left 0 for the device to fill in.
-        Without tokens θ and the optimizer stay untouched.
+        """Divide by the tokens, clip, update θ, as in the port. The device fills in `busy_s`.
+        Without tokens θ and the optimizer stay unchanged.
         """
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
@@ -205,7 +205,7 @@ class TorchStage:
         self._sums.restart(())
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
-        """Freeze the present φ, θ, δ, moments and spent ids in host memory, as in the port. `number` is left 0."""
+        """Freeze the current φ, θ, δ, moments and spent ids in host memory, as in the port. `number` stays 0."""
         moments = self._optimizer.moments().items()
         copies = {kind: {name: host_tensor.copy(one) for name, one in named.items()} for kind, named in moments}
         counts = (self.state.index, round, step, inner_steps, self._optimizer.steps)
@@ -213,7 +213,7 @@ class TorchStage:
         return ReplicaState(self._peer_id, *counts, tensors, 0, self._sums.spent(), self._returned.norms)
 
     def restore(self, theirs: ReplicaState) -> None:
-        """Become that replica, as in the port; graphs that are still kept are freed."""
+        """Become that replica, as in the port. Open graphs are freed."""
         limits = self._outer.largest_accepted, self._manifest.inner.most_mean
         kinds = replica_tensors.unpack_state(theirs, self.state.index, self.state.replica, *limits)
         self._outer.restore(kinds)
@@ -231,7 +231,7 @@ class TorchStage:
     def _contribute(
         self, added: AccumulatedMicrobatch, leaf: Tensor, output: Tensor, grad_output: Tensor | None
     ) -> Contribution:
-        """Backward from `output`; the gradients are added if they are finite and the id is not spent."""
+        """Backward from `output`. The gradients are added if they are finite and the id is not spent."""
         counted = not self._sums.is_spent(added.microbatch)
         wanted = ([] if self._first else [leaf]) + (self._parameters if counted else [])
         grads = list(torch.autograd.grad(output, wanted, grad_output, allow_unused=True)) if wanted else []
@@ -249,7 +249,7 @@ class TorchStage:
         return Contribution(grad, added.loss_sum, added.tokens, counted, True, added.clip)
 
     def _nothing(self, microbatch: MicrobatchId) -> Contribution:
-        """A microbatch that was not finite: it is spent, with zero tokens, and adds no gradient."""
+        """A microbatch that was not finite: its id is spent with zero tokens, and no gradient is added."""
         counted = not self._sums.is_spent(microbatch)
         if counted:
             self._sums.add(AccumulatedMicrobatch(microbatch, 0, 0.0), ())
@@ -269,7 +269,7 @@ class TorchStage:
         return loss, int(counts_BT.sum())
 
     def _leaf(self, inputs: HostTensor) -> Tensor:
-        """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that wants its gradient."""
+        """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that requires its gradient."""
         if self._first:
             ids_BT = host_tensor.check(inputs, self._inputs)
             self._check_ids("inputs", ids_BT)
@@ -292,7 +292,7 @@ class TorchStage:
         return values if on_host else values.pin_memory().to(self._device, non_blocking=True)
 
     def _sent(self, hidden_BTD: Tensor) -> HostTensor:
-        """A stage's output as it travels; encoded on the device, so that less of it is copied."""
+        """A stage's output as it travels, encoded on the device so that less is copied."""
         return host_tensor.from_torch("hidden", host_tensor.to_host(self._hidden.encode(hidden_BTD)))
 
     def _autocast(self) -> AbstractContextManager[object]:

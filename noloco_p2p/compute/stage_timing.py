@@ -1,4 +1,4 @@
-"""How long a stage takes for one microbatch, measured on random values: what `noloco doctor` says of a device."""
+"""How long a stage takes for one microbatch, measured on random values: what `noloco doctor` reports about a device."""
 
 import statistics
 import time
@@ -15,9 +15,9 @@ from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 
 
 def time_stage(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
-    """Median seconds that stage `index` takes for the forward and backward of one microbatch of random values.
+    """Median seconds that stage `index` takes for the forward and backward pass of one microbatch of random values.
 
-    Measures `repeats` times, or once at least until `limit_s` are over. Raises ConfigError and LocalError as
+    Measures `repeats` times, but at least once, until `limit_s` have passed. Raises ConfigError and LocalError as
     `make_torch_stage`.
     """
     stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), random_batch(manifest)
@@ -58,6 +58,6 @@ def random_batch(manifest: RunManifest) -> Batch:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given; the CPU has."""
+    """Wait until the device has done its work; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
