@@ -1,8 +1,8 @@
-"""An owner's cap on one direction of a node's line: a token bucket, and who goes next while others wait. Pure.
+"""An owner's cap on one direction of a node's line: a token bucket, and the order of waiting messages. Pure.
 
-A message goes when the bucket is not in debt, and is taken out of it then: in any time T at most rate·T, what the
-bucket holds, and one message. Gradients go before activations, these before all else, and of a kind the oldest first;
-a kind that waits is owed a tenth of all that goes, so that none starves.
+A message may go if the bucket is not in debt, and is then taken out of it. So in any time T at most rate·T, the content
+of the bucket, and one message go. Gradients go before activations, and these before everything else; within a kind the
+oldest goes first. A waiting kind gets a tenth of everything that goes, so that none starves.
 """
 
 import heapq
@@ -14,23 +14,23 @@ from itertools import count
 
 BYTES_PER_MBIT = 125_000
 HELD_S = 0.1
-"""What the bucket holds, in seconds of its rate: a loop that wakes up later than this loses some of it."""
+"""Content of the bucket, in seconds of its rate. A loop that wakes up later than this loses some of it."""
 MESSAGE_S = 0.05
-"""What a message on a capped line should take at most, in seconds of its rate."""
+"""Longest time of a message on a capped line, in seconds of its rate."""
 LEAST_MESSAGE_BYTES = 16_384
-"""No message need be smaller: an HTTP/2 frame."""
+"""Smallest size to which messages are limited: an HTTP/2 frame."""
 SHARE = 0.1
-"""Least part of a busy line for each kind that waits."""
+"""Smallest share of a busy line for each waiting kind."""
 
 
 class Precedence(IntEnum):
-    """What goes before what."""
+    """The order of kinds of messages."""
 
     GRADIENT = 0
-    """It frees a graph at its receiver, and at all before that one."""
+    """It frees a graph at its receiver and at all nodes before that one."""
     ACTIVATION = 1
     OTHER = 2
-    """Snapshots and states: nobody computes less while they are on their way."""
+    """Snapshots and states: no computation waits for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class LineTurn:
 
     precedence: Precedence
     age: tuple[int, int]
-    """Step and index of its microbatch at its origin: of a kind the smallest goes first, equal ones as they came."""
+    """Step and index of its microbatch at its origin: in a kind the smallest goes first, then in order of arrival."""
     nbytes: int
     go: Callable[[], object]
     """Called when it may go."""
@@ -49,22 +49,22 @@ class LineTurn:
 
 @dataclass(slots=True)
 class _Queue:
-    """The messages of one kind that wait."""
+    """The waiting messages of one kind."""
 
     turns: list[tuple[tuple[int, int], int, LineTurn]] = field(default_factory=list)
     """A heap, by age and number."""
     owed: float = 0.0
-    """Bytes of its share that it has not had."""
+    """Bytes of its share that it has not had yet."""
 
     def head(self) -> LineTurn | None:
-        """The next one."""
+        """The next message."""
         while self.turns and self.turns[0][2].withdrawn:
             heapq.heappop(self.turns)
         return self.turns[0][2] if self.turns else None
 
 
 class LineCap:
-    """One direction of a line of so many bytes per second. Times are seconds on the caller's clock."""
+    """One direction of a line with this many bytes per second. Times are seconds on the caller's clock."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
@@ -80,19 +80,18 @@ class LineCap:
         return max(LEAST_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
 
     def ask(self, turn: LineTurn) -> None:
-        """Put a message in line."""
+        """Queue a message."""
         heapq.heappush(self._queues[turn.precedence].turns, (turn.age, next(self._numbers), turn))
 
     def charge(self, nbytes: int, now: float) -> None:
-        """Something went without asking; below 0: less went than was asked for."""
+        """Charge bytes that went without asking; negative: fewer went than were asked for."""
         self._fill(now)
         self._level = min(self._most, self._level - nbytes)
 
     def next(self, now: float) -> LineTurn | None:
-        """Take the message that goes now out of the line and out of the bucket; None: the bucket is in debt, or nobody
-        waits."""
+        """Take the message that goes now out of queue and bucket. None: the bucket is in debt, or nobody waits."""
         self._fill(now)
-        # A byte is what rounding may leave of a debt that should be paid.
+        # Rounding may leave a byte of a debt that is paid.
         if self._level < -1:
             return None
         waiting = [(queue, head) for queue in self._queues if (head := queue.head())]
@@ -102,13 +101,13 @@ class LineCap:
         heapq.heappop(queue.turns)
         self._level -= turn.nbytes
         for other in self._queues:
-            # One that goes may be followed by the next of its kind in a moment.
+            # The next message of the same kind may follow in a moment.
             other.owed = other.owed + SHARE * turn.nbytes if other is queue or other.head() else 0.0
         queue.owed = max(0.0, queue.owed - turn.nbytes)
         return turn
 
     def free_at(self) -> float | None:
-        """When `next` will have something; None: when somebody asks."""
+        """When `next` will return a message; None: not before one is queued."""
         if not any(queue.head() for queue in self._queues):
             return None
         return self._as_of + max(0.0, -self._level) / self._rate

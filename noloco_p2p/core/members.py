@@ -1,6 +1,6 @@
 """The membership as one node sees it, the states of a node, and the choice of a stage.
 
-A snapshot of adverts that one task refreshes and everything else routes from: no call has to wait for the DHT. Pure:
+One task refreshes a snapshot of adverts, and all routing uses that snapshot: no call has to wait for the DHT. Pure:
 `now` is the caller's clock in seconds (ARCHITECTURE.md, "Membership").
 """
 
@@ -25,36 +25,36 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     **{(state, "drain"): "draining" for state in STATES if state not in ("draining", "left")},
     ("draining", "leave"): "left",
 }
-"""(state, event) → state; every pair that is not here is a bug of the caller."""
+"""(state, event) → state; any other pair is a bug of the caller."""
 
 FIRST_ASIDE_S = 1.0
 LONGEST_ASIDE_S = 60.0
-"""A peer that fails is set aside for 1, 2, 4, … seconds, at most this long."""
+"""A peer that fails is set aside for 1, 2, 4, … seconds, but at most for this long."""
 DISTRUSTED_S = 3600.0  # one whose gradients are wrong again and again
 
 FAILURES_TO_DESERT = 2
-"""A stage whose replicas have all failed so often in a row, with no answer since, is as good as without any."""
+"""A stage counts as having no replica if all of its replicas have failed this often in a row, with no answer since."""
 
 READS_TO_VANISH = 2
-"""A peer whose advert has expired and that is missing in this many successive readings is gone. Until then a reading
-that misses it is a bad reading: a loaded DHT gives some for seconds, and a node that leaves says so."""
+"""A peer is gone if its advert has expired and it is missing in this many successive readings. Until then a reading
+without it counts as a bad reading: a loaded DHT gives some for seconds, and a node that leaves says so."""
 
 TRAINING = frozenset({"training"})
 READY = frozenset({"waiting", "syncing", "training"})
 """They have their weights: a membership counts them, and those that do not serve yet answer Busy."""
 HOLDING = frozenset({"training", "finished"})
-"""They have a replica's trained weights: newcomers start from them, evaluations go through them."""
+"""They have a replica's trained weights: newcomers start from these, and evaluations use them."""
 TRAINED = HOLDING | {"paused"}
-"""They have a replica's trained weights and keep them: a stage with one of these is not lost."""
+"""They have and keep a replica's trained weights: a stage with one of these is not lost."""
 IN_ROUNDS = READY | HOLDING
-"""Partners of an outer round; with an old view of the membership a mate may still look as if it waited."""
+"""Partners of an outer round. In an old view of the membership a replica may still appear to be waiting."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
 STAGE_0_AT_WORK = frozenset({"training", "syncing", "draining"})
-"""The run has not ended while one of these is there; a node that pauses is not waited for."""
+"""The run has not ended while there is one of these. Nobody waits for a node that pauses."""
 
 
 def next_state(state: str, event: str) -> str:
-    """The state after `event`. Raises ValueError, which names both, for a pair that is not legal."""
+    """The state after `event`. Raises ValueError, which names both: the pair is not legal."""
     if (state, event) not in TRANSITIONS:
         raise ValueError(f"no transition from state {state!r} on event {event!r}")
     return TRANSITIONS[state, event]
@@ -62,7 +62,7 @@ def next_state(state: str, event: str) -> str:
 
 @dataclass(slots=True)
 class _Failures:
-    """Of a peer that has not answered since."""
+    """The failures of a peer since its last answer."""
 
     count: int = 0
     newest_at: float = float("-inf")
@@ -70,34 +70,34 @@ class _Failures:
 
 
 class Members:
-    """Who is in the swarm, who is set aside. Peers are always returned sorted by id.
+    """Who is in the swarm, and who is set aside. Peers are always sorted by id.
 
-    What is returned is not to be changed: it answers the same question until the next reading. A reading costs little
-    for a peer that has not announced itself anew, so that a node can know thousands.
+    Callers must not change what is returned: the same list answers the same question until the next reading. A reading
+    costs little for a peer without a new advert, so a node can know thousands.
     """
 
     def __init__(self, me: PeerId, ttl_s: float) -> None:
         self._me = me
         self._ttl_s = ttl_s
         self._adverts: dict[PeerId, Advert] = {}
-        """Everybody else, sorted."""
+        """All other nodes, sorted."""
         self._missed: dict[PeerId, int] = {}
-        """How many readings in a row have not listed a peer; the last one listed all that are not here."""
+        """Number of successive readings that have not listed a peer; the last one listed all peers not in here."""
         self._heard: dict[PeerId, tuple[int, float]] = {}
-        """The newest label that came from a peer: (step, when)."""
+        """The newest label from a peer: (step, time)."""
         self._failures: dict[PeerId, _Failures] = {}
         self._distrusted: dict[PeerId, float] = {}
         """Until when a peer is set aside whatever it answers."""
         self._by_state: dict[tuple[int, str], list[Advert]] = {}
         """`_adverts` by (stage, state), as of the last reading."""
         self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
-        """Answers that still hold, by stage and states."""
+        """Answers that are still valid, by stage and states."""
         self._ids: dict[tuple[int, Set[str]], list[PeerId]] = {}
         self.left_at_step = 0.0
-        """The furthest clock of those of stage 0 who have left: at the last step, the run has ended without us."""
+        """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
 
     def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
-        """A reading of the directory; how many came and how many went. One that lists nobody else wipes nothing."""
+        """A reading of the directory. Returns how many joined and left. A reading without others removes nobody."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
@@ -126,12 +126,12 @@ class Members:
     def _renew(self, old: Advert, advert: Advert) -> None:
         failures = self._failures.get(advert.peer_id)
         if failures is not None and old.state != advert.state and advert.announced_at > failures.newest_at:
-            # A peer that has gone on to another state since is at work, maybe in a new process.
+            # A peer that has changed its state since then is at work, maybe in a new process.
             del self._failures[advert.peer_id]
         self._adverts[advert.peer_id] = advert
 
     def _miss(self, listed: Set[PeerId], now: float) -> None:
-        """Count in how many readings each has been missing; forget who is gone."""
+        """Count the readings in which each peer has been missing, and forget those that are gone."""
         for peer, advert in list(self._adverts.items()):
             if peer in listed:
                 self._missed.pop(peer, None)
@@ -155,7 +155,7 @@ class Members:
             self._by_state.setdefault((advert.stage, advert.state), []).append(advert)
 
     def __len__(self) -> int:
-        """How many others there are."""
+        """Number of other nodes."""
         return len(self._adverts)
 
     # --- who is there -----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Members:
         return self._adverts.get(peer)
 
     def of_stage(self, stage: int, states: Set[str] = PRESENT) -> Sequence[Advert]:
-        """Others of a stage that are in one of `states`."""
+        """Other nodes of a stage that are in one of `states`."""
         asked = stage, frozenset(states)
         found = self._found.get(asked)
         if found is None:
@@ -175,7 +175,7 @@ class Members:
         return found
 
     def ids(self, stage: int, states: Set[str] = PRESENT) -> Sequence[PeerId]:
-        """The same, by id."""
+        """The ids of `of_stage`."""
         asked = stage, frozenset(states)
         found = self._ids.get(asked)
         if found is None:
@@ -183,15 +183,15 @@ class Members:
         return found
 
     def all(self) -> Sequence[Advert]:
-        """Everybody else."""
+        """All other nodes."""
         return [*self._adverts.values()]
 
     def counts(self) -> dict[tuple[int, str], int]:
-        """How many others there are of each (stage, state)."""
+        """Number of other nodes in each (stage, state)."""
         return {which: len(adverts) for which, adverts in self._by_state.items()}
 
     def seen(self, *, now: float) -> tuple[SeenPeer, ...]:
-        """Everybody else as of `now`; may be called from any thread."""
+        """All other nodes as of `now`. May be called from any thread."""
         aside, adverts = self._aside(now), tuple(self._adverts.values())
         return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, now) - now) for a in adverts)
 
@@ -208,7 +208,7 @@ class Members:
             failures.count = min(failures.count + 1, 16)
 
     def answered(self, peer: PeerId) -> None:
-        """A call to a peer was answered, with whatever."""
+        """A peer answered a call, with any answer."""
         self._failures.pop(peer, None)
 
     def distrust(self, peer: PeerId, *, now: float) -> None:
@@ -228,7 +228,7 @@ class Members:
         return failed | self.distrusted(now)
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
-        """Ready replicas of a stage that are not set aside; when all are, the one whose time ends first."""
+        """Ready replicas of a stage that are not set aside. If all are, the one whose time ends first."""
         ready = self.ids(stage, READY)
         if without:
             ready = [peer for peer in ready if peer not in without]
@@ -238,9 +238,9 @@ class Members:
         return [p for p in ready if p not in aside] or [min(ready, key=lambda peer: (aside[peer], peer))]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
-        """Stages other than `mine` that nobody serves: no replica is there, or none of the next one answers any more.
+        """Stages other than `mine` that nobody serves: there is no replica, or none of the next stage answers any more.
 
-        Only the next stage is called all the time: only there an answer would soon tell that it is served again.
+        Only the next stage is called continually, so only there would an answer soon tell that it is served again.
         """
         silent = {peer for peer, one in self._failures.items() if one.count >= FAILURES_TO_DESERT}
 
@@ -251,35 +251,36 @@ class Members:
         return [stage for stage in range(stages) if stage != mine and not served(stage)]
 
     def anybody(self, stage: int) -> bool:
-        """The stage has another replica than this node, whether it answers or not."""
+        """Whether the stage has a replica other than this node, answering or not."""
         return bool(self.of_stage(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 
     def heard(self, origin: Origin, *, now: float) -> None:
-        """A microbatch of `origin` came by: its label says how far that node has come."""
+        """A microbatch of `origin` arrived. Its label says how far that node has come."""
         newest = self._heard.get(origin.peer)
         if origin.peer in self._adverts and (newest is None or origin.step >= newest[0]):
             self._heard[origin.peer] = (origin.step, now)
 
     def heard_at(self, peer: PeerId) -> float:
-        """When the newest microbatch of this peer came by; −inf: none has."""
+        """When the newest microbatch of this peer arrived; −inf: none has."""
         return self._heard[peer][1] if peer in self._heard else -inf
 
     def last_sign(self, peer: PeerId) -> float | None:
-        """When a peer was last known to be alive: it announced itself, or a microbatch of it came; None: a stranger."""
+        """When a peer was last known to be alive, by its advert or a microbatch; None: it is unknown."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
         return None if advert is None else max(advert.announced_at, heard[1] if heard else advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
-        """The furthest that a peer is known to have come, in steps; None for a stranger."""
+        """The highest known step of a peer; None: it is unknown."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
         return None if advert is None else max(advert.step, heard[0] if heard else 0)
 
     def clocks(self, of: Iterable[Advert], *, now: float) -> list[tuple[float, float, float]]:
-        """(step, age in seconds, steps per second) of these stage-0 replicas, each at its newest sign.
+        """(step, age in seconds, steps per second) of these stage-0 replicas, each at its latest sign of life.
 
-        One that has not measured its speed yet cannot be projected to now, and would hold everybody back.
+        A replica that has not measured its speed yet is left out: it cannot be projected to now, and would hold all
+        others back.
         """
         found = []
         for advert in (one for one in of if one.steps_per_s > 0):
@@ -293,7 +294,7 @@ class Members:
 def lacking(
     me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
 ) -> dict[int, int]:
-    """How many replicas in one of `states` each stage still lacks before the run may start; empty when it may."""
+    """The number of replicas in one of `states` that each stage still lacks before the run may start; empty: none."""
     at = [advert.stage for advert in (*others, me) if advert.state in states]
     counts = [at.count(stage) for stage in range(stages)]
     return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}

@@ -15,11 +15,11 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Checkpoints
 
 LAST_WORDS_S = 1.0
-"""Part of the time to leave that is kept for the announcement that this node has left."""
+"""Time reserved at the end of `drain_s` for announcing that this node has left."""
 
 
 class Checkpointer:
-    """Writes this node's checkpoints, one at a time, while it goes on."""
+    """Writes this node's checkpoints, one at a time, while the node continues."""
 
     def __init__(
         self, node: NodeState, swarm: Membership, waits: Waits, checkpoints: Checkpoints, rounds: OuterRounds
@@ -31,23 +31,23 @@ class Checkpointer:
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
         self._seen = 0
-        """The newest outer round that was merged when this last looked."""
+        """The newest merged outer round at the last check."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
         self._alarms, self._calm = node.alarms, True
         """`NodeState.alarms` by then; and whether there was none since the one before it."""
 
     def go_on(self) -> None:
-        """The weights are those of the outer round and the step that the advert says."""
+        """Continue with weights of the advert's outer round and step."""
         node = self._node
         self._seen = self._newest = node.advert.outer_round
         self._newest_step = node.step
 
     async def save_if_due(self) -> None:
-        """Right after the first merge at or beyond each multiple of `every_steps`, and at the end. Called between inner
-        steps.
+        """Save after the first merge at or beyond each multiple of `every_steps`, and at the end.
 
-        Rounds that are merged count; one that is open is due again for whoever goes on from the checkpoint.
+        Called between inner steps. Only merged rounds count: an open one is due again for a node that resumes from the
+        checkpoint.
         """
         node, every = self._node, self._node.config.checkpoint.every_steps
         manifest = node.manifest
@@ -61,15 +61,15 @@ class Checkpointer:
             await self._save(round)
 
     async def settle(self) -> None:
-        """Wait until what is being written has been written."""
+        """Wait until the current write has ended."""
         if self._writing is not None:
             with self._waits.waiting("checkpoint", Resource.DISK):
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
-        """Before this node leaves: its checkpoint is written, and a last replica's weights are pulled by a guardian.
+        """Before this node leaves: write its checkpoint, and let a guardian pull the weights of a last replica.
 
-        Without a guardian there is nothing to wait for; leaving ends after `drain_s` in any case.
+        Without a guardian there is nothing to wait for. Leaving takes at most `drain_s` in any case.
         """
         node = self._node
         if node.inner_steps == 0:
@@ -94,7 +94,7 @@ class Checkpointer:
             node.event("warning", message="leaving although no guardian has pulled its weights")
 
     async def entrust(self) -> bool:
-        """Before a pause: freezes a last replica's weights, for guardians to pull meanwhile. False: it is not that."""
+        """Before a pause: freeze a last replica's weights for guardians to pull. False: it is not the last."""
         node = self._node
         if await self._has_a_mate():
             return False
@@ -106,14 +106,14 @@ class Checkpointer:
         return True
 
     async def _has_a_mate(self) -> bool:
-        """Another replica of this stage answers."""
+        """Whether another replica of this stage answers."""
         inquiry = self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(self._node.index, membership.HOLDING))
         await inquiry.until_asked(asked, anew=False)
         return bool(inquiry.answering(asked, membership.HOLDING))
 
     def _is_guarded(self, round: int) -> bool:
-        """A guardian that answers has what I froze, or none is left that could pull it."""
+        """Whether an answering guardian has the weights that this node froze, or no guardian is left to pull them."""
         inquiry = self._swarm.inquiry
         held = [a for a, holding in holders(self._node.index, self._swarm.members.all()) if holding.round >= round]
         asked = inquiry.few(held)
@@ -125,7 +125,7 @@ class Checkpointer:
         return candidates(node.index, self._swarm.everybody(), node.manifest.seed)
 
     async def _save(self, round: int) -> None:
-        """Freeze everything now, write it in the background; the one before is written first."""
+        """Freeze everything now and write it in the background, after the previous checkpoint has been written."""
         node = self._node
         await self.settle()
         began = node.now()
@@ -140,7 +140,7 @@ class Checkpointer:
         self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
 
     async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
-        """A checkpoint that cannot be written is reported, and the node trains on: the next one may fit."""
+        """Write a checkpoint. A failure is reported, and the node trains on: the next one may fit."""
         node, state = self._node, checkpoint.state
         try:
             with self._waits.waiting("checkpoint", Resource.DISK, idle=True):

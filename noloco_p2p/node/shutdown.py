@@ -17,7 +17,7 @@ EVALUATIONS_AT_ONCE = 2
 
 
 class Shutdown:
-    """Evaluations of one node, and its stay after its last step."""
+    """The evaluations of a node, and its stay after its last step."""
 
     def __init__(
         self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher, rounds: OuterRounds
@@ -29,16 +29,17 @@ class Shutdown:
         self._rounds = rounds
 
     async def evaluate_if_due(self) -> None:
-        """Every `every_steps` inner steps; the last evaluation is `finish`'s."""
+        """Evaluate every `every_steps` inner steps, except for the last evaluation, which `finish` does."""
         node = self._node
         every = node.manifest.evaluation.every_steps
         if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()
 
     async def evaluate(self) -> None:
-        """The same held-out microbatches as everybody, on fixed routes, no weight averaging (METHOD.md, "Measures").
+        """Evaluate the same held-out microbatches as all nodes, on fixed routes, without averaging weights (METHOD.md,
+        "Measures").
 
-        A stage that nobody serves is waited for; an evaluation of which a microbatch is missing does not count.
+        Waits for a stage that nobody serves. An evaluation with a missing microbatch does not count.
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
@@ -52,13 +53,13 @@ class Shutdown:
             try:
                 if missed:
                     return None
-                # Evaluations have ids of their own kind: no incarnation has number 0, processes draw from 1.
+                # Evaluations have ids of their own: incarnation 0, which no process has.
                 microbatch, origin = MicrobatchId(node.me, 0, number), Origin(node.me, node.step, rank)
                 return await self._dispatcher.evaluate(
                     StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
                 )
             except PeerError as error:
-                # What nobody evaluates until its deadline, nobody evaluates of the others either.
+                # If nobody evaluates one by its deadline, nobody will evaluate the others either.
                 missed = True
                 node.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
                 return None
@@ -76,7 +77,7 @@ class Shutdown:
     async def finish(self) -> None:
         """Stay until the others no longer need this node, at most `linger_s` for each thing waited for.
 
-        Who is at its last outer round and pulls from here gets it to the end, as long as a transfer may take.
+        A replica that pulls from here in its last outer round gets as much time as a transfer may take.
         """
         node, members, limits = self._node, self._swarm.members, self._node.config.limits
         at_work = membership.STAGE_0_AT_WORK | membership.READY
