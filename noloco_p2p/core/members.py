@@ -220,7 +220,7 @@ class Members:
         return {peer: until for peer, until in self._distrusted.items() if until > now}
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
-        """The peer has failed of late or is distrusted, and its time has not ended."""
+        """Whether the peer is set aside now, because it failed or is distrusted."""
         return peer in self._aside(now)
 
     def _aside(self, now: float) -> dict[PeerId, float]:

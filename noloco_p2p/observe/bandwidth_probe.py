@@ -1,6 +1,6 @@
-"""How fast a peer answers, and how fast bytes come from it. For an observer: nothing that comes is kept.
+"""Measures a peer's response time and the bandwidth from it, for observers. Nothing received is kept.
 
-What the peer has to give is its weights; it sends the same bytes to everybody, and its device has no work with it.
+What a peer can send is its weights: it sends the same bytes to everybody, and they need no work of its device.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTransfer:
-    """What came of one snapshot."""
+    """What was received of one snapshot."""
 
     bytes: int
     seconds: float
-    """From its first message to the last one that came in time."""
+    """From its first message to the last one received in time."""
     whole: bool
-    """False: the time was up."""
+    """False: time ran out."""
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate; 0.0 when nothing came."""
+        """The rate; 0.0 if nothing was received."""
         return self.bytes / max(self.seconds, 1e-6)
 
 
@@ -51,7 +51,7 @@ class LinkProbe:
         await self._channels.close()
 
     async def round_trip_s(self, peer: Advert, calls: int) -> float:
-        """Median seconds of `calls` small calls, the connection not counted. Raises as `Transport.describe`."""
+        """Median seconds of `calls` small calls, without the connection set-up. Raises as `Transport.describe`."""
         clock = asyncio.get_running_loop().time
         took: list[float] = []
         for number in range(calls + 1):
@@ -65,7 +65,7 @@ class LinkProbe:
         return statistics.median(took)
 
     async def transfer(self, peer: Advert, limit_s: float) -> SnapshotTransfer:
-        """Take the peer's newest weights, for at most `limit_s`. Raises what a refusal means, Unreachable."""
+        """Receive the peer's newest weights for at most `limit_s`. Raises the error of a refusal; Unreachable."""
         clock = asyncio.get_running_loop().time
         request = pb.SnapshotRequest(wait_s=0.0, stage=peer.stage, weights="float32")
         size, began, ended, whole = 0, 0.0, 0.0, False
@@ -86,7 +86,7 @@ class LinkProbe:
                     whole = True
                 except TimeoutError:
                     if not size:
-                        raise Unreachable(f"nothing of its weights came from {peer.peer_id} in time") from None
+                        raise Unreachable(f"{peer.peer_id} sent none of its weights in time") from None
                 finally:
                     call.cancel()
         return SnapshotTransfer(size, ended - began, whole)

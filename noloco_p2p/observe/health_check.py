@@ -1,6 +1,6 @@
 """`noloco-node health`: asks a running node on this machine whether it is well. For a container's HEALTHCHECK.
 
-It runs every few seconds beside a node that needs the processor: nothing heavy is imported here.
+It runs every few seconds beside a node that needs the processor, so nothing heavy is imported here.
 """
 
 import http.client
@@ -18,8 +18,8 @@ LONGEST_LINE = 1_000
 def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[bool, str]:
     """Whether a node is well, and one line: `ok`, what is wrong with it, or why it cannot be asked.
 
-    The node at `url`, else that of `directory`, else the one that came last below `home`. Raises ConfigError for what
-    is no address.
+    Asks the node at `url`, else that of `directory`, else the newest one below `home`. Raises ConfigError: `url` is not
+    an address.
     """
     if url is None:
         found = _newest(home) if directory is None else directory / ENDPOINTS
@@ -30,18 +30,18 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
 
 
 def _newest(home: Path) -> Path | None:
-    """The `endpoints.json` that was written last."""
+    """The most recently written `endpoints.json`."""
     return max(home.glob(f"node-*/{ENDPOINTS}"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _address(endpoints: Path) -> str | None:
-    """The node's own address, better the one on this machine than the one that it announces."""
+    """The node's own address; the one on this machine is preferred to the announced one."""
     found = read_json(endpoints) or {}
     return str(found.get("health") or found.get("metrics") or "") or None
 
 
 def _checked(url: str) -> tuple[str, int]:
-    """Host and port of a URL, whatever its path is."""
+    """Host and port of a URL with any path."""
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
         host, port = parts.hostname, parts.port

@@ -19,19 +19,19 @@ NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     "step": lambda status: status.advert.step,
     "inner_steps": lambda status: status.inner_steps,
     "tokens_per_s": lambda status: status.figures.tokens_per_s,
-    # Of device time.
+    # of device time
     "microbatches_per_s": lambda status: status.advert.microbatches_per_s,
-    # Outer rounds by result.
+    # outer rounds by result
     "rounds": lambda status: dict(status.figures.rounds),
-    # Seconds that its device has waited for partners since its start.
+    # seconds for which its device has waited for partners since its start
     "partner_wait_s": lambda status: status.figures.idle_s.get("partner", 0.0),
     "bytes_per_s": lambda status: status.figures.bytes_per_s,
     "replica_std": lambda status: status.figures.replica_std,
     "loss": lambda status: status.figures.loss,
-    # What it waits for now: the longest wait for somebody, else of all that hold something up.
+    # the longest current wait for a peer, else of all waits that hold something up
     "waits_for": lambda status: _in_words(health.longest_wait(status)),
 }
-"""What a node that answers says of itself; None of one that does not."""
+"""What an answering node says about itself; None for one that does not answer."""
 
 Row = dict[str, Any]
 
@@ -41,27 +41,28 @@ class Overview:
     """A swarm at one moment."""
 
     name: str
-    """Of the run; empty when nobody has said."""
+    """Name of the run; empty if no node has said."""
     sentence: str
     severity: Severity
-    """Of the sentence."""
+    """Severity of the sentence."""
     progress: str
     """How far the swarm has come, whatever is wrong."""
     findings: tuple[Finding, ...]
     stages: tuple[Row, ...]
-    """`stage`, `replicas`, `states` (how many replicas are in which), `tokens_per_s` (of all its replicas: what stage 0
+    """`stage`, `replicas`, `states` (number of replicas in each), `tokens_per_s` (of all its replicas: what stage 0
     trains on, what a later one serves)."""
     nodes: tuple[Row, ...]
-    """`peer`, `host` (where it answers), `stage`, `state` (as it says itself, else as the directory says), `answers`,
-    `failure` (why not), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None: not known."""
+    """`peer`, `host` (where it answers), `stage`, `state` (from the node itself, else from the directory), `answers`,
+    `failure` (why it does not), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None:
+    unknown."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; numbers are finite, as those of all statuses that were read."""
+        """Plain values. Numbers are finite, as in all statuses that were read."""
         return asdict(self)
 
 
 def overview(reports: Sequence[Report]) -> Overview:
-    """The swarm of these reports."""
+    """The overview of the swarm of these reports."""
     found = diagnose(reports)
     severity: Severity = next((f.severity for f in found.findings if f.sentence == found.sentence), "ok")
     nodes = sorted(map(_node, reports), key=lambda n: (n["stage"] is None, n["stage"] or 0, n["peer"]))

@@ -1,7 +1,7 @@
-"""Asks all nodes of a swarm for their status, for an observer: `noloco top`, `noloco doctor`.
+"""Asks all nodes of a swarm for their status, for observers: `noloco top`, `noloco doctor`.
 
-An address in an advert is a stranger's claim. Only `http://HOST:PORT/status` is ever asked for, redirects are not
-followed, and number, size and time of the answers are bounded.
+An address in an advert is a stranger's claim. So only `http://HOST:PORT/status` is requested, redirects are not
+followed, and the number, size and time of the answers are limited.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
 TIMEOUT_S = 2.0
-"""For one node's answer, from the connection to its last byte."""
+"""Longest time for one node's answer, from the connection to its last byte."""
 AT_ONCE = 32
-"""Nodes that are asked at the same time; each may send LIMIT_BYTES."""
+"""Nodes asked at the same time; each may send LIMIT_BYTES."""
 NODES_LIMIT = 1024
-"""More nodes are not asked."""
+"""Most nodes that are asked."""
 HEAD_LIMIT_BYTES = 16_384
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 
 def base_url(url: str) -> str:
-    """`http://HOST:PORT` of the same, with or without a path, which is passed over. Raises ConfigError quoting it."""
+    """`http://HOST:PORT` of a URL with any path. Raises ConfigError, which quotes it: it is malformed."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -44,9 +44,9 @@ def base_url(url: str) -> str:
 
 
 async def ask(base: str) -> Report:
-    """One node's status, asked at its `base_url`, and how far its wall clock is ahead at about the same moment.
+    """The status of the node at a `base_url`, and how far its wall clock is ahead at about that moment.
 
-    Raises Unreachable (no answer in TIMEOUT_S) or Violation (it is none).
+    Raises Unreachable: no answer in TIMEOUT_S; Violation: the answer is not a status.
     """
     before = time.time()
     body = await _get(base, "/status", status_json.LIMIT_BYTES)
@@ -58,9 +58,9 @@ async def ask(base: str) -> Report:
 
 
 async def by_url(url: str) -> list[Report]:
-    """The swarm that one node sees, that node included; `url` is its `http://HOST:PORT`, or its metrics address.
+    """The swarm as seen by one node, including that node. `url` is its `http://HOST:PORT` or its metrics address.
 
-    Raises ConfigError (malformed), Unreachable or Violation when that node does not answer as one.
+    Raises ConfigError: `url` is malformed; Unreachable or Violation: it does not answer like a node.
     """
     base = base_url(url)
     try:
@@ -74,7 +74,7 @@ async def by_url(url: str) -> list[Report]:
 
 
 async def around(status: Status, base: str | None = None, clock_ahead_s: float | None = None) -> list[Report]:
-    """The swarm that the node of this status sees, that node included; `base`: where it answered, if it was asked."""
+    """The swarm as seen by the node of this status, including that node. `base`: where it answered, if it was asked."""
     own = filter(None, map(endpoint, (*filter(None, [base]), *status.advert.addresses)))
     reach = Reach(host for host, _ in own)
     first = Report(status.advert.peer_id, status.advert, status, "", clock_ahead_s)
@@ -84,10 +84,10 @@ async def around(status: Status, base: str | None = None, clock_ahead_s: float |
 async def by_adverts(
     adverts: Iterable[Advert], known: Sequence[Report] = (), reach: Reach | None = None
 ) -> list[Report]:
-    """Reports of the nodes that these adverts are of, sorted by peer id; `known` ones are not asked again.
+    """Reports of the nodes of these adverts, sorted by peer id. Nodes in `known` are not asked again.
 
-    Nodes known to most of those that answered are asked too, in the same networks (`reach`): one reading of a directory
-    can miss a node.
+    Nodes known to most of the answering nodes are asked too, in the same networks (`reach`), because one reading of a
+    directory can miss a node.
     """
     adverts = list(adverts)
     reach = reach or Reach(at[0] for advert in adverts for at in [endpoint(advert.metrics)] if at is not None)
@@ -108,7 +108,7 @@ async def by_adverts(
 
 
 def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
-    """The freshest advert of each node that more than half of those that answered see."""
+    """The newest advert of each node that more than half of the answering nodes see."""
     counts: Counter[PeerId] = Counter()
     newest: dict[PeerId, Advert] = {}
     statuses = [report.status for report in found.values() if report.status is not None]
@@ -121,12 +121,12 @@ def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
 
 
 def _here(seen: SeenPeer) -> Advert:
-    """The advert of a node that another one knows, as if it had been read here."""
+    """The advert of a node known to another one, as if it had been read here."""
     return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
 
 
 async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
-    """Ask one node; never raises, what went wrong is in the report."""
+    """Ask one node. Never raises; errors are in the report."""
     failed = Report(advert.peer_id, advert, None)
     if not advert.metrics:
         report = replace(failed, failure="it announces no metrics address")
@@ -166,7 +166,7 @@ async def _get(base: str, path: str, limit: int) -> bytes:
 
 
 async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
-    """What comes after the head, whole, until the other side closes or its length is reached."""
+    """The complete body after the head, until the other side closes or its length is reached."""
     first, _, rest = head.decode("latin-1").partition("\r\n")
     found = re.fullmatch(r"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?", first)
     if found is None:

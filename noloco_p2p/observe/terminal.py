@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 100
-"""Columns where there is no terminal that has its own."""
+"""Columns if there is no terminal with a width of its own."""
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
-"""Of what is found, by its severity."""
+"""Colours of findings by severity."""
 
 
 def console() -> "Console":
@@ -22,7 +22,7 @@ def console() -> "Console":
 
 
 def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str]] = ()) -> "Table":
-    """A table of one line a row; columns are aligned to the right but for those in `left`."""
+    """A table with one line per row. Columns are right-aligned except those in `left`."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")

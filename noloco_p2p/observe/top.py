@@ -1,4 +1,4 @@
-"""`noloco top`: the whole swarm on one screen, from what all nodes say of themselves, and one sentence about it."""
+"""`noloco top`: the whole swarm on one screen, from the nodes' own statuses, and one sentence about it."""
 
 import asyncio
 import json
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
-"""Rows where the height is not known; at a terminal as many as fit."""
+"""Rows if the height is not known; a terminal shows as many as fit."""
 JOIN_FILE_S = 60.0
 """Longest wait for the file of `--join @FILE`."""
 WIDE = 120
-"""Columns from which on there is place for the hosts of the nodes."""
+"""Columns from which the nodes' hosts are shown."""
 HOST_CHARACTERS = 24
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
 LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
-"""Asks all nodes anew each time. Raises PeerError when nothing can be known."""
+"""Asks all nodes anew each time. Raises PeerError: no node answers."""
 
 
 def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
-    """Show the swarm once, or until Ctrl-C; `join`: addresses, or `@FILE`.
+    """Show the swarm once, or until Ctrl-C. `join`: addresses, or `@FILE`.
 
-    Raises ConfigError, LocalError, and PeerError when nobody answers.
+    Raises ConfigError, LocalError; PeerError: nobody answers.
     """
     try:
         asyncio.run(show(join, url, once=once, as_json=as_json, interval_s=interval_s))
@@ -48,7 +48,7 @@ def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, 
 
 
 async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
-    """The swarm behind the join addresses, or that the node at the URL sees."""
+    """Show the swarm behind the join addresses, or the one seen by the node at the URL."""
     async with readings(join, url) as read:
         found = overview(await read())
         if as_json:
@@ -61,7 +61,7 @@ async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: boo
 
 
 async def _live(read: Readings, found: Overview, interval_s: float) -> None:
-    """Draw it anew after each interval. While nobody answers the last view stays, and says so."""
+    """Redraw after each interval. While nobody answers, the last view stays, with a note."""
     from rich.live import Live
 
     console = terminal.console()
@@ -82,7 +82,7 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
 
 
 def from_url(url: str) -> Readings:
-    """The swarm that the node at a URL sees; when that node has gone, what was known of the others."""
+    """The swarm seen by the node at a URL. If that node is gone, what was known of the others."""
     adverts: list[Advert] = []
 
     async def read() -> list[Report]:
@@ -99,7 +99,7 @@ def from_url(url: str) -> Readings:
 
 
 def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings:
-    """The swarm as the directory has it at each reading; `peers` is that of `ports.Directory`."""
+    """The swarm as read from the directory each time. `peers`: see `ports.Directory`."""
 
     async def read() -> list[Report]:
         return await survey.by_adverts(await peers())
@@ -128,7 +128,7 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
 
 
 def render(found: Overview, height: int | None, note: str = "", width: int = terminal.WIDTH) -> "RenderableType":
-    """All of it, at most `height` lines (None: as long as it is) of at most `width` columns, which the console has."""
+    """The whole screen, at most `height` lines (None: unlimited) of `width` columns, which is the console's width."""
     from rich.console import Group
     from rich.text import Text
 
@@ -143,7 +143,7 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
         left = Counter(f.severity for f in others[FINDINGS_SHOWN:])
         head.append(Text(f"and {', '.join(plural(left[s], s) for s in reversed(SEVERITIES) if left[s])} more"))
     stages = _stages_table(found.stages)
-    # Each sentence may take two lines; the tables have a line of names, and there are three lines between and below.
+    # Each sentence may take two lines, each table has a header line, and there are three lines between and below.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width >= WIDE)]
@@ -167,10 +167,10 @@ def _nodes_table(nodes: Sequence[Row], hosts: bool) -> "Table":
 
     columns = (COLUMNS[0], *["host"] * hosts, *COLUMNS[1:])
     table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
-    # Where the screen is narrow the columns that may wrap give way first: this one, whose text is cut instead.
+    # On a narrow screen, columns that may wrap shrink first: this one, whose text is cut off instead.
     table.columns[-1].no_wrap = False
     for node in nodes:
-        # Text, not markup: what a node says of itself is not to be read as such.
+        # Text, not markup: what a node says about itself must not be interpreted.
         first, *others = cells(node)
         row = (first, *[plain(node["host"] or DASH, HOST_CHARACTERS)] * hosts, *others)
         texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row]

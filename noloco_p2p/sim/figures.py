@@ -45,8 +45,7 @@ class StageFigures:
     is the rest: waits that do not end in an inner step, such as the last one, and outer rounds except for the wait for
     a partner."""
     replica_std: float | None
-    """Mean of the standard deviations last measured between nodes and their partners; none: the weights are not
-    real."""
+    """Mean of the std last measured between nodes and their partners; none: the weights are not real."""
     bound_utilisation: float | None = None
     """Share of time in which its devices would work at the bound; none: there is no bound."""
 

@@ -122,8 +122,7 @@ class Traffic:
             self._counts[payload.receiver][payload.kind].received += payload.nbytes
 
     def drop(self, payload: Payload) -> None:
-        """Stop sending a payload and count the bytes that have left as lost, unless it was accepted or dropped
-        before."""
+        """Stop sending a payload, unless it was accepted or dropped, and count the bytes that have left as lost."""
         payload.over = True
         if payload not in self._open:
             return

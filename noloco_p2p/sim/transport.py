@@ -98,8 +98,7 @@ class SimTransport:
         return snapshot
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
-        """See `ports.Transport`. An interruption of less than RESUMES_S only causes a delay; the donor keeps its
-        copy."""
+        """See `ports.Transport`. An interruption below RESUMES_S only causes a delay; the donor keeps its copy."""
 
         async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:

@@ -244,8 +244,7 @@ class SimSwarm:
         return Outcome(tuple(self.processes), self.trace, tuple(self.network.bugs), ended_at_s)
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """The tasks that the run waits for; empty when it is over. After all nodes crashed, the schedule may restart
-        them."""
+        """The tasks that the run waits for; empty when it is over. If all crashed, the schedule may restart them."""
         tasks = [process.task for process in self.processes if process.task and not process.task.done()]
         pending = [*tasks, *self._restarts]
         crashed = all(self.process(peer).crashed for peer in dict.fromkeys(one.peer for one in self.processes))

@@ -78,7 +78,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
     heard = capsys.readouterr()
-    assert heard.out == "lan, 2 + 2 nodes, seed 5: it did not come to its end\n"
+    assert heard.out == "lan, 2 + 2 nodes, seed 5: it did not reach its end\n"
     assert heard.err.startswith("seed 5: Deadlock: not ended after 1 virtual seconds")
     replay = shlex.split(heard.err.splitlines()[-1].removeprefix("  again: "))
     assert replay == ["noloco", *WORDS, "--set", "limit_s=1", "--seed", "5"]

@@ -142,8 +142,7 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
 
 
 def run(messages: int = 10_000, seed: int = 0) -> dict[str, float | int]:
-    """Measure. Returns how the messages ended. `stall_ms`: most CPU time between two ticks of the event loop of both
-    ends."""
+    """Measure. Returns how the messages ended. `stall_ms`: most CPU time of both ends between two ticks of the loop."""
     with tempfile.TemporaryDirectory() as folder:
         figures: dict[str, float | int] = uvloop.run(measure(Path(folder), messages, seed))
         return figures

@@ -176,8 +176,7 @@ def real_figures(
     carried: tuple[Mapping[str, Any], ...],
     spec: LineSpec,
 ) -> dict[str, Any]:
-    """Figures from the inner steps of stage 0, and from the counters of nodes and relay before and after. Raises
-    LocalError."""
+    """Figures from stage 0's inner steps and the counters of nodes and relay before and after. Raises LocalError."""
     begin, end = nodes
     tokens_per_s = rate_of(lines)
     names = sorted(begin)

@@ -138,8 +138,7 @@ class Fleet:
     # --- what is done to them -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all nodes: the first one, and the others once it is reachable. Raises LocalError: it does not get
-        there."""
+        """Start all nodes: the first one, and the others once it is reachable. Raises LocalError: it fails."""
         first, *others = self.nodes.values()
         self._start(first)
         self.wait(lambda: first.endpoints is not None, f"node {first.name} can be reached", START_S)
@@ -164,8 +163,7 @@ class Fleet:
             node.set_aside()
 
     def stop(self, node: FleetNode, seconds: float) -> None:
-        """Send SIGSTOP to the node and what it started, and SIGCONT after `seconds`, even if this program is gone by
-        then."""
+        """Send SIGSTOP to the node and what it started, and SIGCONT after `seconds`, even if this program has ended."""
         assert node.endpoints is not None, "only a node that trains is stopped"
         pid = node.endpoints.pid
         os.killpg(pid, signal.SIGSTOP)

@@ -116,8 +116,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
 
 
 def run() -> dict[str, Any]:
-    """Measure. Returns the figures of both sizes; `ratio` is the larger ratio of bytes to the minimum. Raises
-    LocalError."""
+    """Measure. Returns the figures of both sizes; `ratio` is the larger one of bytes to minimum. Raises LocalError."""
     tune_allocator()
     torch.set_num_threads(1)
     stages = {}

@@ -107,8 +107,7 @@ def costs(took: Stopwatch, stages: int) -> list[dict[str, float]]:
 
 
 def _one_pass(stages: Sequence[TorchStage], batch: Batch, identity: MicrobatchId, watch: Stopwatch) -> Contribution:
-    """One microbatch through all stages and back, after an evaluation by the last stage. Returns that stage's
-    contribution."""
+    """One microbatch through all stages and back, after an evaluation by the last stage. Returns its contribution."""
     flow, graphs, last = batch.inputs, [], len(stages) - 1
     for index, stage in enumerate(stages[:-1]):
         with watch.timed((index, "forward_s")):

@@ -203,8 +203,7 @@ def loss(result: Result) -> float:
 
 
 def best_rate(results: Results, method: str) -> float:
-    """The rate with the lowest held-out loss, mean over the replicas, with the first seed. Raises ValueError: no
-    runs."""
+    """The rate with the lowest held-out loss of the first seed, mean over replicas. Raises ValueError: no runs."""
     return float(min(select(results, method=method, seed=1, long=False), key=loss)["rate"])
 
 

@@ -1,7 +1,7 @@
-"""Follows the waits of the nodes from one to the next, to whoever is the cause. Pure.
+"""Follows the waits of the nodes from one to the next, to the root cause. Pure.
 
-A waits for a gradient of B on behalf of a microbatch; B serves that microbatch and waits for its own device, or for C,
-and so on. The place where such a path ends is blamed, and everybody on the way is counted as held back by it.
+A waits for a gradient from B on behalf of a microbatch; B serves that microbatch and waits for its own device, or for
+C, and so on. The place where such a path ends is blamed, and every node on the way counts as held back by it.
 """
 
 from collections import Counter
@@ -18,47 +18,47 @@ from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.diagnosis.symptoms import loop_is_silent
 
 PATIENCE_S = 2.0
-"""Waits that are younger belong to training as it is."""
+"""Shorter waits are a normal part of training."""
 PATIENCE_STEPS = 2.0
-"""A call that has not arrived in the time of this many inner steps is not on its way: slow nodes need their seconds."""
+"""A call that has not arrived within the time of this many inner steps is lost: slow nodes need their seconds."""
 FIRST_PATIENCE_S = 15.0
-"""The same before the first inner step ended, when nobody knows yet how long a call takes."""
+"""The same before the first inner step has ended, when nobody knows yet how long a call takes."""
 WAITS_LIMIT = 64
-"""Waits of one node that are followed, the longest ones."""
+"""Number of waits followed per node, the longest ones."""
 
 ASIDE_S = 1.0
 """Set aside for longer than this: a peer that failed at least twice in a row, with no answer since.
 
-A call that fails sets the callee aside at its caller, for twice as long each time. So a node that is well and yet set
-aside, again and again, by one caller has a link that is broken; set aside by all, a port that is closed.
+A failed call sets the callee aside at its caller, for twice as long each time. So a healthy node that one caller sets
+aside again and again has a broken link; one that all set aside has a closed port.
 """
 _ADVICE = "listen.grpc_port there must be open to all nodes: check firewalls, NAT and listen.announce_host"
 
 Hop = tuple[PeerId, Purpose | None]
-"""A node, and what it is waited for: only its waits on behalf of that are followed; None: all of them."""
+"""A node, and what others wait for there: only waits on behalf of that are followed; None: all."""
 
 
 @dataclass(slots=True)
 class WaitPaths:
-    """Where the waits of one node lead; noted as they are walked along."""
+    """Where the waits of one node lead, recorded along the way."""
 
     swarm: SwarmView
     empty: Collection[Place | None]
     """The stages that nobody serves."""
     ends: set[Place] = field(default_factory=set)
-    """Where a path ends, or what it goes by."""
+    """The ends of paths, and the places that they pass."""
     last: list[tuple[PeerId, Wait]] = field(default_factory=list)
     """The waits at the ends, which lead to no other node."""
     links: dict[CallLink, Wait] = field(default_factory=dict)
     """Links over which a call has not arrived, with the wait that shows it."""
     gone: dict[PeerId, PeerId] = field(default_factory=dict)
-    """Nodes that are waited for and that nobody announces: by whom."""
+    """Nodes that others wait for but that are in no advert, with the node that waits."""
 
     def follow(self, start: PeerId) -> Self:
-        """Go wherever the long waits of a node lead."""
+        """Follow the long waits of a node."""
         status = self.swarm.statuses[start]
         waits = _holding_up(status)
-        # A call that was tried again is young, what it is for is not: of each purpose the oldest wait decides.
+        # A retried call is recent, but its purpose is not: the oldest wait of each purpose decides.
         oldest: dict[Purpose | None, float] = {}
         for wait in waits:
             oldest[wait.why] = max(oldest.get(wait.why, 0.0), wait.since_s)
@@ -66,30 +66,30 @@ class WaitPaths:
         visited: set[Hop] = set()
         while hops:
             hop = hops.pop()
-            # Waits may form a circle. One that comes back to the start says nothing new about it.
+            # Waits may form a circle. One that returns to the start says nothing new about it.
             if hop not in visited and hop[0] != start:
                 visited.add(hop)
                 hops += self.beyond(hop)
         return self
 
     def beyond(self, hop: Hop) -> Iterator[Hop]:
-        """One node further."""
+        """Go one node further."""
         peer, why = hop
         self.ends.add(peer)
         status = self.swarm.statuses.get(peer)
-        # A node whose loop stands still is the end: what it says it waits for is not why it does not act.
+        # A node whose event loop is stuck is the end: the waits that it reports are not the reason.
         if status is None or loop_is_silent(status):
             return
         waits = _holding_up(status)
         if why is not None:
             mine = [wait for wait in waits if wait.why == why]
-            # A microbatch that waits for the inner step to end is held up by whatever else holds that step up.
+            # A microbatch that waits for the end of the inner step is held up by whatever holds up that step.
             for_step = any(wait.whom == Resource.INNER_STEP for wait in mine)
             waits = [wait for wait in waits if wait.why != why] if for_step else mine
         yield from self.step(peer, status, waits)
 
     def step(self, peer: PeerId, status: Status, waits: Sequence[Wait]) -> Iterator[Hop]:
-        """The nodes that these waits of a node lead to."""
+        """The nodes to which these waits of a node lead."""
         called = {wait.why for wait in waits if isinstance(wait.whom, str)}
         for wait in waits:
             match wait.whom:
@@ -98,7 +98,7 @@ class WaitPaths:
                 case AnyReplica(stage) if wait.whom in self.empty:
                     self.ends.add(AnyReplica(stage))
                 case AnyReplica(stage):
-                    # Once one replica is called, the wait for any of its stage says nothing more.
+                    # Once one replica is called, the wait for any replica of its stage says nothing more.
                     if wait.why is None or wait.why not in called:
                         yield from ((report.peer, None) for report in self.swarm.of_stage(stage, IN_ROUNDS))
                 case Resource.INNER_STEP:
@@ -107,7 +107,7 @@ class WaitPaths:
                     self.last.append((peer, wait))
 
     def _call(self, peer: PeerId, other: PeerId, status: Status, wait: Wait) -> Iterator[Hop]:
-        """One call to another node: is that node there, has the call arrived, and what does it wait for itself?"""
+        """One call to another node: does that node exist, has the call arrived, and what does the node wait for?"""
         theirs = self.swarm.statuses.get(other)
         if theirs is None:
             if other not in self.swarm.by_peer and wait.since_s > PATIENCE_S:
@@ -116,8 +116,8 @@ class WaitPaths:
         elif not isinstance(wait.why, ForMicrobatch):
             yield other, None
         else:
-            # The receiver of an activation waits for its caller. Both ends name the microbatch of a call, so a call
-            # that only the caller knows of has not arrived, and one whose activation does not come is cut on its way.
+            # The receiver of an activation waits for its caller. Both ends name the microbatch of a call. So a call
+            # that only the caller knows has not arrived, and one whose activation does not arrive is cut off.
             receives = wait.what == ACTIVATION
             link = CallLink(other, peer) if receives else CallLink(peer, other)
             arrived = not receives and any(call.why == wait.why for call in theirs.serving)
@@ -139,9 +139,9 @@ def _holding_up(status: Status) -> list[Wait]:
 
 
 def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mapping[CallLink, Wait]) -> Iterator[Cause]:
-    """What nodes that set others aside show, and `missing`: by their links, the waits of calls that have not arrived.
+    """What set-aside nodes reveal, and `missing`: the waits of calls that have not arrived, by link.
 
-    Nodes that are `ill` are passed over: their callers have their reason.
+    Nodes in `ill` are skipped: there is a reason why their callers fail.
     """
     failing: dict[PeerId, dict[PeerId, Wait | None]] = {}
     callers: Counter[PeerId] = Counter()
@@ -164,7 +164,7 @@ def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mappi
 
 
 def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
-    """The nodes in training that one in training calls for its microbatches, and whether it has set them aside."""
+    """The training nodes that a training node calls for its microbatches, and whether it has set them aside."""
     for seen in status.seen if status.advert.state == "training" else ():
         theirs = swarm.adverts.get(seen.advert.peer_id) if seen.advert.peer_id in swarm.statuses else None
         if theirs is not None and theirs.state == "training" and theirs.stage == status.advert.stage + 1:

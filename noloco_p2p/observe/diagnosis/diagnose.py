@@ -1,10 +1,10 @@
-"""What is wrong with a swarm, cause first, from what all its nodes say of themselves. Pure.
+"""What is wrong with a swarm, causes first, from the statuses of all its nodes. Pure.
 
 findings.py     the values
-swarm_view.py   all nodes, put in order
-symptoms.py     what one node shows by itself, and beside the others; stages without nodes
+swarm_view.py   all nodes, in order
+symptoms.py     what one node shows alone, and compared with the others; stages without nodes
 causes.py       follows the waits from node to node; links that carry nothing
-throughput_advice.py   which settings of a run would make more of the devices
+throughput_advice.py   which settings of a run would use the devices better
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,22 +24,22 @@ ORDER = (
     *("loop", "device", "stage-empty", "libp2p", "disk", "port", "half-open-link", "unreachable", "slow-node"),
     *("nonfinite", "stall", "overdue", "clock", "start", "run", "stage-thin", "version"),
 )
-"""Of equal severity, what is rather a cause comes before what is rather a consequence; unknown names come last."""
+"""For equal severity, likely causes come before likely consequences. Unknown names come last."""
 HOLDERS = frozenset({"loop", "device", "stage-empty", "port", "half-open-link", "unreachable", "stall", "overdue"})
 """Findings whose sentence says how many nodes wait for them."""
 QUIET = frozenset({"stage-thin", "version", "unreachable"})
-"""Warnings that the one sentence for the swarm passes over: training goes on with them."""
+"""Warnings that are not used as the sentence for the whole swarm, because training continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What an observer should know of a swarm."""
+    """What an observer should know about a swarm."""
 
     findings: tuple[Finding, ...]
     """Everything that is wrong, the worst and most causal first; empty: nothing.
 
-    What is only a consequence of another finding has no finding of its own, but is counted there. Findings of severity
-    `ok` say what is unusual and intended, and what could be faster.
+    Consequences of another finding have no finding of their own, but are counted there. Findings of severity `ok`
+    report what is unusual but intended, and what could be faster.
     """
     progress: str
     """How far the swarm has come: `training: step 1234 of 5000 (25 %), 6 nodes, 12.3k tokens/s, loss 2.31`."""
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 def diagnose(reports: Sequence[Report]) -> Diagnosis:
-    """The swarm of these reports, whatever strangers have put into them. Never raises."""
+    """Diagnose the swarm of these reports, whatever strangers have put into them. Never raises."""
     swarm = SwarmView(reports)
     return Diagnosis(tuple(_findings(swarm)), _progress(swarm))
 
@@ -79,7 +79,7 @@ def _progress(swarm: SwarmView) -> str:
 
 
 def _findings(swarm: SwarmView) -> list[Finding]:
-    """All findings, in order."""
+    """All findings in order."""
     shown = symptoms(swarm)
     empty = {each.at for each in shown if isinstance(each.at, AnyReplica)}
     paths = {peer: WaitPaths(swarm, empty).follow(peer) for peer in swarm.statuses}
@@ -94,7 +94,7 @@ def _findings(swarm: SwarmView) -> list[Finding]:
 
 
 def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
-    """Nodes that somebody waits for and nobody announces any more."""
+    """Nodes that others wait for, but that nobody announces any more."""
     gone = {missing: by for each in paths.values() for missing, by in each.gone.items()}
     for missing in sorted(gone):
         node, by = short_id(missing), short_id(gone[missing])
@@ -103,7 +103,7 @@ def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
 
 
 def _without_consequences(swarm: SwarmView, shown: Sequence[Cause]) -> list[Cause]:
-    """Without what another finding about the same node explains."""
+    """The causes without those that another finding about the same node explains."""
 
     def places(*names: str) -> set[Place | None]:
         return {each.at for each in shown if each.finding.name in names}
@@ -118,14 +118,14 @@ def _without_consequences(swarm: SwarmView, shown: Sequence[Cause]) -> list[Caus
 
 
 def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId, WaitPaths]) -> list[Cause]:
-    """Nodes that stand still, or whose waits have outlived their deadlines, without any cause that was found."""
+    """Nodes that make no progress, or whose waits exceed their deadlines, without a known cause."""
     known = {each.at for each in shown if each.finding.severity != "ok"}
     found: dict[PeerId, Cause] = {}
     for peer, status in swarm.statuses.items():
         late_s, overdue = health.lateness_s(status), next(filter(health.overdue, status.waits), None)
         if (late_s is None and overdue is None) or peer in known or paths[peer].ends & known:
             continue
-        # The oldest wait at which a path ends is what all else waits for; else the node is blamed itself.
+        # All else waits for the oldest wait at which a path ends; without one the node itself is blamed.
         last = max(paths[peer].last, key=lambda end: end[1].since_s, default=None)
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
         if at in known or at in found or wait is None:
@@ -145,7 +145,7 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
 
 
 def _with_held(each: Cause, paths: Mapping[PeerId, WaitPaths]) -> Finding:
-    """How many nodes wait for it, in its sentence; everything in one line."""
+    """The finding with the number of nodes that wait for it in its sentence; all in one line."""
     found, text, severity = each.finding, each.finding.sentence, each.finding.severity
     held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at)
     if held and found.name in HOLDERS:

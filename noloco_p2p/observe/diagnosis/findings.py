@@ -1,4 +1,4 @@
-"""What a diagnosis is made from, and what it comes to. Pure values."""
+"""Input and output of a diagnosis. Pure values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ Severity = Literal["ok", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
 """From good to bad."""
 LINE_CHARACTERS = 400
-"""Longest sentence: what it quotes comes from strangers, and is cut."""
+"""Longest sentence. It may quote strangers, so it is cut off."""
 _NAMED = 3
-"""Of a longer list this many are named, the others counted."""
+"""Number of peers named in a list; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One node, as an observer found it."""
+    """One node as found by an observer."""
 
     peer: PeerId
     advert: Advert | None
-    """What the directory says of it; None when the directory has nothing, or was not asked."""
+    """Its advert from the directory; None: the directory has none, or was not asked."""
     status: Status | None
-    """What it says itself; None: it did not answer."""
+    """Its own status; None: it did not answer."""
     failure: str = ""
     """Why there is no status, one line."""
     clock_ahead_s: float | None = None
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def newest(self) -> Advert | None:
-        """Its own advert before the directory's copy."""
+        """Its own advert if known, else the directory's copy."""
         return self.advert if self.status is None else self.status.advert
 
 
@@ -47,14 +47,14 @@ class Finding:
     name: str
     """A short slug: `stage-empty`, `slow-node`, `half-open-link`, `clock`, `disk`, …"""
     peer: PeerId | None
-    """The node that is the cause, where it is one."""
+    """The node that is the cause, if it is a node."""
     sentence: str
     advice: str
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class CallLink:
-    """The way from one node to another that it calls."""
+    """The link from one node to another that it calls."""
 
     caller: PeerId
     callee: PeerId
@@ -66,7 +66,7 @@ Place = PeerId | AnyReplica | CallLink
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A finding, and the place in the swarm at which the waits for it end."""
+    """A finding, and the place in the swarm at which waits for it end."""
 
     finding: Finding
     at: Place | None
@@ -74,17 +74,17 @@ class Cause:
 
 
 def at_node(severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str) -> Cause:
-    """A finding about a node, at that node; without a node nobody can wait for it."""
+    """A finding about a node, located at that node; without a node nobody can wait for it."""
     return Cause(Finding(severity, name, peer, sentence, advice), peer)
 
 
 def line(text: str) -> str:
-    """One printable line of bounded length, whatever a stranger put into it."""
+    """One printable line of bounded length, from any text of a stranger."""
     return plain(" ".join(plain(text, 2 * LINE_CHARACTERS).split()), LINE_CHARACTERS)
 
 
 def named(peers: Sequence[PeerId]) -> str:
-    """A few peers by their short ids, the others counted."""
+    """A few peers by their short ids; the others are counted."""
     words = [short_id(peer) for peer in peers[:_NAMED]]
     if len(peers) > _NAMED:
         words.append(f"{len(peers) - _NAMED} more")

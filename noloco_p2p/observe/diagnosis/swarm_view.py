@@ -1,4 +1,4 @@
-"""All nodes of one run as an observer sees them, put in order for the questions of a diagnosis. Pure."""
+"""All nodes of one run as an observer sees them, organised for the questions of a diagnosis. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,12 +14,12 @@ from noloco_p2p.observe.diagnosis.findings import Report
 V = TypeVar("V", str, int)
 
 STAGES_LIMIT = 4096
-"""A run that claims more stages than this lies."""
+"""More stages than any honest run has."""
 NUMBER_LIMIT = 2.0**63
 
 
 class SwarmView:
-    """The reports of one observation, one a peer, sorted by peer id. Every number in them is finite from here on."""
+    """The reports of one observation, one per peer, sorted by peer id. All their numbers are finite."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         by_peer: dict[PeerId, Report] = {}
@@ -27,11 +27,11 @@ class SwarmView:
             if report.peer not in by_peer or by_peer[report.peer].status is None:
                 by_peer[report.peer] = report
         self.everybody: list[Report] = [_with_finite_numbers(by_peer[peer]) for peer in sorted(by_peer)]
-        """Those of other runs too."""
+        """All nodes, including those of other runs."""
         self.run_id: str | None = most_common(a.run_id for r in self.everybody if (a := r.newest) is not None)
-        """The run that most of them work on."""
+        """The run of most of them."""
         self.reports = [r for r in self.everybody if r.newest is None or r.newest.run_id == self.run_id]
-        """The nodes of that run, and those of which nothing is known."""
+        """The nodes of that run, and those about which nothing is known."""
         self.by_peer = {report.peer: report for report in self.reports}
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
         self.adverts = {r.peer: r.newest for r in self.reports if r.newest is not None}
@@ -54,12 +54,12 @@ class SwarmView:
 
     @property
     def steps(self) -> int:
-        """Length of the run in steps; 0 when nobody has said."""
+        """Length of the run in steps; 0 if no node has said."""
         return most_common(status.steps for status in self.statuses.values()) or 0
 
     @property
     def step(self) -> float:
-        """How far stage 0 has come, steps: the median of its nodes."""
+        """Median progress of the stage-0 nodes, steps."""
         return median([r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
 
     def mean(self, figure: str, stage: int = 0) -> float | None:
@@ -76,28 +76,28 @@ class SwarmView:
 
     @property
     def begun(self) -> bool:
-        """Somebody has trained, or does."""
+        """Whether any node has trained."""
         at_work = any(advert.state in TRAINED for advert in self.adverts.values())
         return at_work or any(status.inner_steps > 0 for status in self.statuses.values())
 
     @property
     def training(self) -> bool:
-        """Somebody trains, or is about to."""
+        """Whether any node trains, or is about to."""
         return any(status.advert.state in ("training", "syncing") for status in self.statuses.values())
 
     @property
     def ended(self) -> bool:
-        """Stage 0 has come to the last step: from now on nodes leave one after the other."""
+        """Whether stage 0 has reached the last step; from then on nodes leave one after the other."""
         finished = any(advert.state == "finished" for advert in self.adverts.values())
         return finished and not self.of_stage(0, STAGE_0_AT_WORK)
 
     def deserted_s(self, stage: int) -> float:
-        """The longest time for which a node knows that nobody serves a stage; 0.0: nobody says so."""
+        """The longest time for which a node knows that nobody serves a stage; 0.0: no node says so."""
         return max((status.deserted.get(stage, 0.0) for status in self.statuses.values()), default=0.0)
 
 
 def _with_finite_numbers(value: Any) -> Any:
-    """The same with 0 for every number that no node can mean. What a node says of others is not gone through."""
+    """The same value with 0 for every number that no node can mean. What a node says about others is left as it is."""
     if isinstance(value, int | float):
         return value if abs(value) < NUMBER_LIMIT else type(value)(0)
     if isinstance(value, tuple):
@@ -112,11 +112,11 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def most_common(values: Iterable[V]) -> V | None:
-    """The value that occurs most; of several the smallest; None of none."""
+    """The most frequent value, the smallest of several; None for no values."""
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value)) if counts else None
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The lower one of an even number, so that it is one of them; None of none."""
+    """The median, the lower one for an even count, so that it is one of the values; None for no values."""
     return sorted(values)[(len(values) - 1) // 2] if values else None

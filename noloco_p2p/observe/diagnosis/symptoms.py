@@ -1,7 +1,7 @@
 """What nodes and stages show without following any wait. Pure.
 
-Every rule gives what is wrong of its kind: those of NODE_RULES look at one node that answers, those of SWARM_RULES
-compare nodes, or say where some are missing. Thresholds are at the top, with their reasons.
+Every rule yields the problems of one kind. Those of NODE_RULES look at one answering node; those of SWARM_RULES compare
+nodes, or report missing ones. Thresholds are at the top, with their reasons.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,34 +14,34 @@ from noloco_p2p.observe.diagnosis.findings import Cause, Finding, Report, Severi
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median, most_common
 
 SLOW_FACTOR = 2.0
-"""A node this many times slower than the others of its stage is slow."""
+"""A node is slow if it is this many times slower than the others of its stage."""
 SLOW_FACTOR_ACROSS = 3.0
 """The same against other stages, whose work is not quite the same."""
 CLOCK_OFF_S = 5.0
-"""Beyond this a clock is off; asking takes a part of it, NTP keeps far below."""
+"""A clock further off than this is wrong. Asking takes part of the time; NTP keeps far below it."""
 CLOCK_BAD_S = 15.0
-"""Half the life of an advert by default: from here on adverts look expired, and nodes may not join."""
+"""Half the default lifetime of an advert: from here on adverts look expired, and nodes may not be able to join."""
 LOOP_SILENT_S = 5.0
-"""The loop's heart beats many times a second."""
+"""The loop reports that it is alive many times a second."""
 STUCK_STEPS, STUCK_FLOOR_S = 10.0, 10.0
-"""An operation of the device that takes this many inner steps, and at least this long, does not come back."""
+"""A device operation that takes this many inner steps, and at least this long, will not finish."""
 DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
-"""What a checkpoint takes is not known here: a model of a few million parameters needs 100 MB for one."""
+"""The size of a checkpoint is not known here; a model of a few million parameters needs 100 MB for one."""
 ADVERT_OLD_S = 15.0
 """Adverts are renewed every ten seconds by default."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
-"""Both this part of the microbatches, and at least this many of them."""
+"""Both this share of the microbatches and at least this many of them."""
 DISTRUSTED_SHARE, DISTRUSTED_LEAST = 0.01, 3
 """The same of the outer rounds: honest runs have no vector that is refused (METHOD.md)."""
 SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
-"""Troubles of one node that are passed on."""
+"""Number of troubles of one node that are passed on."""
 _SERIOUS = ("clock", "disk", "libp2p")
-"""Troubles that end the run, or the node, when nothing is done."""
+"""Troubles that end the run or the node if nothing is done."""
 
 
 def symptoms(swarm: SwarmView) -> list[Cause]:
-    """All of them."""
+    """All symptoms."""
     found = [
         each for rule in NODE_RULES for peer, status in swarm.statuses.items() for each in rule(swarm, peer, status)
     ]
@@ -49,12 +49,12 @@ def symptoms(swarm: SwarmView) -> list[Cause]:
 
 
 def loop_is_silent(status: Status) -> bool:
-    """The event loop stands still: nothing that the node says of its waits can be relied on."""
+    """Whether the event loop is stuck, so that the waits that the node reports cannot be relied on."""
     return status.figures.loop_silent_s > LOOP_SILENT_S
 
 
 def stuck(status: Status) -> Wait | None:
-    """The longest wait for the own device that is too long for anything that comes back."""
+    """The longest wait of a node for its own device that is too long to end."""
     step_s = status.step_took_s or 0.0
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
     for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
@@ -134,15 +134,15 @@ NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _refus
 
 def _clocks(swarm: SwarmView) -> Iterator[Cause]:
     known = {r.peer: r.clock_ahead_s for r in swarm.everybody if r.clock_ahead_s is not None}
-    # Nobody waits for a clock: what the node waits for, or others of it, is found on its own.
+    # Nobody waits for a clock: waits of or for that node are diagnosed separately.
     yield from (Cause(finding, None) for finding in wrong_clocks(known, CLOCK_OFF_S, CLOCK_BAD_S))
 
 
 def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) -> list[Finding]:
-    """Whose clock is off, by how far each node's is ahead of the observer's, seconds.
+    """Whose clock is wrong, given how far each node's is ahead of the observer's, seconds.
 
-    Clocks at most `close_s` apart agree, and the time on which most agree is taken for right; where nobody agrees, that
-    of a node. A clock that is more than `bad_s` off is an error.
+    Clocks at most `close_s` apart agree, and the time on which most agree counts as right; if none agree, that of a
+    node. A clock more than `bad_s` off is an error.
     """
     votes = [*(ahead[peer] for peer in sorted(ahead)), 0.0]
     right = max(votes, key=lambda one: sum(abs(one - other) <= close_s for other in votes))
@@ -157,7 +157,7 @@ def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) ->
             sentence = f"the clock of node {short_id(peer)} is {off} the others'"
         elif len(agreeing) > 1:
             sentence = f"this machine's clock is {off} those of {len(agreeing)} nodes"
-        else:  # one clock against another: nobody can say which is wrong
+        else:  # two clocks: it is unknown which one is wrong
             culprit = agreeing[0]
             sentence = f"the clocks of node {short_id(culprit)} and of this machine are {abs(off_s):,.1f} s apart"
         found.append(Finding("error" if abs(off_s) > bad_s else "warning", "clock", culprit, sentence, SET_CLOCK))
@@ -215,14 +215,14 @@ def _slow(swarm: SwarmView) -> Iterator[Cause]:
 
 
 def _stages(swarm: SwarmView) -> Iterator[Cause]:
-    """Stages without replicas, or with one."""
+    """Stages with one replica or none."""
     if swarm.ended or not swarm.begun or not swarm.statuses:
         return
     thin: list[int] = []
     for stage in range(swarm.stages):
         replicas = swarm.of_stage(stage, IN_ROUNDS)
         answering = sum(report.status is not None for report in replicas)
-        # A replica that has just announced itself trains, perhaps: only its status port may be closed to the observer.
+        # A replica that has just announced itself may train; perhaps only its status port is closed to the observer.
         old = all(report.advert is None or report.age_s > ADVERT_OLD_S for report in replicas)
         if not answering and (swarm.deserted_s(stage) > 0 or old):
             yield _empty_stage(swarm, stage, replicas)
@@ -236,7 +236,7 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
 
 
 def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
-    """`silent` are its replicas that do not answer; without any, those that are paused or starting explain it."""
+    """`silent`: its replicas that do not answer. Without any, those that are paused or starting explain it."""
     empty_s = swarm.deserted_s(stage)
     lasted = f"had no replica for {elapsed(empty_s)}" if empty_s > 0 else "no replica"
     why, advice = "", f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
@@ -258,13 +258,13 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
 
 
 def _start(swarm: SwarmView) -> Iterator[Cause]:
-    """The run has not begun: is it that nodes are missing?"""
+    """The run has not begun: are nodes missing?"""
     if swarm.begun or not swarm.statuses:
         return
     needed = most_common(status.start_replicas for status in swarm.statuses.values()) or 0
     lacks = {stage: needed - len(swarm.of_stage(stage, PRESENT)) for stage in range(swarm.stages)}
     words = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in lacks.items() if lack > 0]
-    # A node that has not chosen its stage yet will take one that lacks a replica.
+    # A node without a stage will take one that lacks a replica.
     undecided = sum(report.newest is None or report.newest.stage < 0 for report in swarm.reports)
     if sum(lack for lack in lacks.values() if lack > 0) > undecided:
         some = ", ".join(words[:3]) + (f" and of {plural(len(words) - 3, 'other stage')}" if len(words) > 3 else "")

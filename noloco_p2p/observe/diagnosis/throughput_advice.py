@@ -1,12 +1,12 @@
-"""What a run of other settings would make of the same devices and lines, from what the nodes have measured. Pure.
+"""What other settings of a run would achieve with the same devices and lines, from the nodes' measurements. Pure.
 
-The estimate of an inner step: one microbatch's way through all stages and back with nothing else under way, then one
-more after each turn of the busiest device or line,
+The estimated time of an inner step is that of one microbatch through all stages and back with nothing else under way,
+plus one more microbatch after each turn of the busiest device or line,
 
     T = L + max over stages and servers (n − 1)·t          n microbatches for each replica of a stage, t seconds of each
 
-with the median device and line of each stage. It is within 14 % of `sim/throughput_bound` where nodes are alike (the
-tests compare them), and is scaled by the share of it that the swarm reaches now.
+with the median device and line of each stage. It is within 14 % of `sim/throughput_bound` if nodes are alike (the tests
+compare them), and is scaled by the share of it that the swarm reaches now.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,26 @@ from noloco_p2p.observe.diagnosis.findings import Cause, at_node
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median
 
 IN_USE = 0.5
-"""Devices that are in use for as much of the time need no advice."""
+"""Devices in use for this share of the time need no advice."""
 REACHED = 0.5
 """A swarm that reaches less of the estimate is held up by something else."""
 FULL = 0.6
-"""A line that is needed for this part of an inner step is full: the rest is the way of the first microbatch."""
+"""A line that is needed for this share of an inner step is full; the rest is the trip of the first microbatch."""
 WORTH = 1.3
-"""Times the present use, for an advice."""
+"""Advice is given for at least this factor on the present use."""
 NEARLY = 0.9
-"""Of the best: the smallest change that gives as much is advised."""
+"""Share of the best: the smallest change that gives this much is advised."""
 TIMES = (1, 2, 4, 8)
 MOST_PER_STEP = 64
-"""Microbatches a step, in these multiples: a larger step is another batch size, and learns less from each token."""
+"""Microbatches per step, in these multiples: a larger step is another batch size, and learns less from each token."""
 FEWER_BITS = {"float64": "int8", "float32": "int8", "bfloat16": "int8", "int8": "int4"}
 LEAST_INNER_STEPS = 5
-"""Before that the first ones, which wait for everybody's start, weigh too much."""
+"""Before that, the first steps, which wait for everybody's start, weigh too much."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageMedian:
-    """The median replica of a stage, as its replicas have measured it."""
+    """The median replica of a stage by its replicas' measurements."""
 
     replicas: int
     device_s: float
@@ -48,29 +48,29 @@ class StageMedian:
     up_bytes_per_s: float
     down_bytes_per_s: float
     round_trip_s: float
-    """To the next stage."""
+    """Round trip to the next stage."""
     in_use: float
-    """Share of the time in which its device works."""
+    """Share of time in which its device works."""
 
     def line_s(self, size: MicrobatchSize, *, first: bool, last: bool) -> float:
-        """Seconds of the busier direction of its line that a microbatch takes."""
+        """Seconds that a microbatch takes on the busier direction of its line."""
         sent = (0 if last else size.activation_bytes) + (0 if first else size.gradient_bytes)
         received = (0 if first else size.activation_bytes) + (0 if last else size.gradient_bytes)
         return max(sent / self.up_bytes_per_s, received / self.down_bytes_per_s)
 
 
 class StepEstimate(NamedTuple):
-    """An inner step."""
+    """The estimate of an inner step."""
 
     seconds: float
     in_use: float
-    """Share of it in which the busiest stage's devices work."""
+    """Share of it in which the devices of the busiest stage work."""
     line_in_use: float
     """Share of it for which the busiest line is needed."""
 
 
 def estimated_step(stages: Sequence[StageMedian], size: MicrobatchSize) -> StepEstimate:
-    """The formula above; two stages or more, everything measured."""
+    """The formula above, for two stages or more with all values measured."""
     way_s = queue_s = device_s = busy_line_s = 0.0
     per_step = size.per_step * stages[0].replicas
     for index, stage in enumerate(stages):
@@ -95,7 +95,7 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
     if size is None or len(stages) < 2 or not _sensible(size):
         return
     now, in_use = estimated_step(stages, size), max(stage.in_use for stage in stages)
-    # Whatever strangers claim, nothing below is divided by 0, and what is not finite is left out.
+    # Whatever strangers claim, nothing below divides by 0, and values that are not finite are left out.
     if not (0 < in_use < IN_USE and 0 < REACHED * now.in_use <= in_use):
         return
     short = [each for index in range(len(stages) - 1) for each in _short_of_places(swarm, index, size, stages)]
@@ -117,7 +117,7 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
 def _short_of_places(
     swarm: SwarmView, stage: int, size: MicrobatchSize, stages: Sequence[StageMedian]
 ) -> Iterator[Cause]:
-    """The nodes of a stage that cannot have all graphs of a step open: more of them a step would be no use."""
+    """The nodes of a stage that lack memory for a step's graphs: more microbatches per step would not help them."""
     each = -(-size.per_step * stages[0].replicas // stages[stage].replicas)
     for peer, status in swarm.statuses.items():
         if status.advert.stage == stage and status.places is not None and status.places < each:
@@ -127,7 +127,7 @@ def _short_of_places(
 
 
 def _medians(swarm: SwarmView) -> list[StageMedian]:
-    """Of all stages; none when one is not known."""
+    """The medians of all stages; empty if one is unknown."""
     found = []
     for index in range(swarm.stages):
         at_work = [s for s in swarm.statuses.values() if s.advert.stage == index and s.advert.state == "training"]
@@ -190,7 +190,7 @@ def _value_bytes(codec: str) -> float:
 
 
 def _changes(old: MicrobatchSize, new: MicrobatchSize) -> tuple[str, str]:
-    """What is different, in words and as settings."""
+    """The differences in words and as settings."""
     words, settings = [], []
     if (old.forward, old.backward) != (new.forward, new.backward):
         words.append(new.forward if new.forward == new.backward else f"{new.forward} forward, {new.backward} backward")

@@ -1,4 +1,4 @@
-"""What the doctor reports: findings in groups, as they come, or all of them as one JSON object."""
+"""The doctor's report: findings in groups as they come, or all of them as one JSON object."""
 
 import asyncio
 import concurrent.futures
@@ -19,36 +19,36 @@ from noloco_p2p.observe import terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
 
 BUSY = "stop whatever else keeps this machine or its disk busy, and try again"
-"""What to do when work on this machine takes much too long."""
+"""Advice if work on this machine takes much too long."""
 QUIET_S = 1.0
-"""A step that takes longer is announced."""
+"""A longer step is announced."""
 _INDENT = " " * 11
 
 R = TypeVar("R")
 
 
 class DoctorReport:
-    """Takes the findings of one examination. With `as_json` nothing is printed before `end`.
+    """Collects and prints the findings of one examination. With `as_json` nothing is printed before `end`.
 
-    Notes of what takes its time go to standard error.
+    Notes about long steps go to standard error.
     """
 
     def __init__(self, *, as_json: bool = False, out: TextIO | None = None) -> None:
         self.findings: list[tuple[str, Finding]] = []
-        """(group, finding), in the order in which they came."""
+        """(group, finding) in order."""
         self.figures: dict[str, float] = {}
-        """What was measured or worked out from it, by name with unit."""
+        """Measured and derived values, by name with unit."""
         self._as_json = as_json
         self._out = out or sys.stdout
         self._group = ""
         self._shown_group = ""
 
     def group(self, name: str) -> None:
-        """What comes next belongs to this group."""
+        """Start a group."""
         self._group = name
 
     def add(self, finding: Finding) -> None:
-        """One finding."""
+        """Add a finding."""
         self.findings.append((self._group, finding))
         if self._as_json:
             return
@@ -61,20 +61,20 @@ class DoctorReport:
             self._print(f"{_INDENT}→ {finding.advice}")
 
     def ok(self, name: str, sentence: str) -> None:
-        """All is well with `name`."""
+        """Report that `name` is fine."""
         self.add(Finding("ok", name, None, sentence, ""))
 
     def warning(self, name: str, sentence: str, advice: str, peer: PeerId | None = None) -> None:
-        """It works, but not as it should."""
+        """Report that something works, but not as it should."""
         self.add(Finding("warning", name, peer, sentence, advice))
 
     def error(self, name: str, sentence: str, advice: str, peer: PeerId | None = None) -> None:
-        """It cannot work."""
+        """Report that something cannot work."""
         self.add(Finding("error", name, peer, sentence, advice))
 
     @contextmanager
     def step(self, doing: str) -> Iterator[None]:
-        """Says what is being done when it takes more than a second. Inside, the event loop must stay free."""
+        """Print what is being done if it takes more than a second. The event loop must not be blocked inside."""
         line = f"{_INDENT}… {doing}"
         note = asyncio.get_running_loop().call_later(QUIET_S, lambda: typer.echo(line, err=True))
         try:
@@ -85,9 +85,9 @@ class DoctorReport:
     async def attempt(
         self, name: str, doing: str, asked: Awaitable[R], advice: str, if_late: str | None = None
     ) -> R | None:
-        """A step that may fail: None when it did, which is reported as an error.
+        """A step that may fail. None: it failed, which is reported as an error.
 
-        `if_late`: what to do when it only takes too long, which is a warning then.
+        `if_late`: advice if it only takes too long, which is then a warning.
         """
         try:
             with self.step(doing):
@@ -101,11 +101,11 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0: all is well, 1: warnings, 2: errors."""
+        """0: no findings, 1: warnings, 2: errors."""
         return max((SEVERITIES.index(finding.severity) for _, finding in self.findings), default=0)
 
     def end(self) -> int:
-        """Print the JSON object, or the count of findings; returns the exit code."""
+        """Print the JSON object, or the count of findings. Returns the exit code."""
         if self._as_json:
             findings = [{"group": group, **dataclasses.asdict(finding)} for group, finding in self.findings]
             content: dict[str, Any] = {"exit_code": self.exit_code, "findings": findings, "figures": self.figures}
@@ -123,10 +123,10 @@ class DoctorReport:
 async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
     """Run blocking work in a thread that does not keep the process alive, as those of an executor would.
 
-    Raises what it raises, and Unreachable, which names `what`, when it takes longer than `limit_s`.
+    Raises what it raises; Unreachable, which names `what`: it takes longer than `limit_s`.
     """
     done: concurrent.futures.Future[R] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # so that giving up does not disturb the thread when it ends later
+    done.set_running_or_notify_cancel()  # so that giving up does not disturb the thread, which ends later
 
     def body() -> None:
         try:
@@ -142,7 +142,7 @@ async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
 
 
 async def or_error(asked: Awaitable[R]) -> R | NolocoError:
-    """What was asked for, or why it did not come; to be gathered."""
+    """The result or the error, for use with gather."""
     try:
         return await asked
     except NolocoError as error:

@@ -27,11 +27,11 @@ from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.run_requirements import RunRequirements
 
 LOOKS, LOOK_AGAIN_S = 2, 2.5
-"""A link that carries nothing shows for most of the time, but not in the seconds in which it is tried again."""
+"""A broken link shows most of the time, but not in the seconds in which it is tried again."""
 
 
 def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *, as_json: bool) -> int:
-    """Examine, report, return the exit code. Raises ConfigError for settings or addresses that are none."""
+    """Examine, report, and return the exit code. Raises ConfigError: settings or addresses are invalid."""
     import uvloop
 
     report = DoctorReport(as_json=as_json)
@@ -44,7 +44,7 @@ def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *,
 
 
 async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, directory: Path | None) -> None:
-    """Every check that these options allow, reported as it ends. Raises ConfigError as `run_doctor`."""
+    """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor`."""
     local = given.node()
     targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(join)]
     if join and not targets:
@@ -90,16 +90,16 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What all parts of one examination know, and those that ask a swarm."""
+    """What all parts of one examination share, and the parts that ask a swarm."""
 
     report: DoctorReport
     given: Overrides
     home: Path
-    """Where the node's directory is or will be."""
+    """The node's directory, which may not exist yet."""
     local: NodeConfig
     device: str | None
     runs_here: bool
-    """A node of the directory in question runs on this machine."""
+    """A node of this directory runs on this machine."""
 
     def requirements(self, manifest: RunManifest) -> RunRequirements:
         """The checks of this machine against a run."""
@@ -108,7 +108,7 @@ class Examination:
     async def examine_swarm(
         self, closing: AsyncExitStack, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path
     ) -> None:
-        """Join a swarm as an observer, and ask it; what is opened is closed by `closing`."""
+        """Join a swarm as an observer and ask it. `closing` closes what is opened."""
         report, me = self.report, libp2p.peer_id
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
@@ -133,7 +133,7 @@ class Examination:
         await self._examine_run(links, manifest, present, answered=answered)
 
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
-        """What the nodes wait for, and which is the cause. The clocks of `compared` have been judged already."""
+        """What the nodes wait for, and the cause. The clocks of `compared` have been judged already."""
         for look in range(LOOKS):
             with self.report.step(f"asking {len(present)} nodes what they wait for"):
                 await asyncio.sleep(LOOK_AGAIN_S if look else 0.0)
@@ -149,10 +149,10 @@ class Examination:
     async def _examine_run(
         self, mine: Links, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
     ) -> None:
-        """What the swarm's run asks of this machine, and how fast it would be there, if nodes have `answered` it."""
+        """What the swarm's run needs of this machine, and how fast it would be, if nodes have `answered` it."""
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
-        if stage is None:  # the one that a node without a stage of its own would take
+        if stage is None:  # the one that a node without a given stage would take
             stage = choose_stage(Advert(mine.me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
         probe, asked = LinkProbe(mine), present if answered else ()
         try:

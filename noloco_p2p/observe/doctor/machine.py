@@ -1,4 +1,4 @@
-"""What the machine is, whatever the run: Python, packages, device, open files, ports, the clock, a node's directory."""
+"""Checks of the machine for any run: Python, packages, device, open files, ports, the clock, a node's directory."""
 
 import importlib.metadata
 import os
@@ -27,22 +27,22 @@ from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
 
 PACKAGE = "noloco_p2p"
 FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""Open files: a node with many peers needs two connections to each, besides what libp2p and the data need."""
+"""Open files: a node with many peers needs two connections to each, in addition to those of libp2p and the data."""
 IMPORT_S = 30.0
-"""Longest import of torch; seconds where other processes work too."""
+"""Longest import of torch; it takes seconds if other processes are busy."""
 TOOL_S = 3.0
 HEALTH_S = 6.0
-"""Longest wait for a node's own health: it answers from a thread of its own."""
+"""Longest wait for a node's health, which a separate thread answers."""
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 BUILT_AT = 1_750_000_000.0
-"""Seconds since 1970. No clock that is right can be before this program was written."""
+"""Seconds since 1970. No correct clock is before the time when this program was written."""
 
 
 # --- Python and packages ----------------------------------------------------------------------------------------------
 
 
 def check_python(report: DoctorReport) -> None:
-    """The interpreter and every package that this project declares, against what it declares."""
+    """Check the interpreter and every package against the project's declarations."""
     here = platform.python_version()
     python, wanted = declared()
     if not SpecifierSet(python).contains(here, prereleases=True):
@@ -57,7 +57,7 @@ def check_python(report: DoctorReport) -> None:
 
 
 def declared() -> tuple[str, list[str]]:
-    """(Python versions, requirements without extras) as the installed package says, or a source checkout."""
+    """(Python versions, requirements without extras) from the installed package, or from a source checkout."""
     try:
         about = importlib.metadata.metadata(PACKAGE)
         python, wanted = about["Requires-Python"], about.get_all("Requires-Dist") or []
@@ -68,7 +68,7 @@ def declared() -> tuple[str, list[str]]:
 
 
 def _package_fault(wanted: Requirement) -> str | None:
-    """Why an installed package does not do; None when it does."""
+    """Why an installed package does not fit; None: it fits."""
     if wanted.marker is not None and not wanted.marker.evaluate():
         return None
     try:
@@ -83,7 +83,7 @@ def _package_fault(wanted: Requirement) -> str | None:
 
 
 async def check_device(report: DoctorReport, local: NodeConfig) -> str | None:
-    """The device that the settings ask for. Returns its name in torch, None when it is not here."""
+    """Check the device in the settings. Returns its name in torch; None: it is not available."""
     doing, advice = "importing torch", "check the driver, or set device to cpu or auto"
     return await report.attempt("device", doing, in_time(doing, IMPORT_S, lambda: _device(report, local)), advice, BUSY)
 
@@ -112,7 +112,7 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
+    """The version of NVIDIA's driver; None: there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=True).stdout
@@ -126,7 +126,7 @@ def _driver() -> str | None:
 
 
 def check_files(report: DoctorReport) -> None:
-    """The limit on open files."""
+    """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= FEW_FILES:
         report.ok("files", f"{soft} files may be open at once")
@@ -138,7 +138,7 @@ def check_files(report: DoctorReport) -> None:
 
 
 def check_slow_start(report: DoctorReport) -> None:
-    """Whether TCP forgets, while a connection rests, how fast it has been; only Linux says so."""
+    """Check whether TCP connections start slowly again after an idle period; only Linux tells."""
     try:
         forgets = SLOW_START.read_text(encoding="ascii").strip() != "0"
     except OSError:
@@ -151,7 +151,7 @@ def check_slow_start(report: DoctorReport) -> None:
 
 
 def check_time(report: DoctorReport) -> None:
-    """Whether the wall clock can be right at all; only peers can tell more."""
+    """Check whether the wall clock can be right at all; only peers can tell more."""
     now = time.time()
     sentence = f"this machine's clock says {clock(now)} UTC"
     if now < BUILT_AT:
@@ -161,9 +161,10 @@ def check_time(report: DoctorReport) -> None:
 
 
 def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool) -> ListenSettings:
-    """Whether the ports can be bound. Returns the settings with 0 for those that cannot, so that the rest can go on.
+    """Check whether the ports can be bound. Returns the settings with 0 for those that cannot, so that checks can go
+    on.
 
-    `own_node`: the node for which this is asked runs, and has them.
+    `own_node`: the node in question runs and uses them.
     """
     ports = {name: port for name, port in listen if name.endswith("_port") and port is not None}
     if own_node:
@@ -188,7 +189,7 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 
 
 async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
-    """The nodes whose directory this is, or that have theirs just below it; returns those that run."""
+    """The nodes in this directory or directly below it. Returns those that run."""
     running = []
     node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
@@ -206,7 +207,7 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
 
 
 def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints | None) -> None:
-    """How a node that does not run has ended: well if its summary is of the process that was reachable last."""
+    """How a stopped node has ended: cleanly if its summary is newer than the endpoints of its last process."""
     summary = node_probe.read_json(node_dir / node_probe.SUMMARY)
     try:
         started, ended = ((node_dir / name).stat().st_mtime for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))

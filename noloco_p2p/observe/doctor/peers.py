@@ -34,21 +34,21 @@ IMPORT_S = 30.0
 PROBE_S = 3.0
 """Longest wait for a gRPC address to answer."""
 MOST_PROBED = 32
-"""Nodes whose address is tried."""
+"""Most nodes whose address is tried."""
 MOST_CLOCKS = 8
-"""Nodes that are asked for the time."""
+"""Most nodes that are asked for the time."""
 CLOSE_S = 1.5
-"""Clocks that differ by less agree. The ages of adverts are counted by them, and a view is seconds old anyway."""
+"""Clocks that differ by less agree. The ages of adverts are computed from them, and a view is seconds old anyway."""
 READINGS = 3
 READING_PAUSE_S = 1.0
-"""One reading of a DHT that was joined a moment ago can miss somebody."""
+"""One reading of a newly joined DHT may miss some nodes."""
 ANOTHER_NODE = "give the address of a running node"
 
 
 async def open_daemon(
     report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
 ) -> Libp2pDaemon | None:
-    """Start p2pd; None, reported, when it does not start."""
+    """Start p2pd. None: it does not start, which is reported."""
     advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not hold it up"
 
     async def start() -> Libp2pDaemon:
@@ -64,7 +64,7 @@ async def open_daemon(
 
 
 async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
-    """Links to the peers to be joined; `libp2p.joined` are those that answer."""
+    """Open links to the peers to be joined. `libp2p.joined` are those that answer."""
     with report.step(f"dialling {', '.join(map(str, targets))}"):
         failures = await asyncio.gather(*(or_error(libp2p.dial(target)) for target in targets))
     for target, failure in zip(targets, failures, strict=True):
@@ -82,7 +82,7 @@ async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[Joi
 async def ask_run(
     report: DoctorReport, libp2p: Libp2pDaemon, given: Overrides
 ) -> tuple[RunManifest | None, dict[PeerId, float]]:
-    """(the run of the joined peers, how far each one's clock is ahead of ours, seconds); reports what is wrong."""
+    """(the run of the joined peers, how far each one's clock is ahead of ours, seconds). Reports problems."""
     manifest, ahead = None, {}
     for peer in (target.peer_id for target in libp2p.joined):
         try:
@@ -112,7 +112,7 @@ async def _manifest_and_clock(libp2p: Libp2pDaemon, peer: PeerId) -> tuple[bytes
 
 
 def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest, peer: PeerId) -> None:
-    """The settings given here against the swarm's."""
+    """Compare the settings given here with the swarm's."""
     if not given.names_the_run:
         return
     try:
@@ -126,7 +126,7 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
 
 
 async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
-    """The clocks of some more nodes of the swarm, besides those that are known."""
+    """The known clocks and those of some more nodes of the swarm."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
     with report.step(f"asking {len(more)} nodes for the time"):
         answers = await asyncio.gather(*(or_error(_manifest_and_clock(libp2p, peer)) for peer in more))
@@ -135,10 +135,9 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
 
 
 def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
-    """Whose clock is wrong, by how far each peer's is ahead of ours; one finding that all is well, else. Pure.
+    """Whose clock is wrong, given how far each peer's is ahead of ours; else one finding that all agree. Pure.
 
-    A clock is judged as by a node that joins: more than half an advert's life, and adverts look expired or live too
-    long.
+    The limit is that of a joining node: beyond half an advert's lifetime, adverts look expired or live too long.
     """
     if not ahead:
         return []
@@ -163,7 +162,7 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
 
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
-    """Let joined peers dial this machine's gRPC address, at which this process listens, back; else over a stream."""
+    """Let joined peers dial back this machine's gRPC address, at which this process listens; else over a stream."""
     failure = ""
     for peer in (target.peer_id for target in libp2p.joined):
         try:
@@ -192,7 +191,7 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str
 
 
 async def admission(report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest) -> tuple[Standing, bool]:
-    """As what this machine may ask the swarm, and whether nodes answer it over gRPC; reports when they would not."""
+    """The standing with which this machine may ask the swarm, and whether nodes answer it over gRPC. Reports if not."""
     asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
     advice = "give the address that noloco invite prints; the links between nodes are not checked"
     standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
@@ -208,7 +207,7 @@ async def open_directory(
     known_path: Path,
     members: MemberRecords | None,
 ) -> HivemindDirectory | None:
-    """Join the DHT; None, reported, when that fails."""
+    """Join the DHT. None: that failed, which is reported."""
     opened = HivemindDirectory.open(
         libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path, members=members
     )
@@ -216,7 +215,7 @@ async def open_directory(
 
 
 async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> list[Advert]:
-    """The nodes that are present, sorted by peer id; reports failures."""
+    """The nodes that are present, sorted by peer id. Reports failures."""
     found: dict[PeerId, Advert] = {}
 
     async def read() -> bool:
@@ -239,7 +238,7 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
 
 
 async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
-    """Whether this machine reaches the gRPC addresses of the nodes that are present."""
+    """Check whether this machine reaches the gRPC addresses of the nodes that are present."""
     dialled = [advert for advert in present if any(map(endpoint, advert.addresses))][:MOST_PROBED]
     if not dialled:
         return

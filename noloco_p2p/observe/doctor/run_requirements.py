@@ -1,7 +1,8 @@
-"""What the run asks of this machine (memory, room for checkpoints, data), and what speed its links and device promise.
+"""What the run needs of this machine (memory, room for checkpoints, data), and the speed that its links and device
+promise.
 
-The model of the speed: a stage is as fast as the slowest of its device, its link, and the microbatches that it may have
-in flight over the time that one of them is away. Legend: B microbatch, T sequence, D hidden size.
+The model of the speed: a stage is as fast as the slowest of its device, its link, and the number of its microbatches in
+flight divided by the time that one of them is away. Legend: B microbatch, T sequence, D hidden size.
 """
 
 import asyncio
@@ -26,30 +27,30 @@ from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time,
 MODEL_S = 30.0
 """Longest import of the model's code."""
 DATA_S = 15.0
-"""Longest wait for the held-out data, which a hub may have to send."""
+"""Longest wait for the held-out data, which may come from a hub."""
 PROBE_BYTES = 1 << 16
-"""Written beside the checkpoints, and removed: whether they can be written at all."""
+"""Written next to the checkpoints and removed, to check whether they can be written at all."""
 CALLS = 7
-"""Small calls from which a round-trip time is taken."""
+"""Small calls to measure a round-trip time."""
 PEERS_MEASURED = 3
-"""Of each stage."""
+"""Peers measured per stage."""
 TRANSFER_S = 3.0
-"""Longest transfer from which a bandwidth is taken."""
+"""Longest transfer to measure a bandwidth."""
 FAIR_SAMPLE_BYTES = 1 << 20
-"""A smaller snapshot is through before the link has shown what it can do."""
+"""A smaller snapshot arrives before the link has shown what it can do."""
 LARGEST_TIMED_PARAMETERS = 50_000_000
-"""A larger stage is not made only to measure the device: its making takes longer than the rest of the examination."""
+"""A larger stage is not made just to measure the device, because that takes longer than the rest of the examination."""
 TIMING_S = 12.0
 """Longest time to make a stage and to measure it."""
 
 
 class StageLinks(NamedTuple):
-    """What was measured of the links to a stage's replicas."""
+    """Measurements of the links to a stage's replicas."""
 
     round_trip_s: float
     """Median over the peers."""
     bytes_per_s: float | None
-    """From one of them; None when it could not be measured."""
+    """From one of them; None: it could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,12 @@ class RunRequirements:
     manifest: RunManifest
     local: NodeConfig
     device: str | None
-    """That a node would use; None when it is not here."""
+    """The device that a node would use; None: it is not available."""
     runs_here: bool = False
-    """A node of the directory in question runs on this machine: what it has, it has."""
+    """A node of this directory runs on this machine and already has what it needs."""
 
     def wanted_stage(self) -> int | None:
-        """The stage that the settings ask for; None when they ask for none, or for one that the run does not have."""
+        """The stage in the settings; None: there is none, or the run does not have it."""
         wanted = self.local.stage
         if wanted is not None and wanted >= self.manifest.stages:
             sentence = f"stage {wanted} is asked for, the run has stages 0 to {self.manifest.stages - 1}"
@@ -74,7 +75,7 @@ class RunRequirements:
         return wanted
 
     async def check(self, home: Path, stage: int | None) -> list[int] | None:
-        """All that the run asks at a stage, or at any. Returns the parameters of each stage; None without a model."""
+        """Check what the run needs at a stage, or at any. Returns the parameters of each stage; None: no model."""
         doing = "importing the model's code"
         advice = "this version cannot run it: check model.* and stages"
         parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)
@@ -96,7 +97,7 @@ class RunRequirements:
         return [stage.parameters for stage in stage_sizes(self.manifest)]
 
     def check_memory(self, stage: int | None) -> None:
-        """Whether the stage fits into the memory that is free; without one, whether every stage does."""
+        """Check whether the stage fits into the free memory; without one, whether every stage does."""
         from noloco_p2p.compute.factory import check_fits
         from noloco_p2p.compute.hardware import pick_device
 
@@ -118,7 +119,7 @@ class RunRequirements:
             (self.report.warning if fit else self.report.error)("memory", reason, advice)
 
     def check_disk(self, home: Path, checkpoint_bytes: int) -> None:
-        """Whether the checkpoints that are kept have room where the node's directory is or will be."""
+        """Check whether there is room for the checkpoints in the node's directory."""
         where = next(path for path in (home.absolute(), *home.absolute().parents) if path.is_dir())
         try:
             with tempfile.TemporaryFile(dir=where) as probe:
@@ -134,7 +135,7 @@ class RunRequirements:
         if self.local.checkpoint.every_steps is None:
             self.report.ok("disk", f"{room}; no checkpoints are written")
             return
-        # One more than is kept: the oldest is removed once the newest is whole.
+        # One more than is kept, because the oldest is removed once the newest is complete.
         count = self.local.checkpoint.keep + 1
         wanted = count * checkpoint_bytes
         sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
@@ -147,7 +148,7 @@ class RunRequirements:
             self.report.ok("disk", sentence)
 
     async def check_data(self) -> None:
-        """Whether tokenizer and data are to be had, tried as a node of stage 0 tries it."""
+        """Check whether tokenizer and data are available, in the way of a stage-0 node."""
         doing, data = "reading the held-out data", self.manifest.data
         advice = "check data.* of the run, and data_files and tokenizer_dir of this node"
         late = "a node waits for it too: use data on this machine (data_files)"
@@ -163,7 +164,7 @@ class RunRequirements:
         return True
 
     async def measure_links(self, probe: LinkProbe, stage: int, replicas: Sequence[Advert]) -> StageLinks | None:
-        """Round trips to some replicas of a stage, and the bandwidth from the nearest; None when none answers."""
+        """Round trips to some replicas of a stage, and the bandwidth from the nearest. None: no replica answers."""
         peers = replicas[:PEERS_MEASURED]
         with self.report.step(f"measuring round trips to {len(peers)} nodes of stage {stage}"):
             answers = await asyncio.gather(*(or_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
@@ -183,7 +184,7 @@ class RunRequirements:
         return StageLinks(statistics.median(took_s for took_s, _ in found), await self._bandwidth(probe, nearest))
 
     async def _bandwidth(self, probe: LinkProbe, peer: Advert) -> float | None:
-        """Bytes per second from a peer, by its newest snapshot."""
+        """Bytes per second from a peer, measured with its newest snapshot."""
         node = f"{short_id(peer.peer_id)} of stage {peer.stage}"
         try:
             with self.report.step(f"fetching a snapshot from {short_id(peer.peer_id)} to measure the bandwidth"):
@@ -200,7 +201,7 @@ class RunRequirements:
     async def check_speed(
         self, stage: int, parameters: int, replicas: Sequence[Advert], links: Sequence[StageLinks | None]
     ) -> None:
-        """The speed to be expected at a stage with this number of parameters, from this device, else from `replicas`.
+        """Report the expected speed at a stage with this number of parameters, from this device, else from `replicas`.
 
         `links` are those to the stage's own replicas and to those of the next stage.
         """
@@ -237,8 +238,8 @@ class RunRequirements:
     async def _device_seconds(
         self, stage: int, parameters: int, replicas: Sequence[Advert]
     ) -> tuple[float, str] | None:
-        """(device seconds for one microbatch of a stage, where the figure is from): measured, or as others announce."""
-        # A device that a node uses is not measured besides.
+        """(device seconds for one microbatch of a stage, their source): measured, or as announced by others."""
+        # A device in use by a node is not measured.
         if self.device is not None and not self.runs_here and parameters <= LARGEST_TIMED_PARAMETERS:
             doing = f"measuring this device on stage {stage}"
             try:
@@ -257,7 +258,7 @@ class RunRequirements:
 
 
 def _checkpoints_bytes(home: Path) -> int:
-    """Of all checkpoint files that lie there."""
+    """Bytes of all checkpoint files there."""
     found = 0
     for path in home.glob("checkpoints/*/*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Axes as values: where a number lies on one, at which round numbers it has ticks; and two of them drawn as SVG."""
+"""Axes as values: positions of numbers and round ticks; and two axes drawn as SVG."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.svg import Colour, canvas, decimal, element
 
 Scale = Literal["linear", "log", "log2"]
-"""Equal distances are equal differences; or equal factors, with ticks at powers of ten or of two."""
+"""Equal distances are equal differences, or equal factors, with ticks at powers of ten or of two."""
 
 MOST_LOG_TICKS = 11
 
@@ -19,19 +19,19 @@ tick_label = partial(humanize.compact, digits=4)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a chart. On a logarithmic one both ends are above 0. One of no length reaches to the next number."""
+    """One axis of a chart. On a logarithmic one both ends are above 0. An axis of length 0 is extended."""
 
     title: str
     low: float
     high: float
     scale: Scale = "linear"
     label: Callable[[float], str] = tick_label
-    """How the number at a tick is written."""
+    """The label of the number at a tick."""
     names: Sequence[str] = ()
-    """Of rows, which take one unit each from `high` downwards: they are written there, in place of numbers."""
+    """Names of rows, which take one unit each from `high` downwards and are shown in place of numbers."""
 
     def position(self, value: float) -> float:
-        """Where a value lies: 0 at `low`, 1 at `high`."""
+        """The position of a value: 0 at `low`, 1 at `high`."""
         if self.scale != "linear":
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self._end - self.low)
@@ -47,24 +47,24 @@ class Axis:
         return self.high if self.high > self.low else self.low + max(1.0, abs(self.low))
 
     def holds(self, value: float) -> bool:
-        """It lies between the ends."""
+        """Whether a value lies between the ends."""
         return showable(value, self.scale) and -1e-9 <= self.position(value) <= 1 + 1e-9
 
     def ticks(self, about: int) -> list[float]:
-        """Round numbers between the ends, about as many as asked for."""
+        """Round numbers between the ends, about this many."""
         if self.scale == "linear":
             return ticks(self.low, self._end, about)
         return _log_ticks(self.low, self.high, 2 if self.scale == "log2" else 10)
 
     def labelled(self, about: int) -> list[tuple[float, str]]:
-        """The ticks and what is written at them: the middle of each row, where there are rows."""
+        """The ticks and their labels; with rows, the middle of each."""
         if self.names:
             return [(self.high - n - 0.5, name) for n, name in enumerate(self.names)]
         return [(value, self.label(value)) for value in self.ticks(about)]
 
 
 def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from_zero: bool = False) -> Axis:
-    """The axis that these values need, with a margin of a twentieth. What it cannot show is left out."""
+    """An axis for these values with a margin of a twentieth. Values that it cannot show are ignored."""
     shown = [value for value in values if showable(value, scale)] or [1.0]
     low, high = min(shown), max(shown)
     if scale == "linear":
@@ -75,12 +75,12 @@ def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from
 
 
 def showable(value: float, scale: Scale) -> bool:
-    """It has a place on an axis of this kind: no logarithm of 0."""
+    """Whether a value has a position on an axis of this kind: there is no logarithm of 0."""
     return math.isfinite(value) and (scale == "linear" or value > 0)
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from `low` to `high`, about as many as asked for: 1, 2 or 5 times a power of ten apart."""
+    """Round numbers from `low` to `high`, about this many: 1, 2 or 5 times a power of ten apart."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -99,7 +99,7 @@ def time_unit(span_s: float) -> tuple[float, str]:
 
 
 def _log_ticks(low: float, high: float, base: int) -> list[float]:
-    """Powers of the base, and multiples of them where there are too few; equal steps over less than a power."""
+    """Powers of the base, and multiples of them if there are too few; equal steps over less than one power."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     found: list[float] = []
     for multiples in ((1,), (1, 2, 5), (1, 2, 3, 4, 5, 7)) if base == 10 else ((1,),):
@@ -116,16 +116,16 @@ Points = Sequence[tuple[float, float]]
 """(x, y), in the order in which they are joined."""
 
 PAGE_SIZE = 440.0, 220.0
-"""Of a chart in a page: about the width of a phone, half that of a desktop page. The page scales it."""
+"""Size of a chart in a page: about the width of a phone, half that of a desktop page. The page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 10.0, 36.0
 Y_TITLE = 16.0
-"""Height of the y axis' title, where it has one: it stands above the axis."""
+"""Height of the y axis title, which is above the axis."""
 MOST_POINTS = 800
-"""Of one line."""
+"""Most points of one line."""
 
 
 class Axes:
-    """An SVG with two axes. Colours are numbers of the style sheet, names are shown when one points at a thing."""
+    """An SVG with two axes. Colours are numbers of the style sheet; names are shown as tooltips."""
 
     def __init__(
         self, title: str, x: Axis | None, y: Axis, size: tuple[float, float] = PAGE_SIZE, left: float = LEFT
@@ -135,7 +135,7 @@ class Axes:
         self._left, self._right = left, size[0] - RIGHT
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
         self._cells = False
-        """There are coloured cells below what is drawn next, which gets a border."""
+        """There are coloured cells below, so what is drawn next gets a border."""
         self._measured = False
         self._draw_y_axis(self._y, at_left=x is not None)
         if x is not None:
@@ -157,11 +157,11 @@ class Axes:
             self._draw_y_axis(log, hidden=True)
 
     def holds(self, x: float, y: float) -> bool:
-        """A point within both axes."""
+        """Whether a point is within both axes."""
         return self._x.holds(x) and self._y.holds(y)
 
     def line(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS, kind: str = "") -> None:
-        """A line through at most `most` of the points; a single one is a dot. `kind`: a further class."""
+        """A line through at most `most` of the points; a single one is a dot. `kind`: an additional class."""
         thinned = thin(points, most)
         if len(thinned) == 1:
             self.dots(thinned, colour, name)
@@ -172,14 +172,14 @@ class Axes:
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **self._values(thinned))
 
     def dots(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS // 4) -> None:
-        """A dot for each point, at most `most`."""
+        """A dot for each of at most `most` points."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, most):
             place = {"cx": self._across(x), "cy": self._up(y)}
             self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **self._values([(x, y)]))
 
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
-        """From below each point to above it, or to the lower end of an axis that cannot show so little."""
+        """A bar from below each point to above it, or to the lower end of an axis that cannot show its end."""
         for (x, y), error in zip(points, errors, strict=True):
             if self.holds(x, y):
                 across = self._across(x)
@@ -188,35 +188,35 @@ class Axes:
                 element(self.svg, "path", d=path, class_=f"error s{colour}")
 
     def area(self, lower: Sequence[float], upper: Sequence[float], colour: Colour, name: str) -> None:
-        """What lies between two values at equal times over the whole width, as steps."""
+        """The area between two series of values at equally spaced times over the whole width, as steps."""
         edges = [self._x.value(n / len(upper)) for n in range(len(upper) + 1)]
         top, bottom = ([(x, y) for n, y in enumerate(ys) for x in edges[n : n + 2]] for ys in (upper, lower))
         self._named(name, "path", d=self._path([*top, *reversed(bottom)]) + "Z", class_=f"f{colour}")
 
     def cell(self, x: tuple[float, float], y: tuple[float, float], fill: Colour | str, name: str = "") -> None:
-        """A rectangle from one value to another on both axes; `fill`: a colour of the style sheet, or one of SVG.
+        """A rectangle between values on both axes. `fill`: a colour of the style sheet, or an SVG colour.
 
-        Cells of a colour of SVG are those of a heatmap, which is drawn upon.
+        Cells with an SVG colour are those of a heatmap, on which more is drawn.
         """
         left, top = self._across(x[0]), self._up(y[1])
         size = {"width": max(0.6, self._across(x[1]) - left), "height": self._up(y[0]) - top}
         look: dict[str, object] = {"class_": f"f{fill}"}
         if isinstance(fill, str):
             self._cells = True
-            # A little too wide, so that no seam shows between neighbours.
+            # slightly too wide, so that no seam shows between neighbours
             size = {side: length + 0.4 for side, length in size.items()}
             look = {"fill": fill, "shape_rendering": "crispEdges"}
         self._named(name, "rect", x=left, y=top, **size, **look)
 
     def cross(self, x: float, y: float, name: str = "") -> None:
-        """A cross at a point; in a heatmap with a border that shows it on any ground."""
+        """A cross at a point; in a heatmap with a border that is visible on any background."""
         path = f"M{self._across(x) - 4:.1f} {self._up(y) - 4:.1f}l8 8m0 -8l-8 8"
         if self._cells:
             element(self.svg, "path", d=path, class_="halo")
         self._named(name, "path", d=path, class_="cross")
 
     def stroke(self, x: float, y: tuple[float, float]) -> None:
-        """An upright stroke from one y to another, and a little beyond."""
+        """A vertical stroke from slightly below one y to slightly above another."""
         low, high = map(self._up, y)
         element(self.svg, "line", x1=self._across(x), x2=self._across(x), y1=high - 2, y2=low + 2, class_="start")
 
@@ -259,7 +259,7 @@ class Axes:
 
 
 def thin(points: Points, most: int) -> Points:
-    """At most `most` points, in order: of each piece the lowest and the highest, so that no spike is lost."""
+    """At most `most` points, in order: the lowest and the highest of each section, so that no spike is lost."""
     if len(points) <= most:
         return points
     pieces = max(1, most // 2)

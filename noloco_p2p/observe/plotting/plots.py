@@ -1,4 +1,4 @@
-"""Plots, heatmaps and bars as values, each drawn to an SVG file that needs nothing else."""
+"""Plots, heatmaps and bars as values, each drawn to a self-contained SVG file."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, E
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
-"""Width of the bar beside a heatmap, its numbers included."""
+"""Width of the colour bar beside a heatmap, including its numbers."""
 COLOUR_STEPS = 64
 BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
 NARROWEST_LABELLED = 34.0
-"""A piece of a bar at least as wide has its share written on it."""
+"""A piece of a bar of at least this width shows its share."""
 CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
 MOST_MARKED, MOST_DOTS = 40, 5_000
-"""Points of a line that has a dot at each, and of a set of points."""
+"""Most points of a line with a dot at each, and of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""viridis at equal distances, from the least value to the largest: readable without colour vision and in print."""
+"""viridis at equal distances, from the lowest value to the highest: readable without colour vision and in print."""
 
 BarPiece = tuple[str, float, Colour]
 """(name, amount, colour)."""
@@ -32,7 +32,7 @@ BarRow = tuple[str, Sequence[BarPiece]]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line, or a set of points, of a plot."""
+    """A line or a set of points of a plot."""
 
     label: str
     x: Sequence[float]
@@ -47,7 +47,7 @@ class Curve:
         return cls(label, [x for x, _ in points], [y for _, y in points], style=style)
 
     def extent(self) -> list[float]:
-        """Every y, and the ends of its bar."""
+        """Every y, and the ends of its error bar."""
         bars = zip(self.y, self.error, strict=True) if self.error else ()
         return [*self.y, *(end for y, error in bars for end in (y - error, y + error))]
 
@@ -57,14 +57,14 @@ class Plot:
     """Curves over two axes."""
 
     name: str
-    """File name without its ending, unique in a directory."""
+    """File name without its extension, unique in a directory."""
     title: str
     axes: tuple[str, str]
-    """What x and y are, units included."""
+    """Titles of x and y with units."""
     curves: Sequence[Curve]
     scales: tuple[Scale, Scale] = ("linear", "linear")
     from_zero: bool = False
-    """The y axis begins at 0, not at the least value."""
+    """The y axis starts at 0 instead of the lowest value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +72,18 @@ class Heatmap:
     """Values over a grid."""
 
     name: str
-    """File name without its ending, unique in a directory."""
+    """File name without its extension, unique in a directory."""
     title: str
     axes: tuple[str, str, str]
-    """What x, y and the colours are, units included."""
+    """Titles of x, y and the colours with units."""
     grid: tuple[Sequence[float], Sequence[float]]
     """The x of the columns and the y of the rows, ascending."""
     values: Sequence[Sequence[float | None]]
-    """A row for each y, a value for each x; None: not measured, or not finite."""
+    """A row for each y with a value for each x; None: not measured, or not finite."""
     marked: Sequence[tuple[float, float]] = ()
     """Cells (x, y) that get a cross."""
     curves: Sequence[Curve] = ()
-    """Drawn over it, in the units of the axes; what lies outside of the grid is left out."""
+    """Drawn over it, in the units of the axes; parts outside the grid are left out."""
     log_values: bool = False
     """Colours follow the logarithm."""
 
@@ -93,7 +93,7 @@ class Bars:
     """Horizontal bars of equal width, each divided into shares."""
 
     name: str
-    """File name without its ending, unique in a directory."""
+    """File name without its extension, unique in a directory."""
     title: str
     rows: Sequence[BarRow]
 
@@ -102,7 +102,7 @@ Chart = Plot | Heatmap | Bars
 
 
 def save(chart: Chart, directory: Path) -> Path:
-    """Write a chart as `NAME.svg`; equal charts give equal files. Raises OSError."""
+    """Write a chart as `NAME.svg`. Equal charts give equal files. Raises OSError."""
     path = directory / f"{chart.name}.svg"
     path.write_text(svg(chart), "utf-8")
     return path
@@ -130,7 +130,7 @@ def _plot(plot: Plot) -> Axes:
 
 
 def _heatmap(chart: Heatmap) -> list[Axes]:
-    """The cells, and the bar of their colours. The grid need not be even: borders lie between its points."""
+    """The cells, and the colour bar. The grid need not be even: borders lie between its points."""
     columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
     x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
     axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
@@ -157,7 +157,7 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
 
 
 def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:
-    """One bar a row as wide as the others, its pieces as shares of the row's sum."""
+    """One bar per row, all of equal width; pieces are shares of the row's sum."""
     svg = drawing.canvas(title, width, len(rows) * (BAR_HEIGHT + BAR_GAP) + BAR_GAP)
     for n, (label, pieces) in enumerate(rows):
         top, x = BAR_GAP + n * (BAR_HEIGHT + BAR_GAP), left
@@ -182,7 +182,7 @@ def steps(points: Points) -> Points:
 
 
 def _colour_bar(values: Axis) -> Axes:
-    """Which colour is which value."""
+    """The colour bar."""
     bar = Axes(values.title, None, values, (COLOUR_BAR, HEIGHT))
     for n in range(COLOUR_STEPS):
         low, high = (values.value(edge / COLOUR_STEPS) for edge in (n, n + 1))
@@ -191,7 +191,7 @@ def _colour_bar(values: Axis) -> Axes:
 
 
 def _colour(position: float) -> str:
-    """The colour between two of COLOUR_MAP."""
+    """The colour at a position, interpolated in COLOUR_MAP."""
     place = position * (len(COLOUR_MAP) - 1)
     n = min(int(place), len(COLOUR_MAP) - 2)
     ends = zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
@@ -199,7 +199,7 @@ def _colour(position: float) -> str:
 
 
 def _borders(points: Sequence[float]) -> list[float]:
-    """The borders between neighbours lie in the middle; a single point gets a width of one."""
+    """The borders between neighbours, in the middle; a single point gets a width of one."""
     if len(points) == 1:
         return [points[0] - 0.5, points[0] + 0.5]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]

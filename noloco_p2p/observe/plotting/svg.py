@@ -1,7 +1,7 @@
 """SVG elements, their colours, and a chart as a file of its own. Text goes through the element tree, which escapes it.
 
-The style sheet follows the reader's light or dark scheme. It has no CSS variables: many viewers of SVG files do not
-know them.
+The style sheet follows the reader's light or dark scheme. It has no CSS variables, because many viewers of SVG files do
+not support them.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ Element = ElementTree.Element
 LineStyle = Literal["line", "dashed", "points", "steps", "filled"]
 
 MARGIN, TITLE = 14.0, 40.0
-"""Around a chart in a file of its own, and above it with its title."""
+"""Margin around a chart in its own file, and height of its title."""
 CHARACTER = 6.4
-"""Width of a letter of a legend, about."""
+"""Approximate width of a letter of a legend."""
 
 Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK", start=0)
-"""What is drawn in one: `sN` strokes, `fN` fills, `bN` is a background, and `nN` is text upon it."""
+"""Classes of the style sheet for a colour: `sN` strokes, `fN` fills, `bN` is a background, and `nN` is text upon it."""
 SERIES_COLOURS = (Colour.BLUE, Colour.ORANGE, Colour.GREEN, Colour.PINK, Colour.SKY, Colour.RED)
-"""Those of replicas, stages and curves, which have none of their own."""
+"""Colours of replicas, stages and curves, which have none of their own."""
 IDLE_COLOURS = (Colour.ORANGE, Colour.SKY, Colour.PINK, Colour.BLUE, Colour.YELLOW, Colour.RED)
-"""Those of what a device waits for, beside GREEN while it works."""
+"""Colours of what a device waits for, besides GREEN while it works."""
 
 Scheme = dict[str, str]
-"""Colours by what they are for; those of Colour by their number."""
+"""Colours by use; those of Colour by number."""
 LIGHT: Scheme = {"paper": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "soft": "#59636e"}
 LIGHT |= {"rule": "#d5dae0", "grid": "#e3e6ea"}
 DARK: Scheme = {"paper": "#14171a", "card": "#1d2125", "ink": "#e8eaed", "soft": "#a2abb5"}
@@ -37,7 +37,7 @@ _LIGHT_SERIES += ["#c9ced4", "#1b1f24"]
 _DARK_SERIES = ["#4aa3df", "#f0803c", "#2bbf94", "#d490bb", "#f0b429", "#8fd0f7", "#f0e442", "#8a949f"]
 _DARK_SERIES += ["#4a525b", "#e8eaed"]
 _BRIGHT = 137.0
-"""Text is black on colours at least as bright, white on the others."""
+"""Text is black on colours at least this bright, and white on others."""
 
 _SHAPES = """
 .tick, .on, .key { font-size: 11.5px; } .title { font-size: 15px; font-weight: 600; }
@@ -54,7 +54,7 @@ _COLOUR = ".s$n { stroke: $colour; } .f$n { fill: $colour; } .b$n { background: 
 
 
 def stylesheet() -> str:
-    """The rules for charts, for both schemes."""
+    """The style rules for charts, for both schemes."""
     light, dark = _rules(LIGHT, _LIGHT_SERIES), _rules(DARK, _DARK_SERIES)
     return f"{_SHAPES}{light}@media (prefers-color-scheme: dark) {{{dark}}}\n"
 
@@ -81,12 +81,12 @@ def element(parent: Element | None, tag: str, text: str = "", **attributes: obje
 
 
 def decimal(value: object) -> str:
-    """A float with one digit behind the point at most, anything else as it is."""
+    """A float with at most one decimal; anything else unchanged."""
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def canvas(title: str, width: float, height: float) -> Element:
-    """An SVG that scales with the page and is read out to those who cannot see it."""
+    """An SVG that scales with the page and is accessible to screen readers."""
     svg = element(None, "svg", viewBox=_box(width, height), role="img", aria_label=title)
     element(svg, "title", title)
     return svg
@@ -97,7 +97,7 @@ def _box(width: float, height: float) -> str:
 
 
 def markup(svg: Element) -> str:
-    """The SVG as text, for a page of HTML or for a file."""
+    """The SVG as text, for an HTML page or a file."""
     return ElementTree.tostring(svg, encoding="unicode", short_empty_elements=True)
 
 
@@ -111,7 +111,7 @@ class LegendKey:
 
 
 def document(title: str, parts: Sequence[Element], keys: Sequence[LegendKey] = ()) -> str:
-    """A file of its own: a title, charts side by side, a legend below. It brings its style sheet and background."""
+    """A self-contained file: a title, charts side by side, a legend below, style sheet and background."""
     sizes = [tuple(map(float, str(part.get("viewBox")).split()[2:])) for part in parts]
     width, chart_height = sum(size[0] for size in sizes) + 2 * MARGIN, max(size[1] for size in sizes)
     svg = canvas(title, width, 0.0)
@@ -131,10 +131,10 @@ def document(title: str, parts: Sequence[Element], keys: Sequence[LegendKey] = (
 
 
 def _legend(svg: Element, keys: Sequence[LegendKey], top: float, right: float) -> float:
-    """Entries from left to right, in as many rows as they need; returns where the last row ends."""
+    """Entries from left to right, in as many rows as needed. Returns the bottom of the last row."""
     x, y = MARGIN, top
     for key in keys:
-        # The text's width is a guess: fonts differ from reader to reader.
+        # The text width is a guess, because fonts differ between readers.
         width = 28 + CHARACTER * len(key.label) + 14
         if x + width > right and x > MARGIN:
             x, y = MARGIN, y + 18
