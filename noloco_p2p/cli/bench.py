@@ -2,33 +2,36 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from noloco_p2p.cli.options import ConfigFile
+from noloco_p2p.cli.options import ConfigFile, Json, Settings
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object with the figures, ratio and target.")]
+Measure = Callable[[], Mapping[str, Any]]
+"""Gives the figures."""
 
 
 @bench.command("pipeline")
 def bench_pipeline(
     microbatches: Annotated[int, typer.Option(metavar="N", min=1, help="Microbatches per step of a stage-0 node.")] = 4,
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of the measurement.")] = 30.0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
     from noloco_p2p.lab.bench import pipeline
 
-    _report(lambda: pipeline.run(microbatches, seconds), as_json)
+    _report(lambda: pipeline.run(microbatches, seconds), as_json, seconds + 2 * pipeline.BASELINE_S)
 
 
 @bench.command("transport")
-def bench_transport(as_json: AsJson = False) -> None:
+def bench_transport(as_json: Json = False) -> None:
     """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
     from noloco_p2p.lab.bench import transport
 
@@ -41,8 +44,8 @@ def bench_baseline(
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes in the swarm.")] = 4,
     config: ConfigFile = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: the run's.")] = None,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as seed=1.")] = None,
-    as_json: AsJson = False,
+    set: Settings = None,
+    as_json: Json = False,
 ) -> None:
     """What users would otherwise run, beside a swarm of as many processes: tokens/s and loss at equal steps and data.
 
@@ -62,8 +65,8 @@ def bench_baseline(
 def bench_stage(
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if any.")] = "auto",
     config: ConfigFile = None,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting, such as stages=4.")] = None,
-    as_json: AsJson = False,
+    set: Settings = None,
+    as_json: Json = False,
 ) -> None:
     """Seconds per microbatch of the stages of a run, deviation from the CPU, peak memory.
 
@@ -77,7 +80,7 @@ def bench_stage(
 
 
 @bench.command("outer")
-def bench_outer(as_json: AsJson = False) -> None:
+def bench_outer(as_json: Json = False) -> None:
     """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
     from noloco_p2p.lab.bench import outer
 
@@ -88,19 +91,19 @@ def bench_outer(as_json: AsJson = False) -> None:
 def bench_monitoring(
     pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Windows with readers and without.")] = 6,
     seconds: Annotated[float, typer.Option(metavar="X", min=5, help="Length of a window.")] = 15.0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """What a node's instruments, and the programs that read them, take from its training."""
     from noloco_p2p.lab.bench import monitoring
 
-    _report(lambda: monitoring.run(pairs, seconds), as_json)
+    _report(lambda: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
 
 
 @bench.command("fuzz")
 def bench_fuzz(
     messages: Annotated[int, typer.Option(metavar="N", min=100, help="Messages in all.")] = 10_000,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the messages.")] = 0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Random and mutated messages at what strangers reach of a node: crashes, stalls, growth of memory."""
     from noloco_p2p.lab.bench import fuzz
@@ -121,15 +124,15 @@ def bench_churn(
         typer.Option(metavar="N", min=1, help="Length of the runs; default: what a swarm does in M minutes."),
     ] = None,
     cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, in 2x2 and 3x3.")] = True,
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for all nodes.")] = None,
-    as_json: AsJson = False,
+    set: Settings = None,
+    as_json: Json = False,
 ) -> None:
     """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
     from noloco_p2p.lab.bench import churn
 
     sets = tuple(set or ())
     plan = churn.ChurnPlan(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
-    _report(lambda: churn.run(plan), as_json)
+    _report(lambda: churn.run(plan), as_json, 2 * seeds * minutes * 60, says=True)
 
 
 @bench.command("links")
@@ -143,8 +146,8 @@ def bench_links(
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of each measurement.")] = 30.0,
     quick: Annotated[bool, typer.Option("--quick", help="50 Mbit/s with 10 and 50 ms, where not given.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
-    set: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for all nodes.")] = None,
-    as_json: AsJson = False,
+    set: Settings = None,
+    as_json: Json = False,
 ) -> None:
     """Real swarms behind emulated lines, and the simulator on the same lines: tokens/s, and bytes per token.
 
@@ -161,13 +164,23 @@ def bench_links(
         for option, text, default in zip(("--rates", "--delays"), (rates, delays), lines, strict=True)
     )
     plan = links.LinksPlan(mbit, ms, tuple(codecs.split(",")), shape_of(nodes), seconds, out, tuple(set or ()))
-    _report(lambda: links.run(plan), as_json)
+    _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
 
 
-def _report(measure: Callable[[], Mapping[str, Any]], as_json: bool) -> None:
+def _report(
+    measure: Callable[[], Mapping[str, Any]], as_json: bool, least_s: float = 0.0, *, says: bool = False
+) -> None:
+    """Measure and print. `least_s`: what it takes at least, which is said before if it is more than a minute.
+
+    `says`: it says itself how far it is.
+    """
+    from noloco_p2p.humanize import duration
     from noloco_p2p.lab.processes import ended_by_signals
+    from noloco_p2p.launch.progress_line import ProgressLine
 
-    with ended_by_signals():
+    if least_s > 60:
+        print(f"this takes more than {duration(least_s)}", file=sys.stderr, flush=True)
+    with ended_by_signals(), nullcontext() if says else ProgressLine(lambda: ("measuring", 0.0), terminal_only=as_json):
         figures = measure()
     for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):
         print(line)

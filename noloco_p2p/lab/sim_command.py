@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
 from noloco_p2p.lab.processes import peak_bytes, workers
-from noloco_p2p.lab.sim_progress import ProgressLine, SwarmPosition
+from noloco_p2p.lab.sim_output import SwarmPosition
 from noloco_p2p.launch import homes
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.observe import terminal
 from noloco_p2p.sim import figures, laws
 from noloco_p2p.sim.figures import RunFigures

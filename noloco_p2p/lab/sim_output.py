@@ -2,12 +2,14 @@
 
 import itertools
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour
@@ -20,10 +22,36 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from noloco_p2p.sim.world import SimSwarm
+
 TRACE_MARK = b" membership counts="
 """Near the start of every trace."""
 BINS = 60
 """Number of points of a curve over time."""
+
+
+# --- how far it is ----------------------------------------------------------------------------------------------------
+
+
+class SwarmPosition:
+    """The step that a simulated swarm has reached; what it is asked for may come from another thread."""
+
+    def __init__(self) -> None:
+        self.swarm: SimSwarm | None = None
+        """None: it is still being built."""
+        self._began_at = time.monotonic()
+
+    def __call__(self) -> Position:
+        """The furthest node's step, of the run's steps, and the virtual time."""
+        if self.swarm is None:
+            return "building the swarm", 0.0
+        steps = self.swarm.plan.manifest.steps
+        processes = list(self.swarm.processes)
+        reached = max((process.step for process in processes), default=0.0)
+        virtual_s = max((process.trace.events[-1].at_s for process in processes if process.trace.events), default=0.0)
+        rate = virtual_s / max(time.monotonic() - self._began_at, 1e-3)
+        virtual = f"virtual time {humanize.elapsed(virtual_s)} ({rate:.3g} × real)"
+        return f"step {reached:.0f} of {steps:,}, {virtual}", reached / steps
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 `live_collection.py` has the other source, a running swarm.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from noloco_p2p.core.messages import PeerId, TensorSpec
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, read_tensors, stored_checkpoints
 from noloco_p2p.launch import homes, run_files
+from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import LocalFiles
 
 ATTEMPTS = 3
@@ -51,18 +51,6 @@ class CollectedWeights:
     """Of the run's nodes, where they are on this machine."""
     summary: Mapping[str, object] = field(default_factory=dict)
     """Of the run, where it is known."""
-
-
-@contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, on a terminal only; call what it yields after each of the `total` parts."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
 
 
 def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> CollectedWeights:
@@ -154,7 +142,7 @@ def _home(checkpoint: CheckpointFiles) -> Path:
 def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> tuple[tuple[CollectedReplica, ...], ...]:
     """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
     stages: list[list[CollectedReplica]] = [[] for _ in used]
-    with progress_bar("reading checkpoints", sum(map(len, used))) as done:
+    with counted("reading checkpoints", sum(map(len, used))) as done:
         for stage, mine in enumerate(used):
             parameters = exported_model.stage_specs(manifest, stage)
             for checkpoint in mine:

@@ -20,8 +20,8 @@ from noloco_p2p.io.data import corpora, hub_corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer
-from noloco_p2p.launch.collection import progress_bar
 from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, read_record, recorded_data
+from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
@@ -42,7 +42,7 @@ def run_eval(
     manifest, replicas = read_record(out)
     silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
-    with progress_bar("evaluating", len(batches) * (1 + replicas)) as done:
+    with counted("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
         single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
     size = _bytes_of(manifest, out, batches)

@@ -80,7 +80,7 @@ def write(
     Raises ConfigError, LocalError.
     """
     from noloco_p2p.compute import exported_model
-    from noloco_p2p.launch.collection import progress_bar
+    from noloco_p2p.launch.progress_line import counted
 
     exported_model.silence_transformers()
     manifest = found.manifest
@@ -94,7 +94,7 @@ def write(
     models = {directory: [merged([r.weights for r in mine]) for mine in found.stages]}
     for i in range(chains):
         models[directory / REPLICAS / str(i)] = [mine[i % len(mine)].weights for mine in found.stages]
-    with progress_bar("writing", len(models)) as done:
+    with counted("writing", len(models)) as done:
         for place, weights in models.items():
             place.mkdir(parents=True, exist_ok=True)
             exported_model.write_model(manifest, weights, place, eos)

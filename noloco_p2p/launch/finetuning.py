@@ -7,14 +7,13 @@ data and the seed.
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p import __version__, humanize
+from noloco_p2p import __version__
 from noloco_p2p.config import InnerSettings, RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.core.schedule import learning_rate
@@ -22,12 +21,11 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import export, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
+from noloco_p2p.launch.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.exported_model import ExportedModel
 
-REPORTS = 20
-"""Progress lines of a whole run."""
 RATE_SHARE = 0.1
 """Peak learning rate over that of the run, unless one is given: a trained model is changed with care."""
 
@@ -126,20 +124,19 @@ def _train(
     from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 
     parameters = dict(model.causal.named_parameters())
-    optimizer, began, every = InnerOptimizer(parameters, inner), time.monotonic(), math.ceil(steps / REPORTS)
-    for step, batch in enumerate(batches, 1):
-        loss, tokens = model.nats(batch)
-        mean = float(loss.detach()) / tokens
-        if not math.isfinite(mean):
-            raise LocalError(f"the loss is not finite at step {step}: try a lower --learning-rate")
-        backward(loss / tokens)
-        clip_grad_norm_(parameters.values(), inner.clip_norm)
-        rate = learning_rate(step, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
-        optimizer.step(rate)
-        model.causal.zero_grad()
-        if step % every == 0 or step == steps:
-            left_s = (time.monotonic() - began) / step * (steps - step)
-            say(f"step {step:,}/{steps:,}  loss {mean:.4f}  rate {rate:.2e}  {humanize.elapsed(left_s)} left")
+    optimizer, step, mean, rate = InnerOptimizer(parameters, inner), 0, math.nan, 0.0
+    with ProgressLine(lambda: (f"step {step:,} of {steps:,}, loss {mean:.4f}", step / steps)):
+        for step, batch in enumerate(batches, 1):
+            loss, tokens = model.nats(batch)
+            mean = float(loss.detach()) / tokens
+            if not math.isfinite(mean):
+                raise LocalError(f"the loss is not finite at step {step}: try a lower --learning-rate")
+            backward(loss / tokens)
+            clip_grad_norm_(parameters.values(), inner.clip_norm)
+            rate = learning_rate(step, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
+            optimizer.step(rate)
+            model.causal.zero_grad()
+    say(f"step {steps:,}/{steps:,}  loss {mean:.4f}  rate {rate:.2e}")
 
 
 def _held_out_loss(model: "ExportedModel", examples: Sequence[Example], size: int) -> float | None:

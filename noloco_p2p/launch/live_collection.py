@@ -17,7 +17,8 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch.bootstrap import NullTelemetry, observing
-from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say, progress_bar
+from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say
+from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.node.frozen_rounds import KEPT_ROUNDS
 
 ATTEMPTS = 6
@@ -72,7 +73,7 @@ class SnapshotCollector:
             if target is None:
                 target = max(advert.outer_round for advert in holders)
             wanted = chosen(holders, target, self.manifest.stages, one=one)
-            with progress_bar(f"fetching outer round {target}", len(wanted)) as done:
+            with counted(f"fetching outer round {target}", len(wanted)) as done:
                 answers = await asyncio.gather(*(self._fetch(advert, target, done) for advert in wanted))
             found = [replica for replica in answers if replica is not None]
             best = better(best, common(self.manifest, found))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
@@ -35,21 +35,6 @@ FINAL = ("validation_loss", "tokens_per_s")
 """Figures of `summary.json` that are written at the last step of a run on this machine."""
 
 
-class Sink(Protocol):
-    """Where figures go."""
-
-    words: str
-    """The command that shows or sends them."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step, no earlier than the last one written. Raises LocalError."""
-        ...
-
-    def close(self) -> None:
-        """All is written."""
-        ...
-
-
 class EventFile:
     """An event file of TensorBoard (the extra `tensorboard`). Torch is not needed for it."""
 
@@ -63,16 +48,17 @@ class EventFile:
         with _local_errors(directory):
             self._file = EventFileWriter(str(directory))
         self.words = f"tensorboard --logdir {shlex.quote(str(directory))}"
+        """The command that shows it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """As in Sink; the file has them at once."""
+        """Add the figures of a step, no earlier than the last one written. Raises LocalError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         with _local_errors(self._file.get_logdir()):
             self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
             self._file.flush()
 
     def close(self) -> None:
-        """As in Sink."""
+        """All is written."""
         self._file.close()
 
 
@@ -93,14 +79,14 @@ class WandbRun:
         self.words = self._run.url or synced
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """As in Sink."""
+        """As for an event file."""
         try:
             self._run.log(dict(figures), step=step)
         except self._error as error:
             raise LocalError(f"wandb: {error}") from error
 
     def close(self) -> None:
-        """As in Sink."""
+        """All is written."""
         self._run.finish()
 
 
@@ -110,7 +96,7 @@ def check(option: str, to: Tracker) -> None:
         raise ConfigError(f"{option} {to} needs the package {to}: pip install {to}")
 
 
-def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> Sink:
+def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> EventFile | WandbRun:
     """A run in a directory, in a folder that is called like its tracker. Raises ConfigError or LocalError."""
     with _local_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -134,7 +120,7 @@ def figures(swarm: SwarmView) -> dict[str, float]:
 class Tracking:
     """Readings of a swarm on their way into a sink."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: EventFile | WandbRun) -> None:
         self.sink = sink
         self.step = 0
         """The last one that was written."""

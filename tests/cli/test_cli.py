@@ -16,7 +16,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from noloco_p2p import __version__
-from noloco_p2p.cli import main, node
+from noloco_p2p.cli import bench, main, node
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
@@ -259,6 +259,19 @@ def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, flo
     )
     endpoints = NodeEndpoints(f"peer-{pid}", "run", pid, (), "")
     return pipeline.NodeSample(endpoints, MetricsReading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
+
+
+@pytest.mark.parametrize(("least_s", "said"), [(59.0, ""), (90.0, "this takes more than 1 min 30 s\n")])
+def test_a_long_measurement_says_so_before(least_s: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[str] = []
+
+    def measure() -> dict[str, float]:
+        heard.append(capsys.readouterr().err)
+        return {"ratio": 0.5}
+
+    bench._report(measure, True, least_s)
+    assert heard == [said]
+    assert capsys.readouterr().out == '{"ratio": 0.5}\n'
 
 
 def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:

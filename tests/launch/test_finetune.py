@@ -1,6 +1,7 @@
 """`noloco finetune`: what it learns, what it writes, and what it refuses before torch is loaded."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,11 +61,8 @@ def test_it_learns_its_completions_and_loads_as_an_exported_model(tmp_path: Path
     tokens = AutoTokenizer.from_pretrained(out)("a=", add_special_tokens=False, return_tensors="pt")
     said_by_it = AutoModelForCausalLM.from_pretrained(out).generate(**tokens, max_new_tokens=9, do_sample=False)
     assert AutoTokenizer.from_pretrained(out).decode(said_by_it[0], skip_special_tokens=True) == "a=x1"
-    assert len(said) == 1 + 20
     assert said[0] == "18 examples, 6 held out; steps of 8: 60"
-    assert "step 60/60" in said[-1]
-    assert "rate 1.00e-03" in said[-1]
-    assert "0.0 s left" in said[-1]
+    assert [re.sub(r"\d\.\d{4}", "x", line) for line in said[1:]] == ["step 60/60  loss x  rate 1.00e-03"]
 
 
 def test_equal_seeds_give_equal_bytes(tmp_path: Path, model: Path) -> None:

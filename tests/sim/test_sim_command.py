@@ -18,8 +18,9 @@ from unsteady import Deadly, Unsteady
 
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab import sim_command, sim_progress
+from noloco_p2p.lab import sim_command
 from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, TraceDifference, first_difference, run_sim
+from noloco_p2p.launch import progress_line
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.process import Outcome
@@ -109,26 +110,26 @@ def test_progress_is_shown_without_a_trace_in_the_run(
     options = SimOptions(sets=SMALL)
     calm = printed_json(capsys, options)["trace_hash"]
     for name in ("TERMINAL_S", "FILE_S"):
-        monkeypatch.setattr(sim_progress, name, 0.001)
+        monkeypatch.setattr(progress_line, name, 0.001)
     monkeypatch.setattr("sys.stderr", heard := Stream(terminal=terminal))
     assert calm in printed(capsys, replace(options, as_json=as_json))
-    steps = re.findall(r"step (\d) of 6, \d+ s gone", heard.getvalue())
+    steps = re.findall(r"step (\d) of 6, virtual time \d+\.\d s \(.*? × real\), \d+ s gone", heard.getvalue())
     if as_json and not terminal:
         assert heard.getvalue() == "", "what is read by a program stays readable with 2>&1"
     else:
         assert steps == sorted(steps) != []
     if terminal:
-        assert heard.getvalue().endswith(sim_progress.CLEAR)
+        assert heard.getvalue().endswith(progress_line.CLEAR)
         assert "\n" not in heard.getvalue()
     else:
-        assert sim_progress.CLEAR not in heard.getvalue()
+        assert progress_line.CLEAR not in heard.getvalue()
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_time_left_is_estimated_from_the_part_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     part, now = 0.0, 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    line = sim_progress.ProgressLine(lambda: ("half of it", part))
+    line = progress_line.ProgressLine(lambda: ("half of it", part))
     now = 130.0
     assert line.text() == "half of it, 30 s gone"
     part = 0.2

@@ -21,6 +21,7 @@ from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.homes import Home
+from noloco_p2p.launch.progress_line import Position, ProgressLine
 from noloco_p2p.launch.run_files import write_json
 from noloco_p2p.observe.plotting import plots
 
@@ -42,9 +43,18 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
     file = ResultsFile(experiment, out / RESULTS, quick, jobs, code_digest())
     if kept := file.read():
         say(f"{kept} cases are in {file.path} already")
-    with workers(jobs, OMP_NUM_THREADS="1") as pool:
+
+    def position() -> Position:
+        done, whole = len(file.found) - kept, len(file.cases) - kept
+        return f"{done} of {whole} cases", done / whole if whole else 0.0
+
+    def say_all(words: str) -> None:
+        line.clear()
+        say(f"{words}; {line.text()}")
+
+    with workers(jobs, OMP_NUM_THREADS="1") as pool, ProgressLine(position, terminal_only=True) as line:
         while cases := file.missing():
-            _measure(pool, cases, file, say)
+            _measure(pool, cases, file, say_all)
     file.write(complete=True)
     return _report(file)
 

@@ -35,7 +35,7 @@ def headline(run: RecordedRun) -> dict[str, str]:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
-    """Model, data, rules, hardware, software and command; what nobody wrote is left out."""
+    """Model, data, hardware, software and command; what nobody wrote is left out."""
 
     def said(*place: str) -> str:
         found: object = run.manifest
@@ -46,15 +46,11 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     sizes = {"hidden size": "hidden_size", "layers": "num_hidden_layers", "vocabulary": "vocab_size"}
     model = [said("model", "family"), *(f"{word} {said('model', 'config', name)}" for word, name in sizes.items())]
     data = said("data", "dataset") or DATA.get(said("data", "kind"), said("data", "kind"))
-    lengths = " × ".join(map(said, ("sequence_length", "microbatch_size", "microbatches_per_step")))
     machines = Counter(node.machine for node in run.nodes if node.machine)
     commands = (node.command for node in run.nodes if node.command)
-    rule = f"{said('outer', 'rule')}, inner steps per round: {said('outer', 'inner_steps')}"
     found = {
         "model": ", ".join(model) if model[0] else "",
         "data": f"{data}, tokenizer {said('data', 'tokenizer')}" if data else "",
-        "inner step": f"{said('inner', 'optimizer')}; {lengths} tokens a replica" if said("inner") else "",
-        "outer rule": rule if said("outer") else "",
         "hardware": "; ".join(f"{humanize.plural(n, 'node')} on {machine}" for machine, n in machines.most_common(5)),
         "software": ", ".join(sorted({f"noloco_p2p {node.version}" for node in run.nodes if node.version})[:5]),
         "command": clean(run.summary.get("command") or next(commands, "")),

@@ -1,14 +1,14 @@
-"""How far simulated runs are, in a line on standard error while they go on, written by a thread that only reads."""
+"""How far something is that takes its time: a line on standard error, written by a thread that only reads."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from noloco_p2p import humanize
-from noloco_p2p.sim.world import SimSwarm
 
 TERMINAL_S, FILE_S = 1.0, 30.0
 """Seconds from one line to the next: rewritten on a terminal, one below the other elsewhere."""
@@ -64,17 +64,14 @@ class ProgressLine:
             print(f"{head}{self.text()}", end=tail, file=sys.stderr, flush=True)
 
 
-class SwarmPosition:
-    """The step that a simulated swarm has reached; what it is asked for may come from another thread."""
+@contextmanager
+def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """The line for something of `total` parts; call what it yields after each."""
+    done = 0
 
-    def __init__(self) -> None:
-        self.swarm: SimSwarm | None = None
-        """None: it is still being built."""
+    def advance() -> None:
+        nonlocal done
+        done += 1
 
-    def __call__(self) -> Position:
-        """The furthest node's step, of the run's steps."""
-        if self.swarm is None:
-            return "building the swarm", 0.0
-        steps = self.swarm.plan.manifest.steps
-        reached = max((process.step for process in list(self.swarm.processes)), default=0.0)
-        return f"step {reached:.0f} of {steps:,}", reached / steps
+    with ProgressLine(lambda: (f"{title}, {done:,} of {total:,}", done / max(1, total))):
+        yield advance
