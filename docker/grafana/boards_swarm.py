@@ -101,14 +101,14 @@ def swarm() -> Json:
             ],
             [
                 chart(
-                    "Microbatches routed again, by reason",
+                    "Microbatches re-routed, by reason",
                     "cps",
                     Query(f"sum by (reason) (rate(noloco_rerouted_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
                     about="The first choice of a replica failed, or came too late.",
                     stack=True,
                 ),
                 chart(
-                    "Microbatches given up, by reason",
+                    "Microbatches dropped, by reason",
                     "cps",
                     Query(f"sum by (reason) (rate(noloco_dropped_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
                     stack=True,

@@ -109,7 +109,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _refuse_dropout(config: Any) -> None:
-    """A microbatch that is routed again has to give the same output (METHOD.md, "Inner step")."""
+    """A re-routed microbatch has to give the same output (METHOD.md, "Inner step")."""
     for name, value in sorted(vars(config).items()):
         is_rate = isinstance(value, int | float) and not isinstance(value, bool)
         if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:

@@ -135,7 +135,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
         ],
         "Network": [
             ("Bytes by kind", ("direction and kind", "bytes"), _counts(run.total("bytes"), humanize.size_text)),
-            ("Re-routes by reason", ("what", "count"), _counts(run.total("rerouted"))),
+            ("Microbatches re-routed, by reason", ("what", "count"), _counts(run.total("rerouted"))),
             ("Not taken as it came, by what came of it", ("what", "count"), _counts(run.total("distrusted"))),
             ("Microbatches by result", ("what", "count"), _counts(run.total("microbatches"))),
             ("Microbatches dropped, by reason", ("what", "count"), _counts(run.total("dropped"))),
@@ -167,7 +167,7 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "device": lambda node: _share(node.device_s, node.trained_s),
     "sent": lambda node: humanize.size_text(node.total("out")),
     "received": lambda node: humanize.size_text(node.total("in")),
-    "re-routes": lambda node: humanize.count(node.tallies["rerouted"].total()),
+    "re-routed": lambda node: humanize.count(node.tallies["rerouted"].total()),
     "checkpoints": lambda node: humanize.count(node.checkpoints),
 }
 """The table of nodes: what each column is called, and what it has of a node."""
