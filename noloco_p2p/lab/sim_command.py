@@ -245,9 +245,8 @@ def _twice(request: SimRequest, options: SimOptions) -> int:
         sim_output.write_trace(options.trace, first.lines)
     found, events, trace_hash = first_difference(first.lines, second.lines), len(first.lines), hash_of(first.lines)
     if options.as_json:
-        difference = None if found is None else found._asdict()
         head = {"equal": found is None, "events": events, "trace_hash": trace_hash}
-        print(json.dumps({**head, "first_difference": difference}))
+        print(json.dumps({**head, "first_difference": found and found._asdict()}))
     elif found is None:
         print(f"equal: {events:,} events in both runs, trace_hash {trace_hash}")
     else:
