@@ -7,8 +7,9 @@ only those of the family in question.
 import copy
 import dataclasses
 import difflib
-import importlib
+import importlib.util
 import itertools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,8 +42,23 @@ FOREIGN_ERRORS = (
 """Exceptions that a model class of transformers may raise for a configuration with which it cannot work."""
 
 
+def import_transformers() -> None:
+    """Import what every family needs of transformers, which takes seconds, without what none of them needs."""
+    import transformers.utils
+
+    # Every model imports the losses of all, and one for images imports scipy if available: 34 MiB, half a second.
+    transformers.utils.is_scipy_available = lambda: False
+    # The package transformers.models reads the source of every model, which `import transformers` has done already. So
+    # an empty package stands in for it: its modules are imported by their names.
+    found = importlib.util.find_spec("transformers.models")
+    if found is not None and "transformers.models" not in sys.modules:
+        sys.modules["transformers.models"] = transformers.models = importlib.util.module_from_spec(found)
+    importlib.import_module("transformers.modeling_utils")
+
+
 def make_config(settings: ModelSettings) -> Any:
     """The family's configuration object. Raises ConfigError: unknown family or field, value refused by transformers."""
+    import_transformers()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -94,10 +110,7 @@ def _causal_families() -> set[str]:
 
 def _causal_classes() -> Mapping[str, Any]:
     """Family → the name of its causal language model."""
-    import transformers.utils
-
-    # Every model imports the losses of all, and one for images imports scipy if available: 34 MiB, half a second.
-    transformers.utils.is_scipy_available = lambda: False
+    import_transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

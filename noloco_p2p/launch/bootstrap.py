@@ -106,8 +106,9 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
 
 def _import_ahead() -> None:
     """Import what takes seconds while there is perhaps nobody to join yet."""
-    for name in ("hivemind", "noloco_p2p.compute.factory"):
-        importlib.import_module(name)
+    importlib.import_module("hivemind.dht.node")
+    importlib.import_module("noloco_p2p.compute.model_family").import_transformers()
+    importlib.import_module("noloco_p2p.compute.factory")
 
 
 async def own_run(options: NodeOptions, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
