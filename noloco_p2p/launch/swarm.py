@@ -1,6 +1,6 @@
 """`noloco swarm`: a whole swarm as node processes on this machine.
 
-    plan → start the first node → start the others, which join it → watch → end → summary.json
+    plan → start all nodes → tell the others where the first one is → watch → end → summary.json
 
 The launcher trains nothing and shares no memory with the nodes: it reads their files and their metrics.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import LocalError
-from noloco_p2p.launch import cpu_seconds, foreseen, node_probe, run_files, swarm_end
+from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all
@@ -26,6 +26,8 @@ from noloco_p2p.launch.swarm_display import Display, deserted, last_row, row
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
+ADDRESS = "join-address"
+"""File of the run's directory from which all nodes but the first read where that one is."""
 TICK_S = 0.2
 START_INTERVAL_S = 1.0
 """From one look at nodes that start to the next, seconds."""
@@ -87,8 +89,8 @@ class LocalSwarm:
         began = time.monotonic()
         carried = None
         try:
-            self._start()
-            self._watch()
+            if self._start():
+                self._watch()
             self._leave()
             self._display.show([last_row(node) for node in self._nodes], [])
             carried = self._carried()
@@ -107,23 +109,27 @@ class LocalSwarm:
             self._display.say(line)
         return self._exit_code(bool(summary["completed"]))
 
-    def _start(self) -> None:
-        """The first node, and when it can be reached the others, all at once."""
+    def _start(self) -> bool:
+        """All nodes at once; when the first one can be reached, the others are told where. False: it never could."""
         if self._relay is not None:
             self._relay.start()
             for node in self._nodes:
                 self._relay.place(node)
         first, *others = self._nodes
         environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes)))
+        address_file = self._path.parent / ADDRESS
+        join_file.remove(address_file)
         first.start([*self._arguments, *self._plan.key_option(self._path.parent)], environment)
+        # They import what they need while they wait for the file.
+        for node in others:
+            node.start([*self._arguments, "--join", f"{join_file.AT}{address_file}"], environment)
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
-                return
+                return False
             self._show()
             time.sleep(TICK_S)
-        address = self._plan.join_address(first.dir, reached.join[0])
-        for node in others:
-            node.start([*self._arguments, "--join", address], environment)
+        join_file.write(address_file, [self._plan.join_address(first.dir, reached.join[0])])
+        return True
 
     def _watch(self) -> None:
         """Show the state of the nodes until all have ended, one has failed, or somebody asked to stop."""
@@ -151,7 +157,7 @@ class LocalSwarm:
         """What is not yet so that the first inner step can be taken."""
         there = [node for node in self._nodes if node.endpoints is not None]
         if not there:
-            return f"importing torch: node {self._nodes[0].name} starts first, the others join it"
+            return "importing torch"
         if len(there) < len(self._nodes):
             return f"starting {len(self._nodes)} nodes: {len(there)} of {len(self._nodes)}"
         ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}

@@ -133,8 +133,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert f"summary: {swarm.dir / 'summary.json'}" in swarm.printed()
     for name in ("0-0", "0-1", "1-0", "1-1"):
         assert re.search(rf"^{name}  finished  inner step", swarm.printed(), re.M)
-    started = ["importing torch: node 0-0 starts first, the others join it"]
-    assert [line for line in swarm.printed().splitlines() if line.startswith("importing torch: ")] == started
+    assert swarm.printed().splitlines().count("importing torch") == 1
     assert "the model writes:\n    " in swarm.printed()
     assert f"export    noloco export --from {swarm.dir} --out {swarm.dir}/model" in swarm.printed()
     the_report_agrees(swarm.dir, summary)
@@ -303,8 +302,7 @@ def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
         os.kill(swarm._relay.pid, signal.SIGKILL)
 
     monkeypatch.setattr(LocalSwarm, "_start", start)
-    for rest in ("_watch", "_leave"):
-        monkeypatch.setattr(LocalSwarm, rest, lambda swarm: None)
+    monkeypatch.setattr(LocalSwarm, "_leave", lambda swarm: None)
     plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
     swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], "100mbit,5ms")
     swarm.run()
