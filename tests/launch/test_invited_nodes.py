@@ -1,7 +1,10 @@
 """A members-only run, with real processes: who is invited trains, who is not is told so, and observers look on."""
 
+import asyncio
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,11 @@ from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.settings import read as read_settings
+from noloco_p2p.observe import top
 
 HOUR_S = 3600.0
+SUPPORT = Path(__file__).parents[1] / "support"
+WITH_CLOCK, OF_BEFORE = ((sys.executable, str(SUPPORT / name)) for name in ("node_with_clock.py", "node_of_before.py"))
 ENDLESS = settings(steps="100000", start_replicas="1")
 
 
@@ -33,6 +39,7 @@ def refused(node: NodeProcess) -> str:
 
 
 def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
+    """What a stranger does: invited, pastes the command that was printed, and sees its first microbatches trained."""
     with node_processes(tmp_path) as nodes:
         key = tmp_path / "root.key"
         assert str(key) in said(nodes, "key", "new", str(key))
@@ -40,14 +47,16 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         first = nodes.start(*SMALL, *ENDLESS, "--key", str(key), "--stage", "0", own_dir="first")
         address = first.endpoints().join[0]
         printed = said(nodes, "invite", "--dir", str(first.dir), "--uses", "1", "--for", "2h", "--stage", "1")
-        words = printed.split()
+        words = shlex.split(printed)
         assert words[:2] == ["noloco-node", "--join"]
+        assert len(words) == 3
         assert words[2].startswith(f"{address}/invite/")
         [shown] = re.findall("^join +noloco-node --join (\\S+)$", first.printed(), re.MULTILINE)
         assert shown.startswith(f"{address}/invite/"), "it is enough for newcomers"
         assert "/invite/" not in (first.dir / "endpoints.json").read_text()
-        invited = nodes.start("--join", words[2], own_dir="invited")
+        invited = nodes.start(*words[1:], own_dir="invited")
         first.wait_for_steps(2)
+        assert invited.total("microbatches_total", result="done") > 0
         endpoints = invited.endpoints()
         assert json.loads((first.dir / "invitations.json").read_bytes()).popitem()[1][1] == [endpoints.peer_id]
 
@@ -55,6 +64,13 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         assert "used up (1 of 1)" in refused(nodes.start("--join", words[2], own_dir="late"))
         expired = run_key.invite(first.dir, key, uses=1, seconds=-1.0, stage=None)
         assert "expired" in refused(nodes.start("--join", expired, own_dir="later"))
+        (clock := tmp_path / "clock").write_text("120")
+        off = nodes.start(str(clock), *words[1:], command=WITH_CLOCK, own_dir="tomorrow")
+        assert re.search(r"clock is 1[12]\d\.\d s ahead of that of the joined peer.*: set the clock", refused(off))
+        earlier = refused(nodes.start(*words[1:], command=OF_BEFORE, own_dir="before"))
+        assert earlier.endswith(
+            "(of_a_later_version Extra inputs are not permitted): does the peer run another version?"
+        )
 
         found = json.loads(said(nodes, "top", "--join", words[2], "--json"))
         assert {node["peer"] for node in found["nodes"]} == {first.endpoints().peer_id, endpoints.peer_id}
@@ -67,8 +83,12 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
             nodes, "export", "--join", address, "--out", str(tmp_path / "no-model"), code=2
         )
 
+        read = top.from_url(endpoints.metrics)
+        assert all(report.status is not None for report in asyncio.run(read()))
         invited.process.kill()
         invited.process.wait()
+        seen = {report.peer: report.status is not None for report in asyncio.run(read())}
+        assert seen == {endpoints.peer_id: False, first.endpoints().peer_id: True}, "top goes over to another node"
         again = nodes.start("--join", address, own_dir="invited")
         again.wait_for_steps(1)
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
