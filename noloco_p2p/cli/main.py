@@ -14,7 +14,7 @@ from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings
-from noloco_p2p.cli.watch import Tracker, diagnose_machine, track_run, tracking_beside, watch, write_report
+from noloco_p2p.cli.watch import Tracker, diagnose_machine, track_run, watch, write_report
 
 app = Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
@@ -73,7 +73,12 @@ def swarm(
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
     given = settings.read(config, os.environ, set or (), options)
-    beside = None if track is None else tracking_beside(track)
+    beside = None
+    if track is not None:
+        from noloco_p2p.observe import track as tracking
+
+        tracking.check("--track", track)
+        beside = partial(tracking.beside, track)
     raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample, beside=beside))
 
 
@@ -231,12 +236,14 @@ def experiment(
 
     A run that was stopped goes on where it was when the same command is given again.
     """
-    from noloco_p2p.cli.experiment import list_experiments, run_experiment
+    from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
 
     if name is None:
-        print("\n".join(list_experiments()))
+        width = max(map(len, EXPERIMENTS))
+        print("\n".join(f"{one:<{width}}  {about}" for one, (_, about) in EXPERIMENTS.items()))
     else:
-        run_experiment(name, out, quick=quick, jobs=jobs)
+        place = out or Path("noloco-experiments") / f"{name}{'-quick' if quick else ''}"
+        print(runner.run(find(name), place, partial(print, flush=True), quick=quick, jobs=jobs))
 
 
 app.add_typer(bench, name="bench")

@@ -1,16 +1,12 @@
 """`noloco top`, `doctor`, `track` and `report`: what is seen of a run. Heavy imports are inside the commands."""
 
 import os
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option
 
 from noloco_p2p.cli.options import ConfigFile, Json, NodeUrl, Settings, SwarmAddresses
-
-if TYPE_CHECKING:
-    from noloco_p2p.launch.swarm import Beside
 
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -69,11 +65,3 @@ def track_run(
     from noloco_p2p.observe.track import run_track
 
     run_track(join or (), url, to, dir)
-
-
-def tracking_beside(to: Tracker) -> "Beside":
-    """What runs beside a swarm of this machine for --track. Raises ConfigError when its package is not installed."""
-    from noloco_p2p.observe import track
-
-    track.check("--track", to)
-    return partial(track.beside, to)

@@ -1,6 +1,6 @@
 """Several runs beside each other: curves in common charts, figures, and the settings in which they differ."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, LegendKey
@@ -8,14 +8,15 @@ from noloco_p2p.observe.report.charts import NATS, Line, Panel, RunCharts, by_st
 from noloco_p2p.observe.report.journals import clean
 from noloco_p2p.observe.report.recorded_run import RecordedRun
 
-Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+Cells = tuple[str, ...]
+PageTable = tuple[str, Cells, Sequence[Cells]]
 """(heading, names of the columns, rows)."""
 MOST_SETTINGS = 100
 
 
-def sections(
+def compared(
     runs: Mapping[str, RecordedRun], headlines: Mapping[str, Mapping[str, str]]
-) -> list[tuple[str, list[Panel], list[Table]]]:
+) -> list[tuple[str, list[Panel], list[PageTable]]]:
     """(heading, charts, tables) of each section of the page; `headlines`: what each run is called by its figures."""
     keys = [LegendKey(name, SERIES_COLOURS[n % len(SERIES_COLOURS)]) for n, name in enumerate(runs)]
     charts = [RunCharts(run) for run in runs.values()]
@@ -37,7 +38,7 @@ def sections(
     names = sorted({name for one in settings for name in one})
     different = [(name, *(one.get(name, "") for one in settings)) for name in names]
     different = [row for row in different if len(set(row[1:])) > 1][:MOST_SETTINGS]
-    tables: list[Table] = [("Figures", ("", *runs), figures)]
+    tables: list[PageTable] = [("Figures", ("", *runs), figures)]
     if different:
         tables.append(("Settings that differ", ("", *runs), different))
     return [("Training", panels, []), ("Runs", [], tables)]

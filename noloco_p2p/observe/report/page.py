@@ -16,8 +16,8 @@ from noloco_p2p import __version__, humanize
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
 from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
-from noloco_p2p.observe.report import comparison
 from noloco_p2p.observe.report.charts import Panel, RunCharts
+from noloco_p2p.observe.report.comparison import Cells, PageTable, compared
 from noloco_p2p.observe.report.node_history import NodeHistory
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.observe.report.run_facts import facts, headline, standing
@@ -33,10 +33,6 @@ MOST_CONFIGURATION = 100_000
 """Characters of the manifest."""
 
 SPREAD = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
-
-Cells = tuple[str, ...]
-PageTable = tuple[str, Cells, Sequence[Cells]]
-"""(heading, names of the columns, rows)."""
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
@@ -69,7 +65,7 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     headlines = {name: {"": standing(run), **headline(run)} for name, run in runs.items()}
     return {
         "name": f"{len(runs)} runs",
-        "sections": comparison.sections(runs, headlines),
+        "sections": compared(runs, headlines),
         "run": None,
     }
 
