@@ -44,7 +44,6 @@ class Network:
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
         self._generators: dict[PeerId, random.Random] = {}
         self._endpoints: dict[PeerId, Endpoint] = {}
-        self._lose_next: list[tuple[PeerId | None, PeerId | None]] = []
         self._held: dict[PeerId, None] = {}
         self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
         """(sender, receiver)."""
@@ -109,10 +108,6 @@ class Network:
         mine, theirs = self._group.get(sender), self._group.get(receiver)
         return mine is not None and theirs is not None and mine != theirs
 
-    def lose_next_reply(self, caller: PeerId | None = None, callee: PeerId | None = None) -> None:
-        """Lose the next answer to `caller` from `callee` (None: any node) after the work is done."""
-        self._lose_next.append((caller, callee))
-
     def crash(self, peer: PeerId) -> None:
         """A node is gone at once: its handlers are cancelled, and calls that wait for them fail."""
         endpoint = self._endpoints.pop(peer, None)
@@ -164,10 +159,6 @@ class Network:
 
     def reply_lost(self, caller: PeerId, callee: PeerId) -> bool:
         """Whether an answer sent now is lost."""
-        for wanted in self._lose_next:
-            if wanted[0] in (None, caller) and wanted[1] in (None, callee):
-                self._lose_next.remove(wanted)
-                return True
         return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:

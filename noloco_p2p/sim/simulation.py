@@ -19,10 +19,8 @@ from noloco_p2p.sim.world import SimPlan
 BYTES_PER_MEGABIT = 1e6 / 8
 
 
-def build(scenario: Scenario, seed: int, nodes: int | None = None) -> FaultySwarm:
-    """The swarm, with `nodes` nodes in total if given. Raises ConfigError: the settings do not fit together."""
-    if nodes is not None:
-        scenario = scenario.of_nodes(nodes)
+def build(scenario: Scenario, seed: int) -> FaultySwarm:
+    """The swarm of a scenario. Raises ConfigError: the settings do not fit together."""
     faults = planned_faults(scenario, seed)
     newcomers = [peer for fault in faults if fault.kind == "arrive" for peer in fault.peers]
     plan = SimPlan(

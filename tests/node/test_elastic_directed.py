@@ -7,6 +7,7 @@ from statistics import pstdev
 
 import pytest
 from elastic import plan_of
+from sim_transport_fixture import lose_next_reply
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
@@ -105,7 +106,7 @@ def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_l
     undisturbed = check(FaultySwarm(plan))
     third, saved = times(undisturbed, "inner_step", "s1r0")[2], times(undisturbed, "checkpoint", "s1r0")[0]
     swarm = FaultySwarm(plan, (Fault(saved + 0.15, "bounce", ("s1r0",), 0.5),))
-    swarm.at(third + 0.01, lambda: swarm.network.lose_next_reply("s0r0", "s1r0"))
+    swarm.at(third + 0.01, lambda: lose_next_reply(swarm.network, "s0r0", "s1r0"))
     outcome = check(swarm)
     assert [(one.peer, one.source, one.round) for one in swarm.resumptions] == [("s1r0", "shard", 1)]
     before, after = (process.linear_stage for process in outcome.processes if process.peer == "s1r0")

@@ -15,7 +15,7 @@ CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])
 POINTS = Curve("p", [0.2, 9.0], [1.0, 1.0], style="points")
 GRID = ([0.1, 0.5, 0.9], [1.0])
 PLOT = Plot("plot", "Plot & title", ("x", "y"), [CURVE], ("log2", "log"))
-HEAT = Heatmap("heat", "Heat", ("x", "y", "z"), GRID, [[1.0, None, 2.0]], [(0.5, 1.0)], [POINTS], log_values=True)
+HEAT = Heatmap("heat", "Heat", ("x", "y", "z"), GRID, [[1.0, None, 2.0]], [(0.5, 1.0)], [POINTS])
 
 
 def drawn(chart: Chart, tag: str, kind: str = "") -> list[ElementTree.Element]:

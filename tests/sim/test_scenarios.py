@@ -102,7 +102,7 @@ def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> N
     hurt, bytes_sent = 0, ByteCounts()
     for seed in range(block, block + SEEDS_A_TEST):
         scenario, nodes, replay = drawn(name, seed)
-        simulation = build(scenario, seed, nodes)
+        simulation = build(scenario.of_nodes(nodes), seed)
         try:
             check(simulation)
         except BaseException as error:
@@ -202,7 +202,7 @@ def test_another_optimizer_has_its_own_learning_rate() -> None:
 def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
     scenario = load(None, ["faults=[{at_s: 1, kind: crash, peers: [s0r3]}]"])
     with pytest.raises(ConfigError, match="s0r3, which does not exist"):
-        build(scenario, seed=0, nodes=4)
+        build(scenario.of_nodes(4), seed=0)
 
 
 def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_nodes_are_shared_out_in_proportion() -> None:
             if min(exact) >= 1:
                 assert all(abs(share - each) < 1 for share, each in zip(shares, exact, strict=True))
     with pytest.raises(ConfigError, match="2 nodes are too few for 3 stages"):
-        build(short("churn"), seed=0, nodes=2)
+        short("churn").of_nodes(2)
 
 
 def test_messages_weigh_what_those_of_the_run_would() -> None:

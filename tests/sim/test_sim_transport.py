@@ -15,6 +15,7 @@ from sim_transport_fixture import (
     fails,
     floats,
     gradient,
+    lose_next_reply,
     never,
     now,
     play,
@@ -156,8 +157,8 @@ def test_a_handler_hears_of_its_callers_end_though_the_word_of_it_is_lost(end: s
 
 def test_a_lost_reply_leaves_the_work_done_and_the_caller_waiting() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.lose_next_reply("x", "b")
-        network.lose_next_reply("a", "b")
+        lose_next_reply(network, "x", "b")
+        lose_next_reply(network, "a", "b")
         await fails(transport, Unreachable, "no answer", 5.0)
         assert await transport.propagate(CALLEE, activation()) == gradient()
 

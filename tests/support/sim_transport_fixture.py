@@ -17,6 +17,7 @@ from noloco_p2p.core.messages import (
     MicrobatchId,
     NodeDescription,
     Origin,
+    PeerId,
     Progress,
     ReplicaState,
     TensorSpec,
@@ -152,3 +153,16 @@ async def fails(transport: SimTransport, error: type[PeerError], match: str, aft
         await transport.propagate(CALLEE, activation())
     assert now() - began == pytest.approx(after_s)
     return caught.value
+
+
+def lose_next_reply(network: Network, caller: PeerId, callee: PeerId) -> None:
+    """Lose the next answer to `caller` from `callee` after the work is done."""
+    before = network.reply_lost
+
+    def lost(mine: PeerId, theirs: PeerId) -> bool:
+        if (mine, theirs) != (caller, callee):
+            return before(mine, theirs)
+        network.reply_lost = before  # type: ignore[method-assign]
+        return True
+
+    network.reply_lost = lost  # type: ignore[assignment]

@@ -84,8 +84,6 @@ class Heatmap:
     """Cells (x, y) that get a cross."""
     curves: Sequence[Curve] = ()
     """Drawn over it, in the units of the axes; parts outside the grid are left out."""
-    log_values: bool = False
-    """Colours follow the logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def _heatmap(chart: Heatmap) -> list[Axes]:
     x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
     axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
     known = [value for row in chart.values for value in row if value is not None]
-    values = fitted(chart.axes[2], known, "log" if chart.log_values else "linear")
+    values = fitted(chart.axes[2], known)
     for row, cells in zip(rows, chart.values, strict=True):
         for column, value in zip(columns, cells, strict=True):
             if value is not None and values.holds(value):
