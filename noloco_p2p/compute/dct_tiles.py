@@ -36,8 +36,7 @@ class DctTiles:
         return torch.zeros_like(values_NV).scatter_(1, places_NK, values_NK).view(coefficients.shape)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
-        """See `Transform`. Products are added one by one, each rounded: the order within a matrix product is
-        undefined."""
+        """See `Transform`. Products are added one by one, each rounded: a matrix product's order is undefined."""
         tiles = tiling(coefficients.shape)
         values_NRC = coefficients.reshape(-1, tiles.rows, tiles.columns)
         half_NRC, found_NRC = torch.zeros_like(values_NRC), torch.zeros_like(values_NRC)
@@ -82,7 +81,7 @@ class SparseVector:
 
 
 def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """The `kept` largest values of each tile by magnitude, N×K, and their places, ascending; the first of equal
+    """The `kept` values of each tile largest in magnitude, N×K, and their places, ascending; the first of equal
     ones."""
     order_NV = values_NV.abs().sort(dim=1, descending=True, stable=True).indices
     places_NK = order_NV[:, :kept].sort(1).values

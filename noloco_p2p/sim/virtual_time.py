@@ -121,7 +121,7 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
     found: list[T] = []
 
     async def keep() -> None:
-        # The runner takes the `repr` of its task for the signal module: its result must be short.
+        # The runner takes the `repr` of its task for the signal module, so its result must be short.
         found.append(await main)
 
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner, _rare_collections():

@@ -79,7 +79,7 @@ class Target:
             self.ends["CANCELLED"] += 1  # by the node: gRPC raises this for no other reason
         except grpc.aio.AioRpcError as error:
             self.ends[error.code().name] += 1
-            self.ends["crashes"] += error.code() is grpc.StatusCode.UNKNOWN  # what gRPC says of an exception
+            self.ends["crashes"] += error.code() is grpc.StatusCode.UNKNOWN  # gRPC's code for an exception
 
     async def browse(self, port: int) -> None:
         """Request a page."""

@@ -133,7 +133,7 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
     waiting = {pool.submit(_timed, file.experiment.measure, case): case for case in cases}
     while waiting:
         done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-        # What succeeded is kept before a failure ends it all.
+        # Results are kept before a failure ends the run.
         for future in sorted(done, key=lambda one: (one.exception() is not None, waiting[one].name)):
             case = waiting.pop(future)
             if (error := future.exception()) is not None:
@@ -147,7 +147,7 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
 def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
     began = time.perf_counter()
     figures = measure(case)
-    # What is kept is what a restart would read: tuples become lists here and now.
+    # Keep what a restart would read: tuples become lists now.
     return Result(case, json.loads(json.dumps(figures, allow_nan=False)), time.perf_counter() - began)
 
 
