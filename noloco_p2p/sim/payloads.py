@@ -1,12 +1,12 @@
-"""The messages between simulated nodes, and the byte counts of a node."""
+"""The messages between simulated nodes, the byte counts of a node, and what the nodes measure of their lines."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from noloco_p2p.core.line_rate import LineRate, MeasuredLine
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Flow
-from noloco_p2p.sim.line_meters import Transfer
 
 KINDS = ("activation", "gradient", "snapshot", "weights", "state", "control")
 """Kinds of messages."""
@@ -63,12 +63,10 @@ class Payload:
     """Called when a crash ends it."""
     on_dropped: Callable[[], object] | None = None
     """Called when it is dropped for any reason."""
-    transfer: Transfer = field(init=False)
-    """The same payload as seen by the lines of both ends."""
-
-    def __post_init__(self) -> None:
-        """It has not moved yet."""
-        self.transfer = Transfer(self.sender, self.receiver, self.kind, self.nbytes)
+    measured: tuple[tuple[LineRate, float], ...] = ()
+    """While it moves: the line directions that measure it, each with the start time that it returned."""
+    moved_before: float = 0.0
+    """Bytes that had left by then."""
 
     @property
     def moves(self) -> bool:
@@ -86,3 +84,29 @@ class Payload:
         if self.sent_at is None:
             return 0
         return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))
+
+
+class MeasuredLines:
+    """The lines of all running processes. Both ends measure a payload while its bytes move."""
+
+    def __init__(self) -> None:
+        self._lines: dict[PeerId, MeasuredLine] = {}
+
+    def new(self, peer: PeerId) -> MeasuredLine:
+        """The line of a process that starts now."""
+        self._lines[peer] = line = MeasuredLine()
+        return line
+
+    def moves(self, payload: Payload, moved: float, now: float) -> None:
+        """The payload starts to move now. `moved`: bytes that have left so far."""
+        sender, receiver = self._lines.get(payload.sender), self._lines.get(payload.receiver)
+        rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
+        for rate in rates:
+            rate.carries(payload.kind, payload.nbytes)
+        payload.moved_before, payload.measured = moved, tuple([(rate, rate.began(now)) for rate in rates])
+
+    def stopped(self, payload: Payload, moved: float, now: float) -> None:
+        """The payload stops, if it was moving. `moved`: bytes that have left in total."""
+        for rate, began in payload.measured:
+            rate.ended(began, moved - payload.moved_before, now)
+        payload.measured = ()

@@ -11,9 +11,8 @@ from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow
 from noloco_p2p.sim.connections import Ways
-from noloco_p2p.sim.line_meters import MeasuredLines
 from noloco_p2p.sim.links import Geography, Link
-from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
+from noloco_p2p.sim.payloads import KINDS, ByteCounts, MeasuredLines, Payload
 
 SAME_S = 1e-9
 """Times with a smaller difference are equal: sums of latencies are not exact."""
@@ -220,7 +219,7 @@ class Traffic:
             self._has_left(payload)
         elif body:
             self._ways.connection(sender, receiver).start(payload.flow, path, payload.connections)
-            self.lines.moves(payload.transfer, payload.flow.moved(self._now()), self._now())
+            self.lines.moves(payload, payload.flow.moved(self._now()), self._now())
         else:
             bandwidth.start(payload.flow, path)
 
@@ -232,7 +231,7 @@ class Traffic:
             bandwidth.stop(payload.flow)
         else:
             self._ways.connection(payload.sender, payload.receiver).stop(payload.flow)
-            self.lines.stopped(payload.transfer, payload.flow.moved(self._now()), self._now())
+            self.lines.stopped(payload, payload.flow.moved(self._now()), self._now())
 
     def _has_left(self, payload: Payload) -> None:
         self._halt(payload)
