@@ -63,9 +63,10 @@ class InnerOptimizer:
 
     def step(self, learning_rate: float) -> None:
         """One update of θ, in place."""
-        for optimizer in self._optimizers:
+        of_adamw = learning_rate * (self._settings.adamw_factor if self._settings.optimizer == "muon" else 1)
+        for optimizer, rate in zip(self._optimizers, (of_adamw, learning_rate), strict=False):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = rate
             optimizer.step()
         self.steps += 1
 

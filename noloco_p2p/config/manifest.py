@@ -63,6 +63,8 @@ class InnerSettings(Settings):
     """`muon` for the matrices of the layers and AdamW for the rest, or `adamw` for all."""
     peak_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-2
     """Learning rate at the end of the warm-up; where it is not set, 1e-2 with `muon` and 1e-3 with `adamw`."""
+    adamw_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.5
+    """With `muon`: AdamW, which moves the rest, has this many times the learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Length of the linear warm-up in steps, at most a tenth of `steps`."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -251,8 +251,10 @@ def inner_step(
     fast: Tensors = {}
     for name, theta in replica.fast.items():
         g = gradient[name] * factor
-        decayed = theta * (1 - rate * inner["weight_decay"])
-        if by_muon(name, theta, inner["optimizer"]):
+        muon = by_muon(name, theta, inner["optimizer"])
+        own_rate = rate * (inner["adamw_factor"] if inner["optimizer"] == "muon" and not muon else 1)
+        decayed = theta * (1 - own_rate * inner["weight_decay"])
+        if muon:
             replica.mean[name] = 0.95 * replica.mean[name] + 0.05 * g
             direction = newton_schulz(0.05 * g + 0.95 * replica.mean[name])
             fast[name] = decayed - 0.2 * math.sqrt(max(theta.shape)) * rate * direction
@@ -260,7 +262,7 @@ def inner_step(
         replica.mean[name] = beta1 * replica.mean[name] + (1 - beta1) * g
         replica.square[name] = beta2 * replica.square[name] + (1 - beta2) * g * g
         mean_hat, square_hat = replica.mean[name] / (1 - beta1**t), replica.square[name] / (1 - beta2**t)
-        fast[name] = decayed - rate * mean_hat / (square_hat.sqrt() + inner["eps"])
+        fast[name] = decayed - own_rate * mean_hat / (square_hat.sqrt() + inner["eps"])
     replica.fast = fast
 
 
