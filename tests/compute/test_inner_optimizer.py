@@ -81,8 +81,16 @@ def test_an_update_is_that_of_the_published_iteration_in_float64(family: str) ->
     ]
     matrices = parts[0].layer_matrices()
     optimizers = [
-        InnerOptimizer(part.parameters, InnerSettings(optimizer=kind, weight_decay=0.1, adamw_factor=2), by_muon)
-        for part, kind, by_muon in zip(parts, ("muon", "adamw"), (matrices, ()), strict=True)
+        InnerOptimizer(part.parameters, settings, by_muon)
+        for part, settings, by_muon in zip(
+            parts,
+            (
+                InnerSettings(optimizer="muon", weight_decay=0.1, adamw_factor=2),
+                InnerSettings(optimizer="adamw", weight_decay=0.1),
+            ),
+            (matrices, ()),
+            strict=True,
+        )
     ]
     mine, plain = (part.parameters for part in parts)
     momentum = {name: torch.zeros_like(mine[name], requires_grad=False) for name in matrices}
