@@ -77,7 +77,8 @@ async def around(status: Status, base: str | None = None, clock_ahead_s: float |
     """The swarm as seen by the node of this status, including that node. `base`: where it answered, if it was asked."""
     own = filter(None, map(endpoint, (*filter(None, [base]), *status.advert.addresses)))
     reach = Reach(host for host, _ in own)
-    first = Report(status.advert.peer_id, status.advert, status, "", clock_ahead_s)
+    advert = replace(status.advert, announced_at=asyncio.get_running_loop().time())
+    first = Report(advert.peer_id, advert, status, "", clock_ahead_s)
     return await by_adverts(await reach.within(map(_here, status.seen)), known=[first], reach=reach)
 
 

@@ -92,7 +92,7 @@ def from_url(url: str) -> Readings:
             found = await survey.by_adverts(adverts)
             if not any(report.status is not None for report in found):
                 raise
-        adverts[:] = [advert for report in found if (advert := report.newest) is not None]
+        adverts[:] = [report.advert for report in found if report.advert is not None]
         return found
 
     return read

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -241,11 +242,12 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:
     with served_nodes(swarm(2, 2)) as served:
-        read = top.from_url(served.urls["S0R0"])
+        read, began = top.from_url(served.urls["S0R0"]), time.monotonic()
         assert all(report.status is not None for report in asyncio.run(read()))
         served.stop("S0R0")
         found = {report.peer: report for report in asyncio.run(read())}
         assert [at for at, report in found.items() if report.status is None] == [peer(0, 0)]
+        assert found[peer(0, 0)].age_s <= time.monotonic() - began, "it has just answered"
         for name in ("S0R1", "S1R0", "S1R1"):
             served.stop(name)
         with pytest.raises(Unreachable):
