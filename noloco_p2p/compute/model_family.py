@@ -7,9 +7,8 @@ only those of the family in question.
 import copy
 import dataclasses
 import difflib
-import importlib.util
+import importlib
 import itertools
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,11 +47,6 @@ def import_transformers() -> None:
 
     # Every model imports the losses of all, and one for images imports scipy if available: 34 MiB, half a second.
     transformers.utils.is_scipy_available = lambda: False
-    # The package transformers.models reads the source of every model, which `import transformers` has done already. So
-    # an empty package stands in for it: its modules are imported by their names.
-    found = importlib.util.find_spec("transformers.models")
-    if found is not None and "transformers.models" not in sys.modules:
-        sys.modules["transformers.models"] = transformers.models = importlib.util.module_from_spec(found)
     importlib.import_module("transformers.modeling_utils")
 
 
