@@ -55,9 +55,9 @@ class GradientAudit:
         node = self._node
         likeness = await node.stage.compare(one.gradient, other.gradient)
         outlier, dissenter = self._pairs.observe(one.peer, other.peer, likeness.apart)
-        counters, peers = (one.microbatch.counter, other.microbatch.counter), (one.peer, other.peer)
-        found = {"norms": likeness.norms, "cosine": likeness.cosine, "outlier": outlier}
-        node.event("gradient_pair", microbatches=counters, peers=peers, **found)
+        for each, norm in zip((one, other), likeness.norms, strict=True):
+            found = {"norm": norm, "cosine": likeness.cosine, "outlier": outlier}
+            node.event("gradient_pair", microbatch=each.microbatch.counter, peer=each.peer, **found)
         if dissenter is None:
             return
         self._swarm.members.distrust(dissenter, now=node.now())
