@@ -9,7 +9,8 @@ from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
-from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput
+from noloco_p2p.node.pipeline.dispatch import Dispatcher
+from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
@@ -75,7 +76,8 @@ class Shutdown:
             node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def finish(self) -> None:
-        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for.
+        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for. A later stage
+        stays while held-out microbatches come, for at most `microbatch_deadline_s`.
 
         A replica that pulls from here in its last outer round gets as much time as a transfer may take.
         """
@@ -99,7 +101,12 @@ class Shutdown:
 
         pulled = all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s
         if node.index > 0:
-            await stay(all_evaluated, "last evaluations", AnyReplica(0))
+            seen, longest_at = -1, node.now() + limits.microbatch_deadline_s
+            # Whoever still evaluates needs this node: the time begins anew.
+            while self._dispatcher.evaluated > seen and node.now() < longest_at:
+                seen = self._dispatcher.evaluated
+                if await stay(all_evaluated, "last evaluations", AnyReplica(0)):
+                    break
             await stay(*pulled)
             return
         if not await stay(lambda: not others(lambda s: s > 0), "end of the later stages", Resource.SWARM):

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from noloco_p2p.core import routing
 from noloco_p2p.core.messages import (
@@ -18,13 +18,11 @@ from noloco_p2p.core.messages import (
     Advert,
     Gradient,
     Header,
-    HostTensor,
     LossSum,
     MicrobatchId,
     Origin,
     PeerId,
 )
-from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.core.status import AnyReplica, for_microbatch
 from noloco_p2p.core.timeouts import ANSWER_SHARE, attempt_s
 from noloco_p2p.errors import Busy, Declined, PeerError, Stalled, Unreachable, Violation
@@ -33,6 +31,7 @@ from noloco_p2p.node.pipeline.asking import Asking
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
 from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.node.pipeline.race import first_granted
+from noloco_p2p.node.pipeline.task import StageInput, StageResult
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits, to_the_end
 from noloco_p2p.ports import Claim, Transport
@@ -43,38 +42,6 @@ SHORTEST_CALL_S = 0.05
 """With less time than this left, a call is not begun."""
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class StageInput:
-    """What a stage is given of a microbatch. Shapes as in `Activation`; at stage 0 `inputs` are B×T tokens."""
-
-    microbatch: MicrobatchId
-    origin: Origin
-    inputs: HostTensor
-    targets: HostTensor
-    mask: HostTensor | None
-    label: bytes = b""
-
-    @classmethod
-    def of(cls, sent: Activation) -> "StageInput":
-        """At a later stage: of what the one before has sent."""
-        return cls(sent.header.microbatch, sent.header.origin, sent.hidden, sent.targets, sent.mask, sent.header.label)
-
-
-class StageResult(NamedTuple):
-    """What came of a microbatch at this stage and after it."""
-
-    contribution: Contribution
-    next_hop: PeerId | None = None
-    """The replica of the next stage that served it."""
-    reply: Gradient | None = None
-    """What that replica answered."""
-
-    @property
-    def finite(self) -> bool:
-        """Everything was finite, here and later."""
-        return self.contribution.finite and (self.reply is None or self.reply.finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +68,8 @@ class Dispatcher:
         self._transport = transport
         self._asking = Asking(node, waits, transport)
         self.liveness = Liveness(node, waits, transport)
+        self.evaluated = 0
+        """Held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
         """Since when a replica of the next stage has served nothing and said Busy."""
         choice = ReplicaChoice(node, swarm)
@@ -109,6 +78,7 @@ class Dispatcher:
 
     async def train(self, task: StageInput, left_s: float | None = None) -> StageResult:
         """Forward, the later stages, backward; at the last stage the loss. The graph is freed however it ends.
+
         `left_s` is the time without progress that our caller bears; None at stage 0: as long as it takes. Raises Busy
         when in that time only Busy was heard, Declined when no replica could serve it, and Violation when what we send
         breaks the protocol.
@@ -137,6 +107,7 @@ class Dispatcher:
         """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
         with self._waits.computing("evaluation", for_microbatch(task.microbatch)):
             result = await self._node.stage.evaluate(task.inputs, task.targets, task.mask)
+        self.evaluated += 1
         if isinstance(result, LossSum):
             return result
         loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
@@ -146,6 +117,7 @@ class Dispatcher:
 
     async def _deliver(self, output: StageInput, policy: RetryPolicy[R], left_s: float | None) -> tuple[R, PeerId]:
         """The reply of the later stages to an output, and the replica that gave it.
+
         At stage 0 nobody waits for the reply but this node: Busy is no failure, and a stage that nobody serves comes
         back, so it tries again as long as the node trains.
         """
@@ -248,16 +220,16 @@ class Dispatcher:
             self._node.event("reroute", reason=type(error).__name__.lower(), peer=id, message=str(error))
 
     def _nobody_to_ask(self, heard: Attempts) -> bool:
-        """A later stage gives up when nobody serves the next one: its graph is freed, the one above keeps its own."""
+        """A later stage gives up when nobody serves the next one: its graph is freed, the one above keeps its own. So
+        does stage 0 after the end of the run, because no node comes back then."""
         if heard.busy:
             heard.alone_since = None
             return False
-        now = self._node.now()
+        now, limits = self._node.now(), self._node.config.limits
         heard.alone_since = heard.alone_since or now
-        return (
-            self._node.index > 0
-            and now - heard.alone_since > ALONE_SILENCES * self._node.config.limits.patience_floor_s
-        )
+        if self._node.index > 0:
+            return now - heard.alone_since > ALONE_SILENCES * limits.patience_floor_s
+        return self._swarm.run_ended and now - heard.alone_since > limits.linger_s
 
     def _note_busy(self, peer: PeerId, heard: Attempts) -> None:
         if not heard.trains:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, PeerId
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.pipeline.dispatch import StageResult
+from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.node.state import NodeState
 
 TROUBLE = "gradients"

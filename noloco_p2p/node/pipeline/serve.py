@@ -16,8 +16,9 @@ from noloco_p2p.core.status import AnyReplica, Resource, for_microbatch
 from noloco_p2p.core.timeouts import WAIT_SHARE, AdaptiveTimeout
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput, StageResult
+from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
+from noloco_p2p.node.pipeline.task import StageInput, StageResult
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Body

@@ -6,9 +6,10 @@ from noloco_p2p.core.messages import Batch, MicrobatchId, Origin
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Busy, PeerError, Violation
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.pipeline.dispatch import Dispatcher, StageInput
+from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
 from noloco_p2p.node.pipeline.gradient_audit import GradientAudit, Twins
+from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
