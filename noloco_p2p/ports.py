@@ -101,6 +101,7 @@ class Transport(Protocol):
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
+
         The body leaves when the peer has asked for it and `claim` lets it; with None at once, if one message holds it.
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec` and has the same
         microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
@@ -126,6 +127,7 @@ class Transport(Protocol):
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: TensorSpecs) -> ReplicaState:
         """Fetch a replica's whole state, tensor by tensor, within `deadline_s`.
+
         A transfer that is cut goes on with the same copy of the same peer. Raises Unreachable when the peer is gone for
         good, Declined when it has no state to give or the copy is gone, Violation as `fetch_snapshot`.
         """
@@ -172,6 +174,7 @@ class Stage(Protocol):
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph: (graph, `hidden` as it travels).
+
         `inputs`: B×T int32 tokens at stage 0, `hidden` later. Raises Violation: not finite, not of this run's shape.
         """
 
@@ -200,11 +203,13 @@ class Stage(Protocol):
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze what the outer rule offers, and θ of now; later changes do not touch them.
+
         Where the rule takes from all replicas its `view` has the digest, and nobody yet.
         """
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for of a frozen round, as it travels. Works beside the device.
+
         Raises Violation for a request that nothing answers to, Declined when what was frozen is not finite.
         """
 
@@ -232,6 +237,7 @@ class Stage(Protocol):
 
     async def restore(self, theirs: ReplicaState) -> None:
         """Become that replica: weights, momentum, optimizer, spent ids; the inner step under way is forgotten.
+
         Raises Violation, and changes nothing, when it does not fit or is not finite.
         """
 
@@ -264,6 +270,7 @@ class Checkpoints(Protocol):
 
     async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
         """Write one, all or nothing, and remove those too many. Raises LocalError (a full disk): the old ones stay.
+
         `pin`: the one before it stays until another one is pinned.
         """
 

@@ -22,7 +22,7 @@ KERNEL = ("node", "core", "compute", "io", "ports.py")
 """What trains, without what measures, watches and launches it: at most 13,567 lines."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
 """File: why it is longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function`: why it is longer."""

@@ -1,6 +1,6 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
-`device.py` provides the thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
+`device_stage.py` provides the thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
 compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed separately from the
@@ -159,9 +159,7 @@ class TorchStage:
         return isfinite(total_norm([output.to(self._compute), *self._parameters]))
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Divide by the tokens, clip, update θ, as in the port. The device fills in `busy_s`.
-        Without tokens θ and the optimizer stay unchanged.
-        """
+        """Divide by the tokens, clip, update θ. Without tokens nothing changes. The device fills in `busy_s`."""
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
         if self._sums.divisor:

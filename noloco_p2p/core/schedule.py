@@ -60,3 +60,11 @@ def furthest(step: float, age_s: float, steps_per_s: float, m: int) -> float:
     """The furthest that a clock seen `age_s` ago can have come: two outer intervals ahead, eight steps at least, and
     what twice my own speed makes of the time. What a stranger says beyond that is no clock of this run."""
     return step + 2.0 * max(m, 4) + 2.0 * max(0.0, age_s) * steps_per_s
+
+
+def smooth_rate(rate: float, took_s: float) -> float:
+    """One over the moving average of what about ten inner steps took, which begins with the first.
+
+    Not the average of their rates: noise makes that one larger, and a clock projected with it runs ahead.
+    """
+    return 1 / (0.9 / rate + 0.1 * took_s if rate else took_s)

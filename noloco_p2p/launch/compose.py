@@ -193,7 +193,7 @@ def _node(
 
     async def stage(index: int) -> Stage:
         await imports
-        device = importlib.import_module("noloco_p2p.compute.device")
+        device = importlib.import_module("noloco_p2p.compute.device_stage")
         telemetry.event("stage", stage=index)
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
         made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)

@@ -227,6 +227,7 @@ class NodeState:
         self, result: StepResult, clocks: Iterable[tuple[float, float, float]], line: MeasuredLine
     ) -> None:
         """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0 (Members.clocks), and my speeds.
+
         The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
         projected as slow. Microbatches count by the seconds that the device worked: in wall time all stages pass
         equally many, whichever of them holds the others back.
@@ -240,10 +241,10 @@ class NodeState:
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
         step = schedule.advance(self.advert.step, median, manifest.steps, pull)
         if self._clocked_at is not None and now > self._clocked_at:
-            self.update(steps_per_s=_smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
+            self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
         if result.microbatches and result.busy_s > 0:
             took_s = result.busy_s / result.microbatches
-            rate = _smooth_rate(self.advert.microbatches_per_s, took_s)
+            rate = schedule.smooth_rate(self.advert.microbatches_per_s, took_s)
             line_s = line.microbatch_s(first=self.index == 0, last=self.last)
             self.update(microbatches_per_s=rate, capacity_per_s=1 / max(1 / rate, line_s))
         speeds = {"up_bytes_per_s": line.up.bytes_per_s, "down_bytes_per_s": line.down.bytes_per_s}
@@ -291,10 +292,3 @@ class NodeState:
     def span(self, phase: str) -> AbstractContextManager[None]:
         """Measure a phase (ARCHITECTURE.md, "Metrics")."""
         return self.telemetry.span(phase)
-
-
-def _smooth_rate(rate: float, took_s: float) -> float:
-    """One over the moving average of what about ten inner steps took, which begins with the first.
-    Not the average of their rates: noise makes that one larger, and a clock projected with it runs ahead.
-    """
-    return 1 / (0.9 / rate + 0.1 * took_s if rate else took_s)

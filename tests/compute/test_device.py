@@ -12,7 +12,8 @@ import torch
 from stages import SIZES, as_gradient, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 
 from noloco_p2p.compute import hardware
-from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device, DeviceStage, make_stage
+from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device
+from noloco_p2p.compute.device_stage import DeviceStage, make_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum

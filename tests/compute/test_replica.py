@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from stages import SIZES, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch, weights_of
 
-from noloco_p2p.compute.device import URGENT, Device, DeviceStage
+from noloco_p2p.compute.device import URGENT, Device
+from noloco_p2p.compute.device_stage import DeviceStage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, ReplicaState

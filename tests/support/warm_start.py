@@ -29,7 +29,7 @@ MODULES = (
     "hivemind.dht.node",
     "hivemind.p2p",
     "noloco_p2p.launch.compose",
-    "noloco_p2p.compute.device",
+    "noloco_p2p.compute.device_stage",
     "noloco_p2p.compute.hardware",
     "noloco_p2p.io.data.threaded_batches",
     "transformers.models.auto.modeling_auto",
