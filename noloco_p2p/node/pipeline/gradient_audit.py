@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, PeerId
+from noloco_p2p.core.status import Resource, for_microbatch
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
 
 TROUBLE = "gradients"
 
@@ -28,9 +30,10 @@ class Twins:
 class GradientAudit:
     """Of one node of stage 0, with its `World.secret`."""
 
-    def __init__(self, node: NodeState, swarm: Membership, secret: int) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, secret: int) -> None:
         self._node = node
         self._swarm = swarm
+        self._waits = waits
         self._pairs = GradientPairs(secret)
 
     def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
@@ -53,7 +56,8 @@ class GradientAudit:
 
     async def _compare(self, one: _TwinReply, other: _TwinReply) -> None:
         node = self._node
-        likeness = await node.stage.compare(one.gradient, other.gradient)
+        with self._waits.waiting("compared gradients", Resource.DEVICE, why=for_microbatch(other.microbatch)):
+            likeness = await node.stage.compare(one.gradient, other.gradient)
         outlier, dissenter = self._pairs.observe(one.peer, other.peer, likeness.apart)
         for each, norm in zip((one, other), likeness.norms, strict=True):
             found = {"norm": norm, "cosine": likeness.cosine, "outlier": outlier}

@@ -32,7 +32,7 @@ class MicrobatchSource:
         self._dispatcher = dispatcher
         self._incarnation = incarnation
         self._counter = 0
-        self._audit = GradientAudit(node, swarm, secret)
+        self._audit = GradientAudit(node, swarm, waits, secret)
         self._first: Twins | None = None
         """Of the microbatch that has just begun; the next one has its data."""
         self._watch = FiniteWatch(node, swarm, waits)
