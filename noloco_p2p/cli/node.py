@@ -98,7 +98,10 @@ def health(
     ] = None,
     url: Annotated[str | None, Option(metavar="URL", help="A node's metrics address, instead of --dir.")] = None,
 ) -> None:
-    """Ask a running node whether it is well: prints ok, or what is wrong and ends with exit code 1."""
+    """Ask a running node whether it is well.
+
+    Prints ok, or what is wrong and ends with exit code 1.
+    """
     from noloco_p2p.observe.health_check import ask
 
     before: Path | None = context.parent.params["dir"] if context.parent is not None else None

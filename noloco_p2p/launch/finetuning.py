@@ -21,7 +21,7 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import export, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
-from noloco_p2p.launch.progress_line import ProgressLine
+from noloco_p2p.launch.progress_line import Position, ProgressLine
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.exported_model import ExportedModel
@@ -125,7 +125,12 @@ def _train(
 
     parameters = dict(model.causal.named_parameters())
     optimizer, step, mean, rate = InnerOptimizer(parameters, inner), 0, math.nan, 0.0
-    with ProgressLine(lambda: (f"step {step:,} of {steps:,}, loss {mean:.4f}", step / steps)):
+
+    def position() -> Position:
+        loss = f", loss {mean:.4f}" if math.isfinite(mean) else ""  # there is none during the first step
+        return f"step {step:,} of {steps:,}{loss}", step / steps
+
+    with ProgressLine(position):
         for step, batch in enumerate(batches, 1):
             loss, tokens = model.nats(batch)
             mean = float(loss.detach()) / tokens

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -58,8 +58,9 @@ class EventFile:
             self._file.flush()
 
     def close(self) -> None:
-        """All is written."""
-        self._file.close()
+        """All is written. Raises LocalError."""
+        with _local_errors(self._file.get_logdir()):
+            self._file.close()
 
 
 class WandbRun:
@@ -80,14 +81,20 @@ class WandbRun:
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """As for an event file."""
-        try:
+        with self._local_errors():
             self._run.log(dict(figures), step=step)
-        except self._error as error:
-            raise LocalError(f"wandb: {error}") from error
 
     def close(self) -> None:
-        """All is written."""
-        self._run.finish()
+        """All is written. Raises LocalError."""
+        with self._local_errors():
+            self._run.finish()
+
+    @contextmanager
+    def _local_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise LocalError(f"wandb: {error}") from error
 
 
 def check(option: str, to: Tracker) -> None:
@@ -173,11 +180,8 @@ def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[No
     stop = threading.Event()
 
     def work() -> None:
-        try:
+        with _reported():
             asyncio.run(tracking.follow(partial(_of_directory, run_dir), stop, lambda _: None))
-        except LocalError as error:
-            print(f"tracking has ended: {error}", flush=True)
-        stop.set()
 
     thread = threading.Thread(target=work, name="track")
     thread.start()
@@ -187,10 +191,10 @@ def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[No
         stop.set()
         thread.join()
         summary = node_probe.read_json(run_dir / node_probe.SUMMARY) or {}
-        if summary.get("completed"):
-            known = {name: float(summary[name]) for name in FINAL if summary.get(name) is not None}
-            tracking.write(max(tracking.step, int(summary["steps"])), known)
-        tracking.sink.close()
+        with _reported(), closing(tracking.sink):
+            if summary.get("completed"):
+                known = {name: float(summary[name]) for name in FINAL if summary.get(name) is not None}
+                tracking.write(max(tracking.step, int(summary["steps"])), known)
 
 
 def run_track(join: Sequence[str], url: str | None, to: Tracker, directory: Path | None) -> None:
@@ -228,6 +232,15 @@ async def _of_directory(run_dir: Path) -> list[Report]:
             with suppress(PeerError):
                 return await survey.by_url(found.metrics)
     raise Unreachable(f"no node of {run_dir} answers")
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """A sink that fails is one line."""
+    try:
+        yield
+    except LocalError as error:
+        print(f"tracking has ended: {error}", flush=True)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+from short_runs import manifest_for
 
-from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
+from noloco_p2p.config import RunManifest
 from noloco_p2p.core import gradient_pairs
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
@@ -37,17 +38,7 @@ def run(liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), rout
     """With one in four microbatches sent twice, so that a run is short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_pairs, "CALM", 1 / 4)
-        manifest = RunManifest(
-            stages=len(replicas),
-            start_replicas=min(replicas),
-            steps=STEPS,
-            sequence_length=4,
-            microbatch_size=1,
-            microbatches_per_step=PER_STEP,
-            routing=routing,  # type: ignore[arg-type]  # a test's own literal
-            outer=OuterSettings(rule="noloco", inner_steps=5),
-            evaluation=EvaluationSettings(every_steps=None, microbatches=1),
-        )
+        manifest = manifest_for(replicas, STEPS, microbatches_per_step=PER_STEP, routing=routing)
         return SimSwarm(SimPlan(manifest, replicas, seed=3, stage_factory=partial(make, liars))).run()
 
 

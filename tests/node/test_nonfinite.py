@@ -7,13 +7,12 @@ from itertools import groupby
 from math import inf, isfinite, nan
 
 import pytest
+from short_runs import manifest_for
 
 from noloco_p2p.config import (
     DirectorySettings,
-    EvaluationSettings,
     LimitSettings,
     NodeConfig,
-    OuterSettings,
     RunManifest,
 )
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
@@ -107,17 +106,7 @@ def run(
     stage_factory: Callable[[RunManifest, int, PeerId], LinearStage] | None = None,
 ) -> Outcome:
     """The outcome of a swarm in which some device is broken; those `given_up` are told to leave after a minute."""
-    manifest = RunManifest(
-        stages=len(replicas),
-        start_replicas=min(replicas),
-        steps=STEPS,
-        sequence_length=4,
-        microbatch_size=1,
-        microbatches_per_step=4,
-        routing=routing,  # type: ignore[arg-type]  # a test's own literal
-        outer=OuterSettings(rule="noloco", inner_steps=5, deadline_s=2.0),
-        evaluation=EvaluationSettings(every_steps=None, microbatches=1),
-    )
+    manifest = manifest_for(replicas, STEPS, microbatches_per_step=4, routing=routing)
     limits = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=5.0, drain_s=5.0)
     plan = SimPlan(
         manifest,

@@ -290,6 +290,7 @@ def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> No
     assert f"(process {pair.first.process.pid}) is healthy" in report.findings[0][1].sentence
 
 
+@pytest.mark.usefixtures("misled")  # a daemon that died is remembered for a minute, in which not all is well
 def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:
     node = pair.second
     with pair.names("libp2p", node):

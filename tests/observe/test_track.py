@@ -1,6 +1,7 @@
 """`noloco track`: what a swarm says comes out of an event file again; the nodes are made up."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ from served_nodes import served_nodes
 from tracked import read_back
 
 from noloco_p2p.cli import main
-from noloco_p2p.errors import ConfigError, Unreachable
+from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.launch.node_probe import SUMMARY
 from noloco_p2p.observe import track
 from noloco_p2p.observe.diagnosis.findings import Report
 
@@ -112,6 +114,18 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "swarm.json").touch()
     words = ("track", "--to", "tensorboard", "--url", "http://127.0.0.1:1", "--dir", str(tmp_path))
     assert command(monkeypatch, *words) == 2
+
+
+def test_a_sink_that_fails_ends_the_tracking_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(sink: track.EventFile, step: int, figures: Mapping[str, float]) -> None:
+        raise LocalError("the disk is full")
+
+    monkeypatch.setattr(track.EventFile, "write", full)
+    with track.beside("tensorboard", tmp_path, {}):
+        (tmp_path / SUMMARY).write_text(json.dumps({"completed": True, "steps": 8, "validation_loss": 2.0}))
+    assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
 
 
 class WandbError(Exception):

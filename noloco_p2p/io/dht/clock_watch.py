@@ -7,8 +7,7 @@ from statistics import median
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError, PeerError
-from noloco_p2p.io.dht.adverts import dht_time
-from noloco_p2p.io.dht.join_handshake import fetch_manifest
+from noloco_p2p.io.dht.join_handshake import manifest_and_clock
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 PERIOD_S = 60.0
@@ -48,12 +47,10 @@ async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
     """By how much the clocks of some linked peers are ahead of ours, seconds. Peers that do not answer are left out."""
 
     async def ask(peer: PeerId) -> list[float]:
-        before = dht_time()
         try:
-            _, theirs = await fetch_manifest(libp2p, peer)
+            return [(await manifest_and_clock(libp2p, peer))[1]]
         except PeerError:
             return []
-        return [theirs - (before + dht_time()) / 2]
 
     try:
         linked = sorted(await libp2p.links())

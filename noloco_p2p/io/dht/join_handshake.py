@@ -61,6 +61,13 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
     return answer[8:], time
 
 
+async def manifest_and_clock(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
+    """(manifest JSON, by how much the peer's clock is ahead of ours, seconds). Raises as `fetch_manifest`."""
+    before = dht_time()
+    received, theirs = await fetch_manifest(libp2p, peer_id)
+    return received, theirs - (before + dht_time()) / 2
+
+
 def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:
     """Compare a peer's DHT time with ours, taken just before the question and just after the answer.
 

@@ -93,7 +93,7 @@ class FileCheckpoints:
     def _sweep(self, kept: list[CheckpointFiles]) -> None:
         """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
         pinned = self._folder / PINNED
-        names = {one.path.stem for one in kept} | ({pinned.read_text()} if pinned.exists() else set())
+        names = {one.path.stem for one in kept} | ({pinned.read_text(errors="replace")} if pinned.exists() else set())
         others = [path for path in self._folder.glob("stage-*.json") if path.stem not in names]
         names |= {path.stem for path in others if self._foreign(path)}
         for suffix in (".json", ".safetensors"):

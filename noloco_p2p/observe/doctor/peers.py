@@ -10,7 +10,7 @@ from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError
 from noloco_p2p.humanize import short_id
-from noloco_p2p.io.dht import adverts, join_handshake
+from noloco_p2p.io.dht import join_handshake
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
@@ -87,7 +87,7 @@ async def ask_run(
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"asking {short_id(peer)} for the run"):
-                received, ahead[peer] = await _manifest_and_clock(libp2p, peer)
+                received, ahead[peer] = await join_handshake.manifest_and_clock(libp2p, peer)
             theirs = manifest_from_json(received)
         except PeerError as error:
             advice = "wait until that node has started, or join another one"
@@ -102,13 +102,6 @@ async def ask_run(
             sentence = f"{short_id(peer)} works on another run: {theirs.name}, {about}"
             report.error("run", sentence, "give addresses of one run", peer)
     return manifest, ahead
-
-
-async def _manifest_and_clock(libp2p: Libp2pDaemon, peer: PeerId) -> tuple[bytes, float]:
-    """(manifest, how far the peer's clock is ahead of ours, seconds)."""
-    before = adverts.dht_time()
-    received, theirs = await join_handshake.fetch_manifest(libp2p, peer)
-    return received, theirs - (before + adverts.dht_time()) / 2
 
 
 def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest, peer: PeerId) -> None:
@@ -129,7 +122,7 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
     """The known clocks and those of some more nodes of the swarm."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
     with report.step(f"asking {len(more)} nodes for the time"):
-        answers = await asyncio.gather(*(or_error(_manifest_and_clock(libp2p, peer)) for peer in more))
+        answers = await asyncio.gather(*(or_error(join_handshake.manifest_and_clock(libp2p, peer)) for peer in more))
     found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
     return {**ahead, **found}
 
