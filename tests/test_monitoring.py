@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -135,7 +136,7 @@ def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_
             d.wait_for_steps(10)
             for node in (a, d):
                 names_are_right(node)
-            d.process.kill()
+            d.process.send_signal(signal.SIGKILL)
             every_expression_has_data(prometheus)
             figures_are_true(prometheus)
             the_killed_one_is_reported_and_goes(prometheus, d, alive)

@@ -1,20 +1,17 @@
 """One `noloco-node` process of a swarm on this machine: start it, read it, end it."""
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 from typing import Any
 
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.launch import node_probe
+from noloco_p2p.launch.fork_server_process import ForkedProcess, ForkServerProcess
 
+PROGRAM = ("-m", "noloco_p2p.cli.node")
 ASK_AGAIN_S = 0.5
 """From the first request to stop to the second, seconds; a node that is leaving already stops at the first."""
 KILL_AFTER_S = 5.0
@@ -28,8 +25,8 @@ READINGS_KEPT = 8
 class NodeProcess:
     """A node process, its directory `<run>/<stage>-<replica>/` and its log `<run>/<stage>-<replica>.log`.
 
-    It is in a session of its own, so that Ctrl-C at the terminal reaches the launcher only; it ends when its standard
-    input does, which is when the launcher is gone.
+    It is forked (see fork_server), and in a session of its own, so that Ctrl-C at the terminal reaches the launcher
+    only; it ends when its standard input does, which is when the launcher is gone.
     """
 
     def __init__(self, run_dir: Path, stage: int, replica: int) -> None:
@@ -45,17 +42,16 @@ class NodeProcess:
         self.readings: deque[node_probe.MetricsReading] = deque(maxlen=READINGS_KEPT)
         """The last ones of its metrics."""
         self._endpoints: node_probe.NodeEndpoints | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def start(self, server: ForkServerProcess, arguments: Sequence[str]) -> None:
         """Start `noloco-node`, the first time or again; its log is carried on.
 
         Raises LocalError when its files cannot be made or the process cannot be started.
         """
-        command = [sys.executable, "-m", "noloco_p2p.cli.node", *arguments]
-        command += ["--set", f"listen.host={self.host}"]
-        command += ["--stage", str(self.stage), "--dir", str(self.dir), "--watch-stdin"]
-        environment = {**environment, **self.environment}
+        program = [*PROGRAM, *arguments, "--set", f"listen.host={self.host}"]
+        program += ["--stage", str(self.stage), "--dir", str(self.dir), "--watch-stdin"]
+        environment = {**server.environment, **self.environment}
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             for old in (node_probe.ENDPOINTS, node_probe.SUMMARY):
@@ -63,9 +59,8 @@ class NodeProcess:
             self._endpoints = None
             self.release()
             with self.log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    command, stdin=PIPE, stdout=log, stderr=STDOUT, env=environment, start_new_session=True
-                )
+                output = log.fileno(), log.fileno()
+                self._process = server.fork(f"noloco-node {self.name}", program, output, environment, Path.cwd())
         except OSError as error:
             raise LocalError(f"node {self.name} cannot be started: {error}") from error
 
@@ -112,19 +107,18 @@ class NodeProcess:
 
     def terminate(self) -> None:
         """Ask it to leave; asked again, it stops at once."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and what it started. It is not reaped before, so its process group is still its own."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+        """End it and what it started."""
+        if self._process is not None:
+            self._process.kill_group()
             self._process.wait()
 
     def release(self) -> None:
         """Close our end of its standard input."""
-        if self._process is not None and self._process.stdin is not None:
+        if self._process is not None:
             self._process.stdin.close()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
+from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
@@ -75,6 +76,7 @@ class LocalSwarm:
         self._signals = signals
         self._nodes = [NodeProcess(run_dir, stage, replica) for stage, replica in plan.nodes]
         names = [node.name for node in self._nodes]
+        self._server = ForkServerProcess()
         self._relay = None if link is None else RelayProcess(link, names, plan.manifest.seed)
         self._failed: NodeProcess | None = None
         self._cut_off = False
@@ -96,6 +98,7 @@ class LocalSwarm:
             carried = self._carried()
         finally:
             end_all(self._nodes, None if self._trains else KILL_UNSTEPPED_S)
+            self._server.close()
             if self._relay is not None:
                 self._relay.close()
             self._display.close()
@@ -111,18 +114,22 @@ class LocalSwarm:
 
     def _start(self) -> bool:
         """All nodes at once; when the first one can be reached, the others are told where. False: it never could."""
+        self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes))))
         if self._relay is not None:
             self._relay.start()
             for node in self._nodes:
                 self._relay.place(node)
         first, *others = self._nodes
-        environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes)))
+        while not self._server.ready:
+            if self._over():
+                return False
+            self._show()
+            time.sleep(TICK_S)
         address_file = self._path.parent / ADDRESS
         join_file.remove(address_file)
-        first.start([*self._arguments, *self._plan.key_option(self._path.parent)], environment)
-        # They import what they need while they wait for the file.
+        first.start(self._server, [*self._arguments, *self._plan.key_option(self._path.parent)])
         for node in others:
-            node.start([*self._arguments, "--join", f"{join_file.AT}{address_file}"], environment)
+            node.start(self._server, [*self._arguments, "--join", f"{join_file.AT}{address_file}"])
         while (reached := first.endpoints) is None:
             if self._over() or not first.running:
                 return False

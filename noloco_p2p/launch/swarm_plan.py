@@ -58,9 +58,12 @@ class SwarmPlan:
         return ["--config", str(run_dir / SETTINGS), *(word for each in sets for word in ("--set", each))]
 
     def environment(self, threads: int) -> dict[str, str]:
-        """For every node: ours without settings, which have been read already."""
+        """For every node: ours without settings, which have been read already.
+
+        numpy is not computed with, and would start its threads on import, before the nodes are forked.
+        """
         own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
-        return {**own, "OMP_NUM_THREADS": str(threads)}
+        return {**own, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
 
     def key_option(self, run_dir: Path) -> list[str]:
         """For the first node of a members-only run, which admits the others."""

@@ -2,10 +2,8 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from math import exp, log
 from pathlib import Path
@@ -19,7 +17,7 @@ from noloco_p2p import __version__
 from noloco_p2p.cli import bench, main, node
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
-from noloco_p2p.launch import cpu_seconds, node_process, swarm_summary
+from noloco_p2p.launch import cpu_seconds, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.swarm_display import COLUMNS, Display, deserted, last_row, row
@@ -193,49 +191,6 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
     assert summary["replica_std"] == [pytest.approx(0.1), 0.3]
     assert summary["completed"] is False, "one node wrote nothing"
     assert summary["nodes"][3]["peer_id"] is None
-
-
-STUBBORN = """#!/bin/sh
-trap '' TERM
-sleep 1000 &
-echo $! > "$STUBBORN_DIR/child"
-while :; do sleep 0.1; done
-"""
-
-
-def test_a_node_that_will_not_end_is_killed_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "stubborn"
-    program.write_text(STUBBORN)
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(node_process, "KILL_AFTER_S", 0.2)
-    node = NodeProcess(tmp_path / "run", 0, 0)
-    node.start([], {**os.environ, "STUBBORN_DIR": str(tmp_path)})
-    give_up_at = time.monotonic() + 10
-    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-    grandchild = int((tmp_path / "child").read_text())
-    try:
-        node_process.end_all([node])
-        assert node.exit_code == -signal.SIGKILL
-        while alive(grandchild):
-            assert time.monotonic() < give_up_at, "what it started is still there"
-            time.sleep(0.01)
-    finally:
-        node.kill()
-        if alive(grandchild):
-            os.kill(grandchild, signal.SIGKILL)
-
-
-def alive(pid: int) -> bool:
-    """It is there and has not ended (one that nobody has reaped has)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:

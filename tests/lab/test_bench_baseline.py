@@ -19,17 +19,17 @@ from stages import make_batch, make_manifest, make_stages
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
-from warm_start import in_place_of_subprocess, interpreter
+from warm_start import SharedServer
 
 from noloco_p2p.cli.bench import bench as benches
 from noloco_p2p.compute.host_tensor import to_torch
 from noloco_p2p.config import InnerSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import baseline
+from noloco_p2p.lab.bench import baseline, node_fleet
 from noloco_p2p.lab.bench.baseline_replica import KINDS
 from noloco_p2p.lab.processes import workers
-from noloco_p2p.launch import node_process, settings
+from noloco_p2p.launch import settings
 
 RANKS, STEPS, PEAK, CLIP = 2, 4, 1e-2, 0.5
 MANIFEST = make_manifest(
@@ -246,7 +246,7 @@ def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
-    monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
+    monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     resource_tracker.ensure_running()  # multiprocessing starts it once, and it lives as long as pytest
     monkeypatch.chdir(tmp_path)
     sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from processes import SMALL
 from typer.testing import CliRunner
-from warm_start import in_place_of_subprocess, interpreter
+from warm_start import SharedServer
 
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import links, links_page
+from noloco_p2p.lab.bench import links, links_page, node_fleet
 from noloco_p2p.lab.bench.links import LinksPlan
 from noloco_p2p.lab.bench.node_fleet import Fleet, InnerStepLine
 from noloco_p2p.lab.bench.pipeline import NodeSample
-from noloco_p2p.launch import node_process
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.sim.scenario import Scenario
@@ -150,7 +149,7 @@ def test_the_command_refuses_before_anything_is_started(tmp_path: Path) -> None:
 
 
 def test_a_real_swarm_beside_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
+    monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     monkeypatch.setattr(links, "WARM_STEPS", 2)
     monkeypatch.setattr(links, "SIM_STEPS", 12)
     fleets: list[Fleet] = []

@@ -1,7 +1,6 @@
 """The churn bench: its figures are worked out right, and it leaves no process behind."""
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +8,10 @@ from random import Random
 
 import pytest
 from processes import SMALL, wait_until, working_below
-from warm_start import in_place_of_subprocess, interpreter
+from warm_start import SharedServer
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import churn, churn_figures, churn_schedule, churn_watch
+from noloco_p2p.lab.bench import churn, churn_figures, churn_schedule, churn_watch, node_fleet
 from noloco_p2p.lab.bench.churn_figures import WeightsSource, loss_ratio, rounds_lost
 from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode, InnerStepLine, parsed
 from noloco_p2p.lab.sample_stats import quantile
@@ -223,12 +222,15 @@ def disturbed_and_broken_off(run_dir: Path) -> None:
         raise KeyboardInterrupt
 
 
+def nodes_run(script: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node runs this script, whatever its arguments are."""
+    (home / "node.py").write_text(script)
+    monkeypatch.setattr(node_process, "PROGRAM", (str(home / "node.py"),))
+    monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
+
+
 def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, code = tmp_path / "node", tmp_path / "node.py"
-    code.write_text(FAKE)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    nodes_run(FAKE, tmp_path, monkeypatch)
     run_dir = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         disturbed_and_broken_off(run_dir)
@@ -236,10 +238,7 @@ def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_node_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "node"
-    program.write_text("#!/bin/sh\necho no luck\nexit 3\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    nodes_run("import sys; print('no luck'); sys.exit(3)", tmp_path, monkeypatch)
     with (
         Fleet(tmp_path / "run", (1, 1)) as fleet,
         pytest.raises(LocalError, match="0-0 ended with exit code 3: no luck"),
@@ -304,7 +303,7 @@ class UntilItIsBack(churn_watch.ChurnWatch):
 
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
-    monkeypatch.setattr(node_process, "subprocess", in_place_of_subprocess(interpreter()))
+    monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     monkeypatch.setattr(churn, "ChurnWatch", UntilItIsBack)
     monkeypatch.setattr(churn_schedule, "PAUSE_S", (0.1, 0.2))
     steps, sets = 100_000, (*SMALL[1::2], "evaluation.every_steps=10", "inner.warmup_steps=10")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
 
         read = top.from_url(endpoints.metrics)
         assert all(report.status is not None for report in asyncio.run(read()))
-        invited.process.kill()
+        invited.process.send_signal(signal.SIGKILL)
         invited.process.wait()
         seen = {report.peer: report.status is not None for report in asyncio.run(read())}
         assert seen == {endpoints.peer_id: False, first.endpoints().peer_id: True}, "top goes over to another node"

@@ -91,7 +91,7 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="240"))
         assert [ask(node.dir, None, tmp_path) for node in nodes.started] == [(True, "ok")] * 4
         # Killed first, early in the run: leaving takes a while, in which a fast swarm comes to its end.
-        dies.process.kill()
+        dies.process.send_signal(signal.SIGKILL)
         dies.process.wait()
         leaves.process.send_signal(signal.SIGTERM)
         assert leaves.end(30) == 0
@@ -135,4 +135,4 @@ def test_two_nodes_in_one_directory_do_not_share_an_identity(tmp_path: Path) -> 
         second = nodes.start(*SMALL, own_dir="mine")
         assert second.end() == 2
         assert "in use by another process" in second.logged()
-        first.process.kill()
+        first.process.send_signal(signal.SIGKILL)

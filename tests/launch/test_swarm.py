@@ -239,7 +239,7 @@ def test_nodes_end_with_their_launcher(tmp_path: Path) -> None:
         swarm = nodes.start(*size(1, 1, ENDLESS), command=FORKED, own_dir="run")
         wait_until(lambda: node_probe.read_endpoints(swarm.dir / "0-0") is not None, "the node")
         assert len(working_below(tmp_path)) > 1
-        swarm.process.kill()
+        swarm.process.send_signal(signal.SIGKILL)
         nodes.nothing_left()
     assert swarm.process.returncode == -signal.SIGKILL
 

@@ -53,6 +53,7 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     arguments = plan.arguments(tmp_path)
     environment = plan.environment(3)
     assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", os.environ["PATH"])
+    assert environment["OPENBLAS_NUM_THREADS"] == "1", "no thread before a fork"
     assert arguments[:2] == ["--config", str(tmp_path / "swarm.json")]
     assert "NOLOCO__SEED" not in environment, "it has been read, and a resumed run must not read another one"
     theirs = settings.read(Path(arguments[1]), environment, arguments[3::2])

@@ -1,6 +1,7 @@
 """What bad input gets: one line that names it, exit code 2, nothing started and nothing left."""
 
 import resource
+import signal
 import socket
 import sys
 import time
@@ -154,7 +155,7 @@ def test_processes_that_join_wrongly_end_with_one_line_and_exit_code_2(tmp_path:
         for message, node in wrong.items():
             assert one_line_of(node).startswith(f"error: {message}")
         assert first.process.poll() is None, "the swarm does not mind"
-        first.process.terminate()
+        first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
         nodes.nothing_left()
 

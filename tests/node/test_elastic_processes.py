@@ -49,7 +49,7 @@ def logged(node: NodeProcess, text: str) -> re.Match[str]:
 
 def kill(*killed: NodeProcess) -> None:
     for node in killed:
-        node.process.kill()
+        node.process.send_signal(signal.SIGKILL)
     for node in killed:
         node.process.wait()
 

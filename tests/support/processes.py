@@ -17,10 +17,10 @@ from typing import Any
 
 import warm_start
 from machine import at_most
-from warm_start import WarmProcess
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
+from noloco_p2p.launch.fork_server_process import ForkedProcess
 
 NODE = (sys.executable, "-m", "noloco_p2p.cli.node")
 NOLOCO = (sys.executable, str(Path(__file__).with_name("warm_noloco.py")))
@@ -62,7 +62,7 @@ def working_below(home: Path) -> list[int]:
 class NodeProcess:
     """A node that runs, or has run."""
 
-    process: "subprocess.Popen[bytes] | WarmProcess"
+    process: "subprocess.Popen[bytes] | ForkedProcess"
     dir: Path
     """Its own directory: identity, endpoints.json, summary.json."""
     out: Path
@@ -182,9 +182,9 @@ def _fresh(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: P
     )
 
 
-def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> WarmProcess:
-    process = warm_start.start(warm_start.interpreter(), command[1:], output, os.environ | ENVIRONMENT, cwd)
-    if not pipe_stdin and process.stdin is not None:
+def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Path) -> ForkedProcess:
+    process = warm_start.server().fork("noloco-test", command[1:], output, os.environ | ENVIRONMENT, cwd)
+    if not pipe_stdin:
         process.stdin.close()
     return process
 
@@ -197,7 +197,7 @@ def node_processes(home: Path) -> Iterator[Nodes]:
         yield nodes
     finally:
         for node in nodes.started:
-            node.process.kill()
+            node.process.send_signal(signal.SIGKILL)
             node.process.wait()
             if node.process.stdin is not None:
                 node.process.stdin.close()

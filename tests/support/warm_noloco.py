@@ -5,11 +5,12 @@ Run it as a script, in a forked process, with the arguments of `noloco`.
 
 from unittest.mock import patch
 
-import warm_start
+from warm_start import ForkOfThisProcess
 
 from noloco_p2p.cli.main import main
-from noloco_p2p.launch import node_process
+from noloco_p2p.launch import swarm
 
 if __name__ == "__main__":
-    with patch.object(node_process, "subprocess", warm_start.in_place_of_subprocess(warm_start.forked_interpreter())):
+    made = ForkOfThisProcess()
+    with patch.object(swarm, "ForkServerProcess", lambda: made):
         main()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import read
@@ -110,13 +111,14 @@ class Fleet:
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
         self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
         self._plan = make_plan(read(None, {}, (*own, *settings)), None)
-        self._environment = self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes)))
+        self._server = ForkServerProcess()
         self._read: dict[Path, int] = {}
         self._wakers: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "Fleet":
         (self.run_dir / "audit").mkdir(parents=True, exist_ok=True)
         self._plan.write(self.run_dir)
+        self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes))))
         if self.relay is not None:
             self.relay.start()
             for node in self.nodes.values():
@@ -128,6 +130,7 @@ class Fleet:
         for node in self.nodes.values():
             node.kill()
             node.release()
+        self._server.close()
         for waker in self._wakers:
             with suppress(ProcessLookupError):
                 os.killpg(waker.pid, signal.SIGKILL)
@@ -140,6 +143,7 @@ class Fleet:
     def start(self) -> None:
         """Start all nodes: the first one, and the others once it is reachable. Raises LocalError: it fails."""
         first, *others = self.nodes.values()
+        self.wait(lambda: self._server.ready, "torch is imported", START_S)
         self._start(first)
         self.wait(lambda: first.endpoints is not None, f"node {first.name} can be reached", START_S)
         for node in others:
@@ -150,7 +154,7 @@ class Fleet:
         others.sort(key=lambda other: other.stopped_until is not None)
         known = [one for one in (other.endpoints for other in others) if one is not None][:JOINED]
         joins = [part for one in known for part in ("--join", one.join[0])]
-        node.start([*self._plan.arguments(self.run_dir), *joins], self._environment)
+        node.start(self._server, [*self._plan.arguments(self.run_dir), *joins])
         node.started_at = node.progressed_at = time.time()
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 

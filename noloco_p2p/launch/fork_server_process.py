@@ -1,0 +1,138 @@
+"""The fork server as its launcher sees it: start it, have it fork processes, watch and signal them, end it."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from noloco_p2p.errors import LocalError
+from noloco_p2p.launch.fork_server import NUMBER
+
+ANSWER_S = 10.0
+"""For a server that is ready to fork a process."""
+
+
+class ForkedProcess:
+    """A process that the server has forked. Nobody else has its id, or its process group's, before its end is read."""
+
+    def __init__(self, server: socket.socket, stdin: IO[bytes]) -> None:
+        """Waits until it is there. `server`: this process's socket to the server. Raises OSError: it is not."""
+        self._server = server
+        self.stdin = stdin
+        """The writing end of the pipe that is its standard input."""
+        self.returncode: int | None = None
+        number = self._number()
+        if number is None:
+            raise BrokenPipeError("the process that nodes are forked from has ended")
+        if number < 0:
+            raise OSError(-number, os.strerror(-number))
+        self.pid = number
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs. It is killed if the server has died."""
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end; as `poll`."""
+        if self.returncode is None:
+            self._server.settimeout(None)
+            code = self._number()
+            if code is None:
+                self.kill_group()
+            self.returncode = -signal.SIGKILL if code is None else code
+            self._server.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To this process alone; nothing happens when it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """SIGKILL to it and what it started, unless its end was read."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _number(self) -> int | None:
+        found = self._server.recv(NUMBER.size)
+        return NUMBER.unpack(found)[0] if found else None
+
+
+class ForkServerProcess:
+    """The process. It ends with the launcher, after the nodes: their standard input ends with the launcher, too."""
+
+    def __init__(self, *modules: str) -> None:
+        """`modules` are imported beside what every node needs."""
+        self._modules = modules
+        self.environment: Mapping[str, str] = {}
+        """What it was started with, and what all nodes have."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start it; it then imports for seconds. Raises LocalError."""
+        self.environment = environment
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "noloco_p2p.launch.fork_server", *self._modules]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+                )
+            except OSError as error:
+                raise LocalError(f"the process that nodes are forked from cannot be started: {error}") from error
+
+    @property
+    def ready(self) -> bool:
+        """It has imported what a node needs. Raises LocalError when it has ended instead."""
+        assert self._process is not None
+        if not self._ready and select.select([self._control], [], [], 0)[0]:
+            self._ready = bool(self._control.recv(1))
+            if not self._ready:
+                code = self._process.wait()
+                raise LocalError(f"the process that nodes are forked from has ended with exit code {code}")
+        return self._ready
+
+    def fork(
+        self,
+        name: str,
+        program: Sequence[str],
+        output: tuple[int, int],
+        environment: Mapping[str, str],
+        directory: Path,
+    ) -> ForkedProcess:
+        """Fork a process that runs `program`, `-m module` or a script, then arguments. Raises OSError.
+
+        `name` is what `ps -e` and `top` show, up to 15 characters; `output`: its standard output and error.
+        """
+        wanted = {"name": name, "program": program, "environment": {**environment}, "directory": str(directory)}
+        ours, theirs = socket.socketpair()
+        ours.settimeout(ANSWER_S)
+        reading, writing = os.pipe()
+        stdin = os.fdopen(writing, "wb", buffering=0)
+        try:
+            with theirs, os.fdopen(reading, "rb"):
+                socket.send_fds(self._control, [b"f"], [reading, *output, theirs.fileno()])
+            ours.sendall(json.dumps(wanted).encode() + b"\n")
+            return ForkedProcess(ours, stdin)
+        except OSError:
+            stdin.close()
+            ours.close()
+            raise
+
+    def close(self) -> None:
+        """End it; it has no nodes any more."""
+        if self._process is not None:
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
