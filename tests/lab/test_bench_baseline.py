@@ -246,7 +246,8 @@ def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
-    monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
+    server = SharedServer()
+    monkeypatch.setattr(node_fleet, "ForkServerProcess", lambda: server)
     resource_tracker.ensure_running()  # multiprocessing starts it once, and it lives as long as pytest
     monkeypatch.chdir(tmp_path)
     sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]

@@ -37,6 +37,10 @@ class SharedServer(ForkServerProcess):
 
     ready = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        server()
+
     def start(self, environment: Mapping[str, str]) -> None:
         """It is there."""
         self.environment = environment
