@@ -28,7 +28,7 @@ from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import MOST_USES, Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
-from noloco_p2p.io.transport.peer_links import Links, MemberLinks, OpenLinks
+from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.launch import node_probe, run_files
 from noloco_p2p.launch.swarm_plan import ROOT_KEY
@@ -193,7 +193,7 @@ async def of_node(
     """
     trust = trust_in(manifest)
     if trust is None:
-        return Standing(OpenLinks(identity.peer_id, manifest.run_id, identity.sign))
+        return Standing(open_links(identity, manifest.run_id))
     invitation = ""
     if key is not None:
         root = read(key)
@@ -219,7 +219,7 @@ async def of_node(
 
     credentials = Credentials(trust, identity, chain, keep, dht_time, revoked)
     records = MemberRecords(trust, revoked, lambda: credentials.chain)
-    return Standing(MemberLinks(credentials), records, credentials, issuer, invitation)
+    return Standing(Links(credentials), records, credentials, issuer, invitation)
 
 
 async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pDaemon, *, calls: bool) -> Standing:
@@ -229,14 +229,14 @@ async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pD
     """
     trust = trust_in(manifest)
     if trust is None:
-        return Standing(OpenLinks(identity.peer_id, manifest.run_id))
+        return Standing(open_links(identity, manifest.run_id))
     records = MemberRecords(trust, Revocations(trust))
     await revocations.ask(libp2p, records.revoked, libp2p.joined)
     if not calls:
-        return Standing(OpenLinks(identity.peer_id, manifest.run_id), records)
+        return Standing(open_links(identity, manifest.run_id), records)  # no member takes a call over these
     chain = await admission.invited(libp2p, trust, "observer", dht_time())
     credentials = Credentials(trust, identity, chain, revoked=records.revoked)
-    return Standing(MemberLinks(credentials), records, credentials)
+    return Standing(Links(credentials), records, credentials)
 
 
 def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocations) -> Issuer | None:

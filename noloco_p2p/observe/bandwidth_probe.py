@@ -43,7 +43,7 @@ class LinkProbe:
     """Measures the links to the peers of one run. Belongs to one event loop."""
 
     def __init__(self, links: Links) -> None:
-        self._metadata = callers.metadata(links.me, links.run_id)
+        self._metadata = callers.metadata()
         self._channels = ChannelPool(links)
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from noloco_p2p.errors import ConfigError, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import OpenLinks
+from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
 from noloco_p2p.launch.live_collection import better, chosen, common, from_swarm, next_target
 
@@ -76,7 +76,7 @@ async def swarm(home: Path, members: Sequence[Holder], manifest: RunManifest = M
                 libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=home / f"known-{number}.json"
             )
             closing.push_async_callback(directory.close)
-            transport = GrpcTransport(OpenLinks(libp2p.peer_id, manifest.run_id), ListenSettings(), Events(), 1 << 20)
+            transport = GrpcTransport(open_links(libp2p.identity, manifest.run_id), ListenSettings(), Events(), 1 << 20)
             closing.push_async_callback(transport.close)
             await transport.serve(Node(hang, holder.give))
             await serve_manifest(libp2p, manifest.canonical_json())

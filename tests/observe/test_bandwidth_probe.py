@@ -2,12 +2,11 @@
 
 import pytest
 from link_fixture import Proxy
-from transport_fixture import RUN, Node, advert, echo, hang, pair, run, tensor
+from transport_fixture import NamedLinks, Node, advert, echo, hang, pair, run, tensor
 
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable
-from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.observe import bandwidth_probe
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
 
@@ -30,7 +29,7 @@ async def give_big(request: SnapshotRequest) -> Snapshot:
 def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
     async def scenario() -> None:
         async with pair(Node(echo, give)) as both:
-            probe = LinkProbe(OpenLinks("A", RUN))
+            probe = LinkProbe(NamedLinks("A"))
             try:
                 assert 0 < await probe.round_trip_s(both.peer, 5) < bandwidth_probe.ANSWER_S
                 found = await probe.transfer(both.peer, 20.0)
@@ -46,7 +45,7 @@ def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
 def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
     async def scenario() -> None:
         async with pair(Node(hang, give_big)) as both, Proxy(both.b.port, (BYTES, "swallow")) as link:
-            probe = LinkProbe(OpenLinks("A", RUN))
+            probe = LinkProbe(NamedLinks("A"))
             try:
                 found = await probe.transfer(link.peer, 1.0)
             finally:
@@ -60,7 +59,7 @@ def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
 def test_a_peer_without_snapshot_and_one_that_is_not_there_say_so() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
-            probe = LinkProbe(OpenLinks("A", RUN))
+            probe = LinkProbe(NamedLinks("A"))
             try:
                 with pytest.raises(Declined, match="no snapshots here"):
                     await probe.transfer(both.peer, 1.0)

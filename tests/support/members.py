@@ -1,4 +1,4 @@
-"""A run with members, and certificates that nobody of it would make; used by the tests of its security."""
+"""A run with members, or an open one, and certificates that nobody of it would make; used by the tests of its security."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,15 +32,18 @@ def public(key: Ed25519PrivateKey) -> bytes:
 
 @dataclass
 class Club:
-    """A run, its root, and one issuer."""
+    """A run, its root, and one issuer. In an open run everybody has the root's key."""
 
     home: Path
     run_id: str = RUN
     root: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     now: float = field(default_factory=time.time)
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         self.trust = RunTrust(self.run_id, public(self.root))
+        if self.is_open:
+            self.root, self.trust = certificates._open_root(self.run_id), RunTrust.of_open_run(self.run_id)
         self.door = Ed25519PrivateKey.generate()
         """The key of the issuer."""
         self.issuer = certificates.issuer_certificate(self.root, self.trust, peer_id_of(public(self.door)), self.now)
@@ -53,7 +56,8 @@ class Club:
     ) -> Credentials:
         """Of a node of this name, whose key is in a directory of its own."""
         identity = Identity.open(self.home / f"{name}.key")
-        return Credentials(self.trust, identity, self.chain(identity.peer_id, role, now), clock=clock or time.time)
+        own, admitted = certificates.own_chain(identity.key, self.trust), self.chain(identity.peer_id, role, now)
+        return Credentials(self.trust, identity, own if self.is_open else admitted, clock=clock or time.time)
 
     def revoking(self, number: int, *peers: PeerId) -> bytes:
         """A list of the root's."""

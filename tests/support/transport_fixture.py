@@ -2,15 +2,18 @@
 
 import asyncio
 import gc
+import hashlib
 import random
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import at_most
 
 from noloco_p2p.config import LimitSettings, ListenSettings
@@ -31,12 +34,16 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.certificates import Role, RunTrust
+from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import OpenLinks
+from noloco_p2p.io.transport.peer_links import Links, Options
 from noloco_p2p.ports import Body
 
-RUN = "run-1"
+RUN, OTHER_RUN = "a1" * 32, "a2" * 32
 MAX_BODY_BYTES = 1 << 27
 SMALL = (2, 8, 16)
 LARGE = (4, 256, 8192)
@@ -186,14 +193,42 @@ async def hang(header: Header, body: Body) -> Gradient:
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
-class NamedLinks(OpenLinks):
-    """Of peers whose ids are no keys."""
+NAMES: dict[PeerId, str] = {}
 
-    def sign(self, message: bytes) -> bytes:
-        return f"{self.me}: {len(message)}".encode() + message[-8:]
 
-    def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
-        return signature == NamedLinks(peer, self.run_id).sign(message)
+def identity(name: str) -> Identity:
+    """The key of a peer that tests call by this name; always the same."""
+    key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest())
+    found = Identity(Path(name), key, -1)
+    NAMES[found.peer_id] = name
+    return found
+
+
+class NamedLinks(Links):
+    """Of peers with short names in place of ids. Microbatches have no labels."""
+
+    def __init__(self, name: str, run_id: str = RUN) -> None:
+        mine = identity(name)
+        trust = RunTrust.of_open_run(run_id)
+        super().__init__(Credentials(trust, mine, certificates.own_chain(mine.key, trust)))
+        self.me = name
+
+    def channel(self, address: str, peer: PeerId, options: Options = (), role: Role = "member") -> Any:
+        return super().channel(address, identity(peer).peer_id, options, role)
+
+    def caller(self, context: Any, *, observers: bool) -> PeerId:
+        return NAMES[super().caller(context, observers=observers)]
+
+    def labelled(self, header: Header) -> Header:
+        return header
+
+    def check_label(self, header: Header, caller: PeerId) -> None:
+        pass
+
+
+def bare(peer: Advert, name: str = "raw") -> Any:
+    """A channel of this name to the peer, for bare calls."""
+    return NamedLinks(name).channel(peer.addresses[0], peer.peer_id)
 
 
 def transport(

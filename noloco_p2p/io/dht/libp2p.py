@@ -186,7 +186,9 @@ class Libp2pDaemon:
             raise Declined(f"peer {peer_id} failed at {name}: {str(error)[:200]!r}") from error
         except P2PDaemonError as error:
             if "protocols not supported" in str(error):
-                raise Declined(f"peer {peer_id} does not answer {name}: not a noloco node, or not ready") from error
+                raise Declined(
+                    f"peer {peer_id} does not answer {name}: it is not ready, or no noloco node of this version"
+                ) from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
         if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
             raise Violation(f"peer {peer_id} answered {name} with {len(answer)} meaningless bytes")

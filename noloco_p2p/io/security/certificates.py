@@ -1,4 +1,4 @@
-"""Certificates of a members-only run: one public key, that of its root, determines who belongs to it.
+"""Certificates: in a members-only run one public key, that of its root, determines who belongs to it.
 
     root ──▶ issuer ──▶ member ──▶ leaf
 
@@ -8,10 +8,15 @@ TLS takes no Ed25519 there; each node makes its own leaf and replaces it. Names 
 certificate admits only names below `<run>.p2p`. A member's admits only its own name, `<base32 of its key>.<run>.p2p`,
 and an observer's only `<base32>.observer.<run>.p2p`. TLS checks chain, times, path lengths and names (RFC 5280) in
 every handshake.
+
+In an open run everybody has the root's private key, so a chain from it proves nothing. gRPC would not ask a caller for
+a certificate without one. What counts there is that the leaf is signed by the key in its peer's id: a client trusts
+this key and no other, and a server compares (`is_signed_by`).
 """
 
 import base64
 import functools
+import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -27,7 +32,7 @@ from cryptography.x509.oid import NameOID
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
-from noloco_p2p.io.dht.identity import peer_id_of, public_key_of
+from noloco_p2p.io.dht.identity import peer_id_of, public_key_of, verify
 
 Role = Literal["member", "observer"]
 ROLES: tuple[Role, ...] = ("member", "observer")
@@ -38,6 +43,8 @@ LEAF_S = DAY_S
 """How long a certificate is valid, seconds; none outlives the one above it."""
 BACKDATED_S = 3_600.0
 """A certificate is valid from so long before it is made, seconds, because clocks differ."""
+ALWAYS = 0.0, 253_402_300_799.0
+"""From when to when something is valid that does not expire: RFC 5280, section 4.1.2.5."""
 CHAIN_LIMIT_BYTES = 1_200
 """Longest PEM text of a member's and an issuer's certificate together; a longer one is refused unread."""
 _NAME = re.compile(r"([a-z2-7]{52})(?:\.(observer))?\.([0-9a-f]{32}\.p2p)")
@@ -64,11 +71,18 @@ class CertifiedPeer:
 
 @dataclass(frozen=True)
 class RunTrust:
-    """What the members of a run trust: its id, and whatever its root has signed."""
+    """What the nodes of a run trust: its id, and whatever its root has signed."""
 
     run_id: str
     root_key: bytes
     """The root's raw Ed25519 public key."""
+    is_open: bool = False
+    """Everybody has the private key, too."""
+
+    @classmethod
+    def of_open_run(cls, run_id: str) -> "RunTrust":
+        """That of the nodes of an open run."""
+        return cls(run_id, _open_root(run_id).public_key().public_bytes_raw(), True)
 
     @property
     def suffix(self) -> str:
@@ -77,14 +91,16 @@ class RunTrust:
 
     @functools.cached_property
     def anchor(self) -> bytes:
-        """The root as a certificate, PEM. Its signature means nothing, because the key itself is trusted."""
-        root = Ed25519PublicKey.from_public_bytes(self.root_key)
-        builder = _builder("root", "root", root, 0.0, 253_402_300_799.0).add_extension(*_authority(None))
-        return _pem(builder.sign(Ed25519PrivateKey.generate(), None))
+        """The root as a certificate, PEM."""
+        return _anchor("root", Ed25519PublicKey.from_public_bytes(self.root_key))
+
+    def anchor_of(self, peer_id: PeerId) -> bytes:
+        """What a client trusts that calls this peer, PEM: the root, or in an open run the peer's own key."""
+        return _anchor("member", _key_of(peer_id)) if self.is_open else self.anchor
 
     def name_of(self, peer_id: PeerId, role: Role) -> str:
-        """The name under which a peer of this role is known to TLS."""
-        label = base64.b32encode(public_key_of(peer_id) or b"").decode().rstrip("=").lower()
+        """The name under which a peer of this role is known to TLS. Raises Violation: it has no Ed25519 key."""
+        label = base64.b32encode(_key_of(peer_id).public_bytes_raw()).decode().rstrip("=").lower()
         return f"{label}.{self.suffix}" if role == "member" else f"{label}.{role}.{self.suffix}"
 
     def owner_of(self, name: str) -> tuple[PeerId, Role]:
@@ -121,9 +137,7 @@ class RunTrust:
 
 def issuer_certificate(root: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, now: float) -> bytes:
     """The certificate, PEM, with which a node may admit members."""
-    builder = _builder("issuer", "root", _key_of(peer_id), now - BACKDATED_S, now + ISSUER_S)
-    builder = builder.add_extension(*_authority(1)).add_extension(*_names(trust.suffix, *_NOTHING))
-    return _pem(builder.sign(root, None))
+    return _issuer(root, trust, peer_id, now - BACKDATED_S, now + ISSUER_S)
 
 
 def member_chain(
@@ -131,9 +145,14 @@ def member_chain(
 ) -> bytes:
     """The certificate of a member or observer and its issuer's, PEM; `key` is the private key of the issuer."""
     until = min(now + LIFETIME_S[role], expiry(issuer))
-    builder = _builder("member", "issuer", _key_of(peer_id), now - BACKDATED_S, until)
-    builder = builder.add_extension(*_authority(0)).add_extension(*_names(trust.name_of(peer_id, role)))
-    return _pem(builder.sign(key, None)) + issuer
+    return _member(key, trust, peer_id, role, now - BACKDATED_S, until) + issuer
+
+
+def own_chain(key: Ed25519PrivateKey, trust: RunTrust) -> bytes:
+    """What a node of an open run has instead: it admits itself. `key`: its private key."""
+    me = peer_id_of(key.public_key().public_bytes_raw())
+    issuer = _issuer(_open_root(trust.run_id), trust, me, *ALWAYS)
+    return _member(key, trust, me, "member", *ALWAYS) + issuer
 
 
 def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tuple[bytes, bytes]:
@@ -143,6 +162,13 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
     private = fresh.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return private, _pem(builder.sign(key, None))
+
+
+@functools.lru_cache(4096)
+def is_signed_by(peer_id: PeerId, certificate: bytes) -> bool:
+    """Whether the peer's own key has signed this certificate, PEM."""
+    cert = x509.load_pem_x509_certificate(certificate)
+    return verify(peer_id, cert.tbs_certificate_bytes, cert.signature)
 
 
 def expiry(chain: bytes) -> float:
@@ -155,10 +181,32 @@ def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
     """The `expiry` of these certificates, PEM, and all nodes whose keys are in them."""
     try:
         certs = x509.load_pem_x509_certificates(chain)
-    except ValueError as error:
+        nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise Violation("the certificate cannot be read") from error
-    nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))
     return min(cert.not_valid_after_utc.timestamp() for cert in certs), nodes
+
+
+def _open_root(run_id: str) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"noloco open run 1\x00" + run_id.encode()).digest())
+
+
+def _anchor(name: str, key: Ed25519PublicKey) -> bytes:
+    """A certificate for TLS to begin with, PEM. Its signature means nothing, because the key itself is trusted."""
+    builder = _builder(name, name, key, *ALWAYS).add_extension(*_authority(None))
+    return _pem(builder.sign(Ed25519PrivateKey.generate(), None))
+
+
+def _issuer(root: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, begins: float, until: float) -> bytes:
+    builder = _builder("issuer", "root", _key_of(peer_id), begins, until)
+    builder = builder.add_extension(*_authority(1)).add_extension(*_names(trust.suffix, *_NOTHING))
+    return _pem(builder.sign(root, None))
+
+
+def _member(key: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, role: Role, begins: float, until: float) -> bytes:
+    builder = _builder("member", "issuer", _key_of(peer_id), begins, until)
+    builder = builder.add_extension(*_authority(0)).add_extension(*_names(trust.name_of(peer_id, role)))
+    return _pem(builder.sign(key, None))
 
 
 def _builder(
@@ -186,7 +234,10 @@ def _name_below(cert: x509.Certificate) -> str:
 
 
 def _key_of(peer_id: PeerId) -> Ed25519PublicKey:
-    return Ed25519PublicKey.from_public_bytes(public_key_of(peer_id) or b"")
+    key = public_key_of(peer_id)
+    if key is None:
+        raise Violation("the peer id contains no Ed25519 key")
+    return Ed25519PublicKey.from_public_bytes(key)
 
 
 def _peer_of(cert: x509.Certificate) -> PeerId:

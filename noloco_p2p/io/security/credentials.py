@@ -1,4 +1,4 @@
-"""How a node of a members-only run proves who it is, and learns who its peers are."""
+"""How a node proves who it is, and learns who its peers are."""
 
 import threading
 import time
@@ -11,6 +11,8 @@ from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.revocations import Revocations
 
+_SHOWN_LIMIT_BYTES = 2 * certificates.CHAIN_LIMIT_BYTES
+"""Longest PEM text of all certificates that a caller shows; they are not read if it is longer."""
 AuthContext = Mapping[str, Sequence[bytes]]
 """What gRPC says about the other end of a connection."""
 
@@ -79,7 +81,7 @@ class Credentials:
     def caller(self, context: AuthContext, *, observers: bool) -> PeerId:
         """Who is at the other end of a connection that TLS has accepted.
 
-        Raises Violation: its certificate has expired or was revoked, or its name is not a member's;
+        Raises Violation: its certificate has expired or was revoked, or does not prove the name that is in it;
         Declined: it may only observe, and what it asks for is not open to `observers`.
         """
         names = context.get("x509_subject_alternative_name", ())
@@ -88,6 +90,8 @@ class Credentials:
         peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
         if certificates.expiry(_chain(context)) <= self.clock():
             raise Violation("the caller's certificate has expired: it has to be renewed")
+        if not certificates.is_signed_by(peer, context["x509_pem_cert"][0]):
+            raise Violation("the peer that the caller's certificate names has not signed it")
         if self.refuses(context):
             raise Violation("the caller was revoked")
         if role == "observer" and not observers:
@@ -95,9 +99,13 @@ class Credentials:
         return peer
 
     def refuses(self, context: AuthContext) -> bool:
-        """Whether the peer at the other end, or its issuer, is revoked. Raises Violation: it shows no certificate."""
+        """Whether the peer at the other end, or its issuer, is revoked. Raises Violation: its certificates cannot be
+        read."""
         return self.revoked.names(*certificates.read(_chain(context))[1])
 
 
 def _chain(context: AuthContext) -> bytes:
-    return b"".join((*context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())))
+    shown = *context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())
+    if sum(map(len, shown)) > _SHOWN_LIMIT_BYTES:
+        raise Violation("the caller shows more certificates than anybody has")
+    return b"".join(shown)

@@ -1,7 +1,7 @@
 """What callers may hold of this node, and how long it waits for them (ARCHITECTURE.md, "What a stranger can do").
 
-In an open run a caller's name is only a claim. So there are two limits: one for each name at a host, and a larger one
-for the host.
+In an open run anybody has as many names as he likes. So there are two limits: one for each name at a host, and a
+larger one for the host.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from urllib.parse import unquote
 
 import grpc.aio
 
-from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId, is_peer_id
+from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.dht.reach import RELAY
 
-PROTOCOL = "4"
+PROTOCOL = "5"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set. Without a limit a call could hold memory forever."""
@@ -57,10 +57,10 @@ OF_RELAYED = 4
 NO_STREAMS: Mapping[str, str] = {}
 
 
-def metadata(me: PeerId, run_id: str, wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
+def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
     """What every call of a node carries. `wanted_bytes`: the tensor bytes per message that it asks for; 0: any size."""
     wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
-    return ("noloco-peer", me), ("noloco-run", run_id), ("noloco-protocol", PROTOCOL), *wanted
+    return ("noloco-protocol", PROTOCOL), *wanted
 
 
 class Caller(NamedTuple):
@@ -71,16 +71,15 @@ class Caller(NamedTuple):
     `p2p/` and the peer that opened it, or `relay/` and the relay: who is behind it is unknown, so all of them count
     together."""
     name: PeerId
-    """The name in the caller's certificate, which is not checked yet; without one, the name that the caller gives."""
+    """Whose certificate the caller shows. Until it is checked, the name in that certificate."""
 
     @classmethod
     def of(cls, context: Any, streams: Mapping[str, str] = NO_STREAMS) -> "Caller":
         """Who makes a call; `streams`: see `Streams.hosts`."""
-        [certified, *_] = context.auth_context().get("peer_dns", ()) or [b""]
-        said = str(dict(context.invocation_metadata()).get("noloco-peer", ""))[:PEER_ID_CHARACTERS]
+        [name, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         peer = str(context.peer())
         host = streams.get(unquote(peer).partition(":")[2]) or _host(peer)
-        return cls(host, certified.decode(errors="replace") or said)
+        return cls(host, name[:PEER_ID_CHARACTERS].decode(errors="replace"))
 
 
 @lru_cache(1024)
@@ -90,20 +89,14 @@ def _host(peer: str) -> str:
     return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
 
 
-def check_admissible(context: Any, run_id: str) -> None:
-    """Raises Violation for a call from another run, by another protocol, or without what every call has."""
-    sent = dict(context.invocation_metadata())
-    protocol, theirs = str(sent.get("noloco-protocol"))[:64], str(sent.get("noloco-run"))[:64]
+def check_admissible(context: Any) -> None:
+    """Raises Violation for a call by another protocol, or without what every call has."""
+    protocol = str(dict(context.invocation_metadata()).get("noloco-protocol"))[:64]
     if protocol != PROTOCOL:
         raise Violation(f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions")
-    if theirs != run_id:
-        raise Violation(f"the caller works on run {theirs!r}, this node on run {run_id!r}")
     seconds = context.time_remaining()
     if seconds is None or seconds > MAX_CALL_S:
         raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")
-    name = str(sent.get("noloco-peer", ""))
-    if name and not is_peer_id(name):
-        raise Violation("the caller's peer id is not short printable text")
 
 
 def wanted_bytes(context: Any) -> int:

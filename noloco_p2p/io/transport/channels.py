@@ -240,7 +240,7 @@ async def connect(channel: Any, seconds: float) -> str | None:
             state = channel.get_state(try_to_connect=True)
             while state is not grpc.ChannelConnectivity.READY:
                 if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                    return "nothing accepts connections there"
+                    return "nothing accepts connections there, or not the expected node of this run"
                 await channel.wait_for_state_change(state)
                 state = channel.get_state(try_to_connect=True)
     except TimeoutError:

@@ -38,7 +38,6 @@ from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
-from noloco_p2p.io.transport.signed_description import checked, question
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -78,7 +77,7 @@ class GrpcTransport:
         limits = limits or LimitSettings()
         self._line = OwnersLine(limits)
         self._links = links
-        self._metadata = callers.metadata(links.me, links.run_id, self._line.wanted_bytes)
+        self._metadata = callers.metadata(self._line.wanted_bytes)
         self.line = self._line.measured
         """See `ports.Transport`."""
         bounds = max_body_bytes, limits.microbatch_deadline_s
@@ -219,13 +218,15 @@ class GrpcTransport:
         return result, asyncio.get_running_loop().time() - began
 
     async def describe(self, peer: Advert) -> NodeDescription:
-        """See `ports.Transport`; within 5 s. Raises Violation unless the peer signs its answer, else as propagate."""
-        request = question()
+        """See `ports.Transport`; within 5 s. Raises as propagate."""
         async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
             describe = NodeStub(channel.channel).Describe
-            reply = await describe(request, timeout=seconds, metadata=self._metadata)
+            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
-        return checked(reply, request, peer.peer_id, self._links)
+        said = message_codec.from_description(reply)
+        if (said.peer_id, said.run_id) != (peer.peer_id, self._links.run_id):
+            raise Violation(f"another node or run answers for {peer.peer_id}")
+        return said
 
     async def _exchange(
         self,

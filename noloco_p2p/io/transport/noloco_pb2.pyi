@@ -3,8 +3,8 @@
 isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
-Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "4"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
+Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
+`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
 carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
 `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
@@ -894,17 +894,12 @@ class DescribeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NONCE_FIELD_NUMBER: _builtins.int
-    nonce: _builtins.bytes
-    """32 random bytes, for an answer that only this node can give, and only now; or none."""
     def __init__(
         self,
-        *,
-        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -958,13 +953,10 @@ class DescribeReply(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
-    SIGNATURE_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     """The answering node's peer id, in a refusal too."""
     run_id: _builtins.str
     """The run that it works on, in a refusal too."""
-    signature: _builtins.bytes
-    """To a nonce: the signature of the peer id's key over the nonce and the description."""
     @_builtins.property
     def refusal(self) -> Global___Refusal:
         """The call is not served, for instance because the node has not chosen its stage."""
@@ -980,11 +972,10 @@ class DescribeReply(_message.Message):
         run_id: _builtins.str = ...,
         refusal: Global___Refusal | None = ...,
         description: Global___Description | None = ...,
-        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "head", b"head", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "head", b"head", "peer_id", b"peer_id", "refusal", b"refusal", "run_id", b"run_id", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "head", b"head", "peer_id", b"peer_id", "refusal", b"refusal", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "description"]  # noqa: Y015
     _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015

@@ -3,8 +3,8 @@
 isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
-Every call carries the metadata `noloco-peer` (the caller's peer id), `noloco-run` (the run id) and `noloco-protocol`
-(the version of this file, "4"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
+Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
+`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
 carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
 `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
-from noloco_p2p.errors import Busy, LocalError, Unreachable
+from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, NO_STREAMS, Caller
@@ -91,6 +91,8 @@ def _bounded(
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except Violation as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         except Unreachable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 

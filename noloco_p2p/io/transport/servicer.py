@@ -40,7 +40,6 @@ from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
-from noloco_p2p.io.transport.signed_description import signature
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
 from noloco_p2p.ports import Body, Handler, Telemetry
 
@@ -235,7 +234,6 @@ class GrpcServicer:
         try:
             caller, handler = self._admit(said, context, observers=True)
             d = handler.describe(caller.name)
-            reply.signature = signature(request, d, self.links)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
         else:
@@ -246,11 +244,11 @@ class GrpcServicer:
         return reply
 
     def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
-        """The caller, by its certificate where it has one, and the handler.
+        """The caller, by its certificate, and the handler.
 
         Raises Violation: a stranger to this run; Declined: there is no handler yet.
         """
-        check_admissible(context, self._run_id)
+        check_admissible(context)
         caller = said._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")

@@ -28,7 +28,8 @@ from noloco_p2p.io.telemetry.node_figures import rss_bytes
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.lab.bench.transport import MIB, PEER, RUN, SMALL, BenchPeer, make_transport
+from noloco_p2p.io.transport.peer_links import open_links
+from noloco_p2p.lab.bench.transport import FAR, MIB, NEAR, PEER, RUN, SMALL, BenchPeer, identity, make_transport
 
 METHODS = ("Propagate", "Evaluate", "Stripe", "FetchSnapshot", "FetchState", "Progress", "Describe")
 REQUESTS = [b"GET /status?name[]=a HTTP/1.1\r\nHost: node\r\nAccept: text/plain\r\n\r\n", b"HEAD /sd HTTP/1.0\r\n\r\n"]
@@ -71,7 +72,7 @@ class Target:
         sent = [mutated(self._rng, self._rng.choice(MESSAGES)) for _ in range(self._rng.choice((0, 1, 1, 2)))]
         method = channel.stream_stream(f"/noloco.v1.Node/{self._rng.choice(METHODS)}")
         try:
-            async for _ in method(iter(sent), timeout=CALL_S, metadata=callers.metadata("client", RUN)):
+            async for _ in method(iter(sent), timeout=CALL_S, metadata=callers.metadata()):
                 self.ends["answers"] += 1
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -114,13 +115,13 @@ class Target:
                 await self.browse(ports[1])
                 await self.inside()
 
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+        async with open_links(identity(NEAR), RUN).channel(f"127.0.0.1:{ports[0]}", PEER, ()) as channel:
             await asyncio.gather(*(send() for _ in range(AT_ONCE)))
 
 
 async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int]:
     """See `run`."""
-    target, telemetry, transport = Target(home, seed), PrometheusTelemetry(2), make_transport(PEER, MIB)
+    target, telemetry, transport = Target(home, seed), PrometheusTelemetry(2), make_transport(FAR, MIB)
     libp2p: Any = target
     await join_handshake.serve_manifest(libp2p, b"{}")
     await join_handshake.serve_dial_back(libp2p, lambda address, peer: asyncio.sleep(0, "nobody"))

@@ -18,7 +18,7 @@ from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import Advert, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.io.transport.allocator import tune_allocator
-from noloco_p2p.lab.bench.transport import PEER, RUN, BenchPeer, make_transport
+from noloco_p2p.lab.bench.transport import FAR, NEAR, PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch
 
@@ -28,7 +28,6 @@ TARGET = 1.01
 """Largest ratio of the bytes on the connection to those of u."""
 ROUNDS = 5
 WAIT_S = 120.0
-NEAR = "near"
 REQUEST = SnapshotRequest(1, 1)
 
 
@@ -55,7 +54,7 @@ def snapshot(weights: OuterState) -> Snapshot:
 
 async def serve(ready: Callable[[int], None], size: str) -> None:
     """The far process: serves its snapshot of round 1 and reports its port."""
-    transport = make_transport(PEER)
+    transport = make_transport(FAR)
     await transport.serve(BenchPeer(snapshot(replica(size, 1))))
     ready(transport.port)
     await asyncio.Event().wait()

@@ -7,12 +7,11 @@ same state. Figures are MiB per second of tensor bytes.
 """
 
 import asyncio
+import hashlib
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,12 +35,9 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.dht.identity import Identity
-from noloco_p2p.io.security import certificates
-from noloco_p2p.io.security.certificates import RunTrust
-from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import Links, MemberLinks, OpenLinks
+from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.lab.processes import peer_process, workers
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry
@@ -57,18 +53,26 @@ STATE_TENSOR_BYTES = 16 * MIB
 """A state of six parameters and everything that belongs to them: 503 MB."""
 STATE_TARGET = 0.5
 """Lowest rate of a state's transfer, as a share of the transport's own fastest one."""
-TLS_TARGET = 0.65
-"""Lowest rate of activations over mutual TLS, as a share of that without."""
 RUN = "be" * 32
-PEER = "server"
-"""The far node's peer id."""
 WAIT_S = 60.0
 """Longest time for any one step."""
+FAR, NEAR = "far", "near"
+"""The names of the two nodes."""
+
+
+def identity(name: str) -> Identity:
+    """A key that is always the same for this name."""
+    seed = hashlib.sha256(name.encode()).digest()
+    return Identity(Path(name), Ed25519PrivateKey.from_private_bytes(seed), -1)
+
+
+PEER, MINE = identity(FAR).peer_id, identity(NEAR).peer_id
+"""The two nodes' peer ids."""
 
 
 def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
     """An activation of ones."""
-    header = messages.Header(RUN, messages.MicrobatchId("client", 1, 1), messages.Origin("client", 1, 0), 2, WAIT_S)
+    header = messages.Header(RUN, messages.MicrobatchId(MINE, 1, 1), messages.Origin(MINE, 1, 0), 1, WAIT_S)
     targets = from_torch("targets", torch.zeros(shape_BTD[:2], dtype=torch.int32))
     return messages.Activation(header, from_torch("hidden", torch.ones(shape_BTD)), targets)
 
@@ -83,9 +87,8 @@ MOVED_BYTES = {
     "snapshot": SNAPSHOT_BYTES,
     "state": sum(spec.nbytes for spec in STATE_SPECS),
     "tcp": 2 * TENSOR_BYTES,
-    "tls": 2 * TENSOR_BYTES,
 }
-"""Tensor bytes of one transfer of each kind; there and back for `propagate`, `tls` and `tcp`."""
+"""Tensor bytes of one transfer of each kind; there and back for `propagate` and `tcp`."""
 
 
 class BenchPeer:
@@ -124,53 +127,35 @@ class BenchPeer:
         return messages.NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
-def make_transport(me: PeerId, largest_bytes: int = 1 << 20, links: Links | None = None) -> GrpcTransport:
-    """A transport of the bench's run; without `links` it is open."""
-    return GrpcTransport(links or OpenLinks(me, RUN), ListenSettings(), NullTelemetry(), largest_bytes)
-
-
-def member_links(key: Path) -> MemberLinks:
-    """Links of a member with its key in this file, in a run whose root everybody knows."""
-    root = Ed25519PrivateKey.from_private_bytes(bytes(32))
-    trust, mine, now = RunTrust(RUN, root.public_key().public_bytes_raw()), Identity.open(key), time.time()
-    issuer = certificates.issuer_certificate(root, trust, mine.peer_id, now)
-    chain = certificates.member_chain(issuer, mine.key, trust, mine.peer_id, "member", now)
-    return MemberLinks(Credentials(trust, mine, chain))
+def make_transport(name: str, largest_bytes: int = 1 << 20) -> GrpcTransport:
+    """The transport of the node of this name in the bench's run."""
+    return GrpcTransport(open_links(identity(name), RUN), ListenSettings(), NullTelemetry(), largest_bytes)
 
 
 def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:
     return tuple(from_torch(spec.name, torch.ones(spec.shape)) for spec in specs)
 
 
-async def serve(ready: Callable[[tuple[Advert, Advert, int]], None], home: Path) -> None:
-    """The far process: reports its addresses (gRPC, gRPC with TLS, port of bare TCP) and serves until it is killed."""
+async def serve(ready: Callable[[tuple[Advert, int]], None]) -> None:
+    """The far process: reports its addresses (gRPC, port of bare TCP) and serves until it is killed."""
     state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, _ones(STATE_SPECS), number=1)
-    transport = make_transport(PEER, 2 * TENSOR_BYTES)
-    peer, links = BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state), member_links(home / "server.key")
-    secure = make_transport(links.me, 2 * TENSOR_BYTES, links)
-    await transport.serve(peer)
-    await secure.serve(peer)
-    plain, tls = (Advert(me, RUN, 1, (f"127.0.0.1:{t.port}",)) for me, t in ((PEER, transport), (links.me, secure)))
+    transport = make_transport(FAR, 2 * TENSOR_BYTES)
+    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        ready((plain, tls, listener.getsockname()[1]))
+        ready((Advert(PEER, RUN, 1, (f"127.0.0.1:{transport.port}",)), listener.getsockname()[1]))
         await echo(listener, TENSOR_BYTES)
         await asyncio.Event().wait()
 
 
-async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, calls: int) -> dict[str, float]:
-    """All figures except gloo's, against a far process at these addresses (gRPC, gRPC with TLS, port of bare TCP)."""
-    mine = make_transport("client", 2 * TENSOR_BYTES)
-    links = member_links(home / "client.key")
-    secure, me = make_transport("", 2 * TENSOR_BYTES, links), links.me
-    header = replace(LARGE.header, microbatch=MicrobatchId(me, 1, 1), origin=messages.Origin(me, 1, 0), stage=1)
-    own = replace(LARGE, header=header)
-    far, far_tls, port = places
+async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[str, float]:
+    """All figures except gloo's, against a far process at these addresses (gRPC, port of bare TCP)."""
+    mine = make_transport(NEAR, 2 * TENSOR_BYTES)
+    far, port = places
     _, view = tensor_and_bytes(TENSOR_BYTES)
     watch, small = Stopwatch(), Stopwatch(calls // 10)
     transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
-        "tls": lambda: secure.propagate(far_tls, own),
         "snapshot": lambda: mine.fetch_snapshot(far, SnapshotRequest(1, 1), WAIT_S, SNAPSHOT_SPECS),
         "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
     }
@@ -190,7 +175,6 @@ async def measure(places: tuple[Advert, Advert, int], home: Path, rounds: int, c
         with small.timed("propagate"):
             await mine.propagate(far, SMALL)
     await mine.close()
-    await secure.close()
     rates = {f"{kind}_mib_per_s": moved / MIB / watch.median_s(kind) for kind, moved in MOVED_BYTES.items()}
     latency_ms = sorted(1e3 * seconds for seconds in small.counted("propagate"))
     return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
@@ -201,14 +185,13 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
     `target`.
 
     `state_ratio` is the state's rate divided by the faster of propagate's and the snapshot's, with `state_target`.
-    `tls_ratio` is the rate of activations over mutual TLS divided by that without, with `tls_target`.
 
     Takes about twenty seconds. Raises LocalError: the far process does not start.
     """
     gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
-    with tempfile.TemporaryDirectory() as folder, peer_process(serve, home := Path(folder)) as places:
-        figures = uvloop.run(asyncio.wait_for(measure(places, home, rounds, calls), 4 * WAIT_S))
+    with peer_process(serve) as places:
+        figures = uvloop.run(asyncio.wait_for(measure(places, rounds, calls), 4 * WAIT_S))
     ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
     return {
         **figures,
@@ -217,8 +200,6 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
         "target": TARGET,
         "state_ratio": figures["state_mib_per_s"] / ours[-1],
         "state_target": STATE_TARGET,
-        "tls_ratio": figures["tls_mib_per_s"] / figures["propagate_mib_per_s"],
-        "tls_target": TLS_TARGET,
     }
 
 

@@ -30,7 +30,7 @@ from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import MemberLinks, OpenLinks
+from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
 
@@ -74,7 +74,7 @@ async def member(club: Club, name: str, *join: Peer) -> AsyncIterator[Peer]:
     async with daemon(club.home / name, join=[one.libp2p.join_addresses[0] for one in join]) as libp2p:
         chain = club.chain(libp2p.peer_id)
         streams = Streams(libp2p, RUN, chain.decode)
-        links = MemberLinks(Credentials(club.trust, libp2p.identity, chain))
+        links = Links(Credentials(club.trust, libp2p.identity, chain))
         links.streams = streams
         transport = GrpcTransport(links, ListenSettings(), Events(), MAX_BODY_BYTES)
         await transport.serve(Node(echo))
@@ -255,7 +255,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             ways = WaysIn(b, Streams(b, RUN), ("127.0.0.1", 9))
             assert not await check_reachable(b, "127.0.0.1:9", ways)
             report = DoctorReport(as_json=True)
-            await check_reached(report, b, ListenSettings(), OpenLinks(b.peer_id, RUN))
+            await check_reached(report, b, ListenSettings(), open_links(b.identity, RUN))
             [(_, found)] = report.findings
             assert (found.severity, found.name) == ("warning", "port")
             assert "is reached over links that it keeps" in found.sentence

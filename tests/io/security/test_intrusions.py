@@ -1,7 +1,9 @@
-"""Who is no member of a run, and what he tries: what he holds, what he does with it, and which layer refuses him.
+"""Who is not whom he says, and what he tries: what he holds, what he does with it, and which layer refuses him.
 
 `tls`: the handshake fails, so that no code of ours sees the call. `handler`: TLS accepts the certificate and our check
 of the caller does not. `itself`: the call is served, as one of the peer whose certificate it is, whatever it says.
+
+In an open run everybody holds the root's key, and so can be admitted under any name; but not sign with another's.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +33,7 @@ from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
-from noloco_p2p.io.transport.peer_links import MemberLinks
+from noloco_p2p.io.transport.peer_links import Links
 
 OTHER = peer_id_of(bytes(range(32)))
 Shown = tuple[bytes, bytes] | None
@@ -59,7 +61,7 @@ class Mallory:
 
     def elsewhere(self, run_id: str, root: Ed25519PrivateKey) -> Club:
         """Another run, which has admitted him too."""
-        return Club(self.club.home, run_id, root)
+        return Club(self.club.home, run_id, root, is_open=self.club.is_open)
 
 
 def words(value: object) -> str:
@@ -166,6 +168,17 @@ def friend_below(m: Mallory) -> Shown:
     return friend(m, lambda own: f"{own.partition('.')[0]}.{m.name}")
 
 
+def admitted(m: Mallory, *sans: x509.GeneralName) -> Shown:
+    """By himself, as a member whose names nobody limits."""
+    mine = forged(m.key.public_key(), m.club.door, subject="member", issuer="issuer", more=[signing(0)])
+    issuer = forged(m.club.door.public_key(), m.club.root, subject="issuer", issuer="root", more=[signing(1)])
+    return m.shows(*sans, chain=mine + issuer)
+
+
+def a_hundred(m: Mallory) -> Shown:
+    return m.shows(dns(m.name), chain=m.chain + 100 * m.club.trust.anchor)
+
+
 CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("nothing", "TLS without a certificate", nothing, "tls"),
     ("nothing", "a leaf signed by himself", lambda m: m.shows(dns(m.victims_name), chain=b"", issuer="leaf"), "tls"),
@@ -232,6 +245,30 @@ CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("an observer's certificate", "a member's name", lambda m: observer(m, "member"), "tls"),
     ("membership", "the victim's name in what the call says", lambda m: m.shows(dns(m.name)), "itself"),
 ]
+OPEN_CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
+    ("the open root", "TLS without a certificate", nothing, "tls"),
+    ("the open root", "a leaf signed by himself", lambda m: m.shows(dns(m.name), chain=b"", issuer="leaf"), "tls"),
+    ("the open root", "a chain below a root of his own", lambda m: self_made(m, m.name), "tls"),
+    ("the open root", "his leaf below the victim's chain", below_the_victim, "tls"),
+    (
+        "the open root",
+        "the victim's name, to which he is admitted",
+        lambda m: admitted(m, dns(m.victims_name)),
+        "handler",
+    ),
+    ("the open root", "both names", lambda m: admitted(m, dns(m.name), dns(m.victims_name)), "handler"),
+    ("the open root", "the victim's name as URI", lambda m: admitted(m, dns(m.name), uri(m.victims_name)), "handler"),
+    ("the open root", "the victim's name as URI alone", lambda m: admitted(m, uri(m.victims_name)), "handler"),
+    ("the open root", "a name for all", lambda m: admitted(m, dns(f"*.{m.club.trust.suffix}")), "handler"),
+    ("the open root", "a name of no key", lambda m: admitted(m, dns(f"{'a' * 52}.{m.club.trust.suffix}")), "handler"),
+    ("the open root", "a leaf of another key below his", leaf_signs, "tls"),
+    ("the open root", "an expired leaf", lambda m: at(m, -2 * HOUR_S, -HOUR_S), "tls"),
+    ("the open root", "his own name, and a hundred certificates", a_hundred, "handler"),
+    ("the root of another open run", "its name", lambda m: of_another_run(m, name_here=False), "tls"),
+    ("the root of another open run", "a name of this run", lambda m: of_another_run(m, name_here=True), "tls"),
+    ("the open root", "the victim's name in what the call says", lambda m: m.shows(dns(m.name)), "itself"),
+]
+ALL_CALLERS = [(False, *case) for case in CALLERS] + [(True, *case) for case in OPEN_CALLERS]
 SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
     ("the victim's own key", "nothing wrong", lambda m: m.victim.leaf()),
     ("nothing", "no TLS", nothing),
@@ -251,9 +288,18 @@ SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
     ("an observer's certificate", "its name", lambda m: observer(m, "observer")),
     ("an expired membership", "his own name", expired),
 ]
+OPEN_SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
+    ("the victim's own key", "nothing wrong", lambda m: m.victim.leaf()),
+    ("the open root", "no TLS", nothing),
+    ("the open root", "his own name", lambda m: m.shows(dns(m.name))),
+    ("the open root", "the victim's name, to which he is admitted", lambda m: admitted(m, dns(m.victims_name))),
+    ("the open root", "his leaf below the victim's chain", below_the_victim),
+    ("the root of another open run", "the victim's name", lambda m: of_another_run(m, name_here=True)),
+]
+ALL_SERVERS = [(False, *case) for case in SERVERS] + [(True, *case) for case in OPEN_SERVERS]
 
 
-def transport(links: MemberLinks) -> GrpcTransport:
+def transport(links: Links) -> GrpcTransport:
     return GrpcTransport(links, ListenSettings(), Events(), MAX_BODY_BYTES)
 
 
@@ -263,7 +309,7 @@ async def honest(
 ) -> AsyncIterator[tuple[GrpcTransport, Advert]]:
     """A member that serves, and its advert."""
     credentials = credentials or club.credentials("honest")
-    mine = transport(MemberLinks(credentials))
+    mine = transport(Links(credentials))
     await mine.serve(node)
     try:
         yield mine, Advert(credentials.peer_id, club.run_id, 1, (f"127.0.0.1:{mine.port}",))
@@ -273,22 +319,21 @@ async def honest(
 
 def channel(club: Club, peer: Advert, shown: Shown) -> Any:
     key, chain = shown or (None, None)
-    name = club.trust.name_of(peer.peer_id, "member")
+    name, anchor = club.trust.name_of(peer.peer_id, "member"), club.trust.anchor_of(peer.peer_id)
     options = (("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1))
-    return grpc.aio.secure_channel(
-        peer.addresses[0], grpc.ssl_channel_credentials(club.trust.anchor, key, chain), options=options
-    )
+    proof = grpc.ssl_channel_credentials(anchor, key, chain)
+    return grpc.aio.secure_channel(peer.addresses[0], proof, options=options)
 
 
-@pytest.mark.parametrize(("holds", "tries", "made", "layer"), CALLERS, ids=words)
-def test_a_caller_who_is_no_member(
-    tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], Shown], layer: str
+@pytest.mark.parametrize(("is_open", "holds", "tries", "made", "layer"), ALL_CALLERS, ids=words)
+def test_a_caller_who_is_not_whom_he_says(
+    tmp_path: Path, is_open: bool, holds: str, tries: str, made: Callable[[Mallory], Shown], layer: str
 ) -> None:
-    club, node = Club(tmp_path), Node(echo)
+    club, node = Club(tmp_path, is_open=is_open), Node(echo)
     mallory = Mallory(club)
 
     async def ask() -> None:
-        says = callers.metadata(mallory.victim.peer_id, club.run_id)
+        says = ("noloco-peer", mallory.victim.peer_id), *callers.metadata()
         async with honest(club, node) as (_, peer), channel(club, peer, made(mallory)) as link:
             asking = NodeStub(link).Progress(
                 pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer="a", incarnation=1, counter=1)]),
@@ -315,11 +360,11 @@ def test_a_caller_who_is_no_member(
     run(ask())
 
 
-@pytest.mark.parametrize(("holds", "tries", "made"), SERVERS, ids=words)
+@pytest.mark.parametrize(("is_open", "holds", "tries", "made"), ALL_SERVERS, ids=words)
 def test_a_server_who_is_not_the_one_that_is_called(
-    tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], Shown]
+    tmp_path: Path, is_open: bool, holds: str, tries: str, made: Callable[[Mallory], Shown]
 ) -> None:
-    club = Club(tmp_path)
+    club = Club(tmp_path, is_open=is_open)
     mallory = Mallory(club)
     seen: list[object] = []
 
@@ -340,7 +385,7 @@ def test_a_server_who_is_not_the_one_that_is_called(
         else:
             port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([shown]))
         await server.start()
-        caller = transport(MemberLinks(club.credentials("caller")))
+        caller = transport(Links(club.credentials("caller")))
         if tries == "nothing wrong":
             with pytest.raises(Violation, match="describes nothing"):
                 await caller.describe(whom(port))
@@ -357,15 +402,14 @@ def test_a_server_who_is_not_the_one_that_is_called(
     run(ask())
 
 
-def test_without_tls_nobody_is_heard(tmp_path: Path) -> None:
-    club, node = Club(tmp_path), Node(echo)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_without_tls_nobody_is_heard(tmp_path: Path, is_open: bool) -> None:
+    club, node = Club(tmp_path, is_open=is_open), Node(echo)
 
     async def ask() -> None:
         async with honest(club, node) as (_, peer), grpc.aio.insecure_channel(peer.addresses[0]) as link:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await NodeStub(link).Describe(
-                    pb.DescribeRequest(), timeout=20.0, metadata=callers.metadata("A", club.run_id)
-                )
+                await NodeStub(link).Describe(pb.DescribeRequest(), timeout=20.0, metadata=callers.metadata())
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
     run(ask())
@@ -376,7 +420,7 @@ def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> No
 
     async def ask() -> None:
         mine = club.credentials("mine")
-        caller = transport(MemberLinks(mine))
+        caller = transport(Links(mine))
         async with honest(club, node) as (_, peer):
             alien = activation(run_id=club.run_id)
             with pytest.raises(Violation, match="only from the node that read it"):
@@ -428,8 +472,8 @@ def test_a_microbatch_that_its_origin_has_not_begun(
         plain = activation(run_id=club.run_id)
         begun = MicrobatchId(origin.peer_id, 1, 1), Origin(origin.peer_id, 5, 1)
         later[0] = -86_400.0 if why == "expired" else 0.0
-        signed = MemberLinks(origin).labelled(replace(plain.header, microbatch=begun[0], origin=begun[1]))
-        middle = transport(MemberLinks(club.credentials("middle")))
+        signed = Links(origin).labelled(replace(plain.header, microbatch=begun[0], origin=begun[1]))
+        middle = transport(Links(club.credentials("middle")))
         async with honest(club, node) as (_, peer):
             sending = middle.propagate(peer, replace(plain, header=made(replace(signed, stage=2))))
             if not why:
@@ -448,7 +492,7 @@ def test_an_observer_may_look_and_nothing_else(tmp_path: Path) -> None:
     club, node = Club(tmp_path), Node(echo)
 
     async def ask() -> None:
-        caller = transport(MemberLinks(club.credentials("observer", "observer")))
+        caller = transport(Links(club.credentials("observer", "observer")))
         async with honest(club, node) as (_, peer):
             assert (await caller.describe(peer)).step == 7.5
             with pytest.raises(Declined, match="observer"):
@@ -465,7 +509,7 @@ def test_a_connection_that_lives_on_ends_with_the_certificate(tmp_path: Path) ->
     club, node, later = Club(tmp_path), Node(echo), [0.0]
 
     async def ask() -> None:
-        caller = transport(MemberLinks(club.credentials("mine")))
+        caller = transport(Links(club.credentials("mine")))
         credentials = club.credentials("honest", clock=lambda: club.now + later[0])
         async with honest(club, node, credentials) as (_, peer):
             assert (await caller.describe(peer)).step == 7.5
@@ -487,7 +531,7 @@ def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: 
         async with honest(club, node, credentials) as (_, peer):
             for hours in (0, 11, 13):
                 later[0] = hours * HOUR_S
-                caller = transport(MemberLinks(club.credentials("mine" + str(hours))))
+                caller = transport(Links(club.credentials("mine" + str(hours))))
                 assert (await caller.describe(peer)).step == 7.5
                 shown.append(credentials.leaf())
                 await caller.close()

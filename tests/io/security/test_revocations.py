@@ -27,7 +27,7 @@ from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.io.transport.peer_links import MemberLinks
+from noloco_p2p.io.transport.peer_links import Links
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 
@@ -100,7 +100,7 @@ def test_two_lists_of_one_number_end_up_the_same_everywhere(tmp_path: Path) -> N
 async def two(club: Club, node: Node) -> AsyncIterator[tuple[Credentials, Credentials, GrpcTransport, Advert]]:
     """A member that serves and one that calls: what each believes, the caller's transport, the server's advert."""
     server, caller = club.credentials("server"), club.credentials("caller")
-    serving, calling = transport(MemberLinks(server)), transport(MemberLinks(caller))
+    serving, calling = transport(Links(server)), transport(Links(caller))
     await serving.serve(node)
     try:
         yield server, caller, calling, Advert(server.peer_id, club.run_id, 1, (f"127.0.0.1:{serving.port}",))
@@ -121,7 +121,7 @@ def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at:
             begun = replace(
                 sent.header, microbatch=MicrobatchId(caller.peer_id, 1, 1), origin=Origin(caller.peer_id, 5, 1)
             )
-            signed = MemberLinks(caller).labelled(begun)
+            signed = Links(caller).labelled(begun)
             call = asyncio.create_task(calling.propagate(peer, replace(sent, header=signed)))
             await soon(node.entered.wait())
             believer, other = (server, caller) if at == "the server" else (caller, server)

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from transport_fixture import (
     LARGE,
-    RUN,
     Buffers,
     Events,
     Node,
     Pair,
     activation,
     alive,
+    bare,
     echo,
     hang,
     pair,
@@ -223,11 +223,11 @@ def test_where_there_is_no_second_connection_the_first_carries_all(carried: Carr
 @asynccontextmanager
 async def raw_stub(node: Node) -> AsyncIterator[Callable[[str], Any]]:
     """Makes bare calls to a server with `node`, each on its own."""
-    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+    async with pair(node) as both, bare(both.peer) as channel:
         calls = []
 
         def start(method: str) -> Any:
-            calls.append(getattr(NodeStub(channel), method)(timeout=10.0, metadata=callers.metadata("raw", RUN)))
+            calls.append(getattr(NodeStub(channel), method)(timeout=10.0, metadata=callers.metadata()))
             return calls[-1]
 
         try:

@@ -13,10 +13,12 @@ from grpc._cython import cygrpc
 from machine import at_most
 from transport_fixture import (
     LARGE,
+    OTHER_RUN,
     RUN,
     SMALL,
     SOON_S,
     Buffers,
+    NamedLinks,
     Node,
     activation,
     advert,
@@ -40,7 +42,6 @@ from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.exchange import AnnouncedActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
-from noloco_p2p.io.transport.peer_links import OpenLinks
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.ports import ALONE, Body
 
@@ -159,15 +160,15 @@ def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
     run(scenario())
 
 
-def test_another_run_is_a_violation_that_names_both() -> None:
+def test_another_run_is_refused() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
-            stranger = transport("S", run_id="run-2")
+            stranger = transport("S", run_id=OTHER_RUN)
             try:
-                with pytest.raises(Violation, match="'run-2', this node on run 'run-1'"):
+                with pytest.raises(Unreachable, match="not the expected node of this run"):
                     await stranger.propagate(both.peer, activation())
-                with pytest.raises(Violation, match="run 'run-2', this node works on 'run-1'"):
-                    await both.a.propagate(both.peer, activation(run_id="run-2"))
+                with pytest.raises(Violation, match=f"run {OTHER_RUN!r}, this node works on {RUN!r}"):
+                    await both.a.propagate(both.peer, activation(run_id=OTHER_RUN))
             finally:
                 await stranger.close()
 
@@ -264,15 +265,16 @@ def test_probe_says_who_answers() -> None:
         try:
             with pytest.raises(Declined, match="starting"):
                 await starting.describe(advert(address))
-            assert await probe(address, "B", OpenLinks("A", RUN), 2.0) is None
-            assert await probe(address, "C", OpenLinks("A", RUN), 2.0) == "another node answers there: 'B'"
-            assert await probe(address, "B", OpenLinks("A", "run-2"), 2.0) == "the node there works on run 'run-1'"
+            mine, refused = NamedLinks("A"), "nothing accepts connections there, or not the expected node of this run"
+            assert await probe(address, "B", mine, 2.0) is None
+            assert await probe(address, "C", mine, 2.0) == refused
+            assert await probe(address, "B", NamedLinks("A", OTHER_RUN), 2.0) == refused
         finally:
             await starting.close()
-        assert await probe(address, "B", OpenLinks("A", RUN), 2.0) == "nothing accepts connections there"
+        assert await probe(address, "B", mine, 2.0) == refused
         with socket.create_server(("127.0.0.1", 0)) as silent:
             assert "no answer within 0.3 s" in str(
-                await probe(f"127.0.0.1:{silent.getsockname()[1]}", "B", OpenLinks("A", RUN), timeout_s=0.3)
+                await probe(f"127.0.0.1:{silent.getsockname()[1]}", "B", mine, timeout_s=0.3)
             )
 
     run(scenario())

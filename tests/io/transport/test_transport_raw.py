@@ -11,11 +11,13 @@ import grpc.aio
 import pytest
 from transport_fixture import (
     LARGE,
+    OTHER_RUN,
     RUN,
     Buffers,
     Node,
     activation,
     alive,
+    bare,
     echo,
     gradient_of,
     hang,
@@ -57,10 +59,10 @@ class Bodies:
 
 
 @asynccontextmanager
-async def raw_call(node: Node, run_id: str = RUN, seconds: float | None = 10.0) -> AsyncIterator[Any]:
+async def raw_call(node: Node, seconds: float | None = 10.0) -> AsyncIterator[Any]:
     """A bare Propagate call to a server with `node`."""
-    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
-        call = NodeStub(channel).Propagate(timeout=seconds, metadata=callers.metadata("raw", run_id))
+    async with pair(node) as both, bare(both.peer) as channel:
+        call = NodeStub(channel).Propagate(timeout=seconds, metadata=callers.metadata())
         try:
             yield call
         finally:
@@ -177,7 +179,7 @@ HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8)
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"run_id": "run-2"}, "run 'run-2', this node works on 'run-1'"),
+        ({"run_id": OTHER_RUN}, f"run {OTHER_RUN!r}, this node works on {RUN!r}"),
         ({"time_left_s": 0.0}, "makes no sense"),
         ({"time_left_s": float("nan")}, "makes no sense"),
         ({"stage": 0}, "makes no sense"),
@@ -224,10 +226,10 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
             assert "carries no header" in await refused(call, [pb.ActivationMessage(frames=sent.frames)])
         async with raw_call(node, seconds=None) as call:
             assert "needs a deadline" in await refused(call, [sent])
-        async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
-            odd = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", "99"))
+        async with pair(node) as both, bare(both.peer) as channel:
+            odd = (("noloco-protocol", "99"),)
             reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
-            assert "protocol '99', this node speaks '4'" in reply.refusal.message
+            assert "protocol '99', this node speaks '5'" in reply.refusal.message
             assert (reply.peer_id, reply.run_id) == ("B", RUN)
         assert node.calls == []
 
@@ -241,9 +243,10 @@ def test_a_request_that_is_no_message_is_refused_and_nothing_is_logged(
     """gRPC would log a traceback for each: anybody could fill a disk with them."""
 
     async def scenario() -> None:
-        async with pair(Node(hang)) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
-            says = (("noloco-peer", "raw"), ("noloco-run", RUN), ("noloco-protocol", callers.PROTOCOL))
-            calling = channel.unary_stream(f"/noloco.v1.Node/{method}")(b"\x0a\xff", timeout=5, metadata=says)
+        async with pair(Node(hang)) as both, bare(both.peer) as channel:
+            calling = channel.unary_stream(f"/noloco.v1.Node/{method}")(
+                b"\x0a\xff", timeout=5, metadata=callers.metadata()
+            )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await calling.read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from machine import at_most
-from transport_fixture import LARGE, RUN, Node, Pair, activation, advert, echo, hang, pair, run, soon, tensor
+from transport_fixture import LARGE, Node, Pair, activation, advert, bare, echo, hang, pair, run, soon, tensor
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
@@ -25,7 +25,7 @@ from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
 """3 MiB: some messages."""
-ME = callers.metadata("raw", RUN)
+ME = callers.metadata()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def server(node: Node) -> AsyncIterator[tuple[Pair, NodeStub]]:
     """A server with `node`, a transport that it knows, and a bare stub."""
-    async with pair(node) as both, grpc.aio.insecure_channel(both.peer.addresses[0]) as channel:
+    async with pair(node) as both, bare(both.peer) as channel:
         yield both, NodeStub(channel)
 
 
@@ -75,7 +75,7 @@ def test_a_place_is_held_only_while_bytes_come(
     async def scenario() -> None:
         node = Node(echo)
         async with server(node) as (_, stub):
-            calls = [stub.Propagate(timeout=60.0, metadata=callers.metadata(f"X{n}", RUN)) for n in range(8)]
+            calls = [stub.Propagate(timeout=60.0, metadata=ME) for _ in range(8)]
             bringing = list[asyncio.Task[None]]()
             for number, call in enumerate(calls):
                 head, body = announced(stripe)
@@ -146,20 +146,20 @@ def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypat
                 node.entered.clear()
                 await node.entered.wait()
 
-        async with server(node) as (both, stub):
+        async with server(node) as (both, _), bare(both.peer, "X") as x, bare(both.peer, "Y") as y:
             head, _ = announced()
 
-            async def held(name: PeerId) -> Any:
-                call = stub.Propagate(timeout=60.0, metadata=callers.metadata(name, RUN))
+            async def held(channel: Any) -> Any:
+                call = NodeStub(channel).Propagate(timeout=60.0, metadata=ME)
                 with suppress(grpc.aio.AioRpcError):  # it may be refused before it is written
                     await call.write(head)
                 return call
 
-            calls = [await held("X") for _ in range(3)]
+            calls = [await held(x) for _ in range(3)]
             await soon(entered(3))
-            assert await soon((await held("X")).code()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await soon((await held(x)).code()) is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (await both.a.describe(both.peer)).peer_id == "B", "others are served"
-            calls += [await held("Y") for _ in range(2)]
+            calls += [await held(y) for _ in range(2)]
             await soon(entered(5))
             with pytest.raises(Busy):
                 await soon(both.a.describe(both.peer))
@@ -299,11 +299,8 @@ def test_a_host_is_an_address_or_a_network_or_who_opened_the_stream(peer: str, h
         def peer(self) -> str:
             return peer
 
-        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-            return (("noloco-peer", "A"),)
-
         def auth_context(self) -> dict[str, list[bytes]]:
-            return {}
+            return {"peer_dns": [b"A"]}
 
     assert Caller.of(Context()) == (host, "A")
     assert Caller.of(Context(), {"10.1.2.3:4102": "p2p/B", "[::1]:4102": "relay/B"}).host == streamed
@@ -381,17 +378,14 @@ def test_names_and_counts_that_nobody_has_are_refused_on_the_header(
     run(scenario())
 
 
-@pytest.mark.parametrize("name", ["A" * 1025, "A" * 129])
-def test_a_caller_with_such_a_name_is_refused(name: str) -> None:
+def test_a_name_or_version_of_such_a_length_is_refused() -> None:
     async def scenario() -> None:
         node = Node(hang)
         async with server(node) as (_, stub):
-            reply = await stub.Describe(pb.DescribeRequest(), timeout=5.0, metadata=callers.metadata(name, RUN))
-            assert "peer id" in reply.refusal.message
-            long = {"noloco-run": "R" * 4000, "noloco-peer": "A", "noloco-protocol": callers.PROTOCOL}
-            reply = await stub.Describe(pb.DescribeRequest(), timeout=5.0, metadata=tuple(long.items()))
+            long = (("noloco-protocol", "5" * 4000),)
+            reply = await stub.Describe(pb.DescribeRequest(), timeout=5.0, metadata=long)
             assert len(reply.refusal.message) < 250
-            asked = pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer=name)])
+            asked = pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer="A" * 129)])
             assert (await stub.Progress(asked, timeout=5.0, metadata=ME)).refusal.kind == pb.Refusal.KIND_VIOLATION
         assert node.calls == []
 
