@@ -1,4 +1,4 @@
-"""A run with members, or an open one, and certificates that nobody of it would make; used by the tests of its security."""
+"""A run, members-only or open, and certificates that nobody of it would make; used by the tests of its security."""
 
 import time
 from collections.abc import Callable, Sequence
