@@ -57,7 +57,7 @@ def swarm(
         ),
     ] = None,
     members: Annotated[
-        bool, Option("--members", help="Make the run members-only: encrypted links; noloco invite admits others.")
+        bool, Option("--members", help="Make the run members-only: noloco invite admits others.")
     ] = False,
     plain: Annotated[bool, Option("--plain", help="Print lines instead of a live table.")] = False,
     sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a sample at the end.")] = True,

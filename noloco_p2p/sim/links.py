@@ -89,7 +89,7 @@ class ControlSizes:
     """Sizes of messages without tensors, bytes. Messages of zero bytes cost nothing and wait for nothing."""
 
     request: int = 0
-    """Every call: HTTP/2 and gRPC framing, the caller's peer id, run id and protocol version."""
+    """Every call: HTTP/2 and gRPC framing, and the protocol version."""
     answer: int = 0
     """Every answer: a refusal, a description, or what precedes a gradient."""
     header: int = 0
