@@ -1,6 +1,6 @@
 """gRPC connections over libp2p streams, to peers that nobody can dial (ARCHITECTURE.md, "Reachability").
 
-gRPC dials a socket of this machine. Its bytes, which TLS has encrypted, pass unchanged over a stream to the peer, or to a
+gRPC dials a socket of this machine. Its bytes, which are encrypted, pass unchanged over a stream to the peer, or to a
 relay that splices the stream with another one.
 """
 
