@@ -133,8 +133,8 @@ def check_model(manifest: RunManifest) -> None:
     """Import all that the model needs, and split a small one like it. Raises ConfigError."""
     importlib.import_module("noloco_p2p.compute.factory").check_model(manifest)
     # Imported objects live as long as the process; without this the collector scans them again and again in training.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
