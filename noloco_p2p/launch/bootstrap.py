@@ -84,7 +84,7 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
     addresses = join_file.JoinAddresses(join, join_file.PATIENCE_S if ran_before else math.inf)
     if addresses.files:
         # What fails here fails again below, where it is asked for.
-        await asyncio.gather(addresses.come(), asyncio.to_thread(_import_ahead), return_exceptions=True)
+        await asyncio.gather(addresses.come(), asyncio.to_thread(import_ahead), return_exceptions=True)
     while True:
         try:
             return await Libp2pDaemon.open(
@@ -104,8 +104,8 @@ async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettin
             addresses = join_file.JoinAddresses(())
 
 
-def _import_ahead() -> None:
-    """Import what takes seconds while there is perhaps nobody to join yet."""
+def import_ahead() -> None:
+    """Import what takes seconds: while there is perhaps nobody to join yet, or before nodes are forked."""
     importlib.import_module("hivemind.dht.node")
     importlib.import_module("noloco_p2p.compute.model_family").import_transformers()
     importlib.import_module("noloco_p2p.compute.factory")

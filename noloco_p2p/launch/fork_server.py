@@ -24,15 +24,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MODULES = (
-    "hivemind.dht.node",
-    "noloco_p2p.compute.device_stage",
-    "noloco_p2p.compute.factory",
-    "noloco_p2p.launch.compose",
-    "noloco_p2p.observe.web_page",
-    "typer",
-)
-"""What every node imports sooner or later."""
+MODULES = ("noloco_p2p.launch.compose", "noloco_p2p.observe.web_page", "typer")
+"""What every node imports beside what `bootstrap` imports ahead."""
 READY = b"r"
 """Sent once, when it can fork."""
 NUMBER = struct.Struct("<i")
@@ -44,9 +37,7 @@ def main() -> None:
     gc.disable()  # Importing makes hardly any garbage, and looking for it takes a fifth of the time.
     for name in MODULES:
         importlib.import_module(name)
-    importlib.import_module("noloco_p2p.compute.model_family").import_transformers()
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    importlib.import_module("noloco_p2p.launch.bootstrap").import_ahead()
     gc.freeze()  # What is never looked at is never copied.
     gc.enable()
     program = ForkServer(socket.socket(fileno=0)).serve()

@@ -71,9 +71,7 @@ class ForkedProcess:
 class ForkServerProcess:
     """The process. It ends with the launcher, after the nodes: their standard input ends with the launcher, too."""
 
-    def __init__(self, *modules: str) -> None:
-        """`modules` are imported beside what every node needs."""
-        self._modules = modules
+    def __init__(self) -> None:
         self.environment: Mapping[str, str] = {}
         """What it was started with, and what all nodes have."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,7 +81,7 @@ class ForkServerProcess:
         """Start it; it then imports for seconds. Raises LocalError."""
         self.environment = environment
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "noloco_p2p.launch.fork_server", *self._modules]
+        command = [sys.executable, "-m", "noloco_p2p.launch.fork_server"]
         with theirs:
             try:
                 self._process = subprocess.Popen(

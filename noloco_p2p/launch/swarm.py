@@ -162,9 +162,9 @@ class LocalSwarm:
 
     def _waits_for(self) -> str:
         """What is not yet so that the first inner step can be taken."""
-        there = [node for node in self._nodes if node.endpoints is not None]
-        if not there:
+        if not self._server.ready:
             return "importing torch"
+        there = [node for node in self._nodes if node.endpoints is not None]
         if len(there) < len(self._nodes):
             return f"starting {len(self._nodes)} nodes: {len(there)} of {len(self._nodes)}"
         ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}

@@ -138,7 +138,7 @@ def test_nothing_is_left_when_server_or_launcher_is_killed(
 
 
 def test_a_library_that_cannot_be_imported_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "hivemind.py").write_text("raise ImportError('hivemind is broken')")
+    (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken')")
     broken = ForkServerProcess()
     broken.start({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
     try:
@@ -148,7 +148,7 @@ def test_a_library_that_cannot_be_imported_is_shown(tmp_path: Path, capfd: pytes
             NodeProcess(tmp_path, 0, 0).start(broken, [])
     finally:
         broken.close()
-    assert "hivemind is broken" in capfd.readouterr().err
+    assert "uvloop is broken" in capfd.readouterr().err
 
 
 def test_a_process_with_threads_forks_nothing() -> None:

@@ -15,17 +15,11 @@ from pathlib import Path
 from noloco_p2p.launch.fork_server import ForkServer, run
 from noloco_p2p.launch.fork_server_process import ForkedProcess, ForkServerProcess
 
-MODULES = (
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-)
-"""What a node of the tests imports beside what every node does."""
-
 
 @functools.cache
 def server() -> ForkServerProcess:
     """Started at the first use in a test process, and ends with it."""
-    made = ForkServerProcess(*MODULES)
+    made = ForkServerProcess()
     made.start({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     while not made.ready:
         time.sleep(0.02)
