@@ -58,8 +58,6 @@ def node(
         return
     if sys.stderr.isatty() and not (log_json or describe):
         print(f"noloco-node {__version__}: reading the settings, importing torch and hivemind …", file=sys.stderr)
-    # Importing makes hardly any garbage; looking for it took a fifth of the time. `bootstrap.check_model` ends this.
-    gc.disable()
     from noloco_p2p.launch import foreseen, run_files, settings
 
     overrides = settings.read(config, os.environ, set or (), {"--stage": ("stage", stage)})
@@ -135,6 +133,8 @@ def _stopped(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """The command `noloco-node`."""
+    # Importing makes hardly any garbage; looking for it took a fifth of the time. `bootstrap.check_model` ends this.
+    gc.disable()
     # As the first process of a container it would ignore a signal for which it has no handler.
     before = signal.signal(signal.SIGTERM, _stopped)
     try:
