@@ -34,12 +34,13 @@ FAST_BYTES_PER_S = 100e6
 """How much may wait unsent in the socket of a connection. It is little, because it goes before everything that is
 written later. On a line as fast as this, even the larger amount is gone in 10 ms, and the sender is not woken for every
 128 KiB."""
-CONNECTIONS = 2
-FAR_S, FAR_BYTES = 0.01, 1 << 16
-"""A body uses CONNECTIONS connections at once if its peer is at least FAR_S away and more than FAR_BYTES fit in a round
-trip. A single connection has 15 KB in flight after a rest, and never more than its buffers hold."""
-LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 16
-"""Such a body is cut into at least STRIPES messages, unless these would be too small, so that both connections end at
+CONNECTIONS = 8
+FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 1 << 18
+"""If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that fit in a round trip, and
+at most one for each PART_BYTES of it, and CONNECTIONS. A single connection has 15 KB in flight after a rest, and never
+more than its buffers hold."""
+LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 8 * CONNECTIONS
+"""Such a body is cut into at least STRIPES messages, unless these would be too small, so that all connections end at
 about the same time."""
 PEERS = 256
 """Peers whose round trips are remembered."""
@@ -134,10 +135,11 @@ class MeasuredLine:
             return True
         return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
 
-    def needs_more(self, peer: PeerId) -> bool:
-        """Whether one connection to a peer may have less under way than the line would carry."""
-        rate, round_trip_s = self.up.bytes_per_s, self.round_trip_s(peer)
-        return bool(rate and round_trip_s and round_trip_s >= FAR_S and rate * round_trip_s > FAR_BYTES)
+    def connections(self, peer: PeerId, nbytes: int) -> int:
+        """Over how many connections a body goes to a peer: one may have less under way than the line would carry."""
+        rate, round_trip_s = self.up.bytes_per_s or 0.0, self.round_trip_s(peer) or 0.0
+        under_way = int(rate * round_trip_s) if round_trip_s >= FAR_S else 0
+        return min(CONNECTIONS, 1 + under_way // FAR_BYTES, 1 + nbytes // PART_BYTES)
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for one more place while `asked` activations were asked for, or are being sent."""

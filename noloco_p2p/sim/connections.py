@@ -71,8 +71,8 @@ class Connection:
         if self.segment.bytes_per_s < self._ceiling and self._growth is None:
             self._growth = loop.call_later(self._round_trip_s, self._grow)
         self._moving[flow] = flow.moved(loop.time())
-        alone = (Segment(self._each),) if connections == 1 and self._each < self._ceiling else ()
-        bandwidth.start(flow, path + alone)
+        own = connections * self._each
+        bandwidth.start(flow, path + ((Segment(own),) if own < self._ceiling else ()))
 
     def stop(self, flow: Flow) -> None:
         """Stop a body, or note that it has left."""

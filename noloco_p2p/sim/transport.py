@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -155,7 +154,7 @@ class SimTransport:
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
         whole = claim is None and nbytes <= wire.PACK_BYTES
-        connections = CONNECTIONS if not whole and self.line.needs_more(peer.peer_id) else 1
+        connections = 1 if whole else self.line.connections(peer.peer_id, nbytes)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
         body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
         if whole:

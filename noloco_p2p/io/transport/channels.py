@@ -14,16 +14,16 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
+from noloco_p2p.io.dht.reach import RELAY, STREAM
 from noloco_p2p.io.transport.peer_links import Links, target
 
-CHANNELS_PER_PEER = CONNECTIONS
-"""A second connection is opened while the first one is in use, or when a body goes over both."""
+CHANNELS_PER_PEER = 2
+"""A second connection is opened while the first one is in use."""
 CONTROL_SLOT = CHANNELS_PER_PEER
-"""The number of the connection for short questions."""
-MAX_CHANNELS = 64
+"""The number of the connection for short questions. Those that carry parts of bodies follow it."""
+MAX_CHANNELS = 256
 """Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
 """Longest wait for one address to accept a connection; one that refuses answers in a millisecond."""
@@ -71,6 +71,11 @@ class PeerChannel:
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
         """FetchSnapshot or FetchState: the messages of the reply."""
         return self.channel.unary_stream(f"{SERVICE}/{method}")(request.SerializeToString(), **options)
+
+    def at_most(self, connections: int) -> int:
+        """How many connections a body uses that would use so many: few where all go over one link, or a relay."""
+        spliced = self.address == STREAM or self.address.startswith(RELAY)
+        return min(connections, CHANNELS_PER_PEER) if spliced else connections
 
     @property
     def ready(self) -> bool:
@@ -129,13 +134,14 @@ class ChannelPool:
 
     @asynccontextmanager
     async def acquire(
-        self, peer: Advert, seconds: float, *, control: bool = False, beside: PeerChannel | None = None
+        self, peer: Advert, seconds: float, *, control: bool = False, part: int = 0
     ) -> AsyncIterator[PeerChannel]:
         """A connection to the peer for one call; for `control` one on which no body is sent, so that nothing delays it.
 
-        It is not `beside`. Raises Unreachable when no address accepts one in time.
+        `part`: the one that carries this part of bodies, beside the call that announces them. Raises Unreachable when
+        no address accepts one in time.
         """
-        key = (peer.peer_id, CONTROL_SLOT) if control else self._key(peer, beside)
+        key = (peer.peer_id, CONTROL_SLOT + part) if control or part else self._key(peer)
         channel = self._kept.pop(key, None)
         if channel is not None and not (channel.ready and channel.address in peer.addresses):
             if channel.calls == 0:
@@ -171,10 +177,10 @@ class ChannelPool:
             self._close(channel)
         await asyncio.gather(*self._closing)
 
-    def _key(self, peer: Advert, beside: PeerChannel | None) -> ChannelKey:
+    def _key(self, peer: Advert) -> ChannelKey:
         """The peer's least used connection; a further one only while all others are in use."""
         keys = [(peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)]
-        kept = [(key, self._kept.get(key)) for key in keys if beside is None or self._kept.get(key) is not beside]
+        kept = [(key, self._kept.get(key)) for key in keys]
         for key, channel in kept:
             if channel is None or channel.calls == 0:
                 return key

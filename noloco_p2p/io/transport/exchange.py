@@ -1,7 +1,7 @@
 """How the messages of one call are written and read, and of those that carry a part of it over other connections."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
@@ -49,11 +49,11 @@ class AnnouncedActivation(Generic[T]):
         turn: AbstractAsyncContextManager[None],
         claim: Claim,
         feed: Callable[[bytes], T | None],
-        stripe: AbstractAsyncContextManager[Ways] | None,
+        stripes: Sequence[AbstractAsyncContextManager[Ways]],
     ) -> None:
-        """The body leaves in its `turn`; `feed` gets the reply. `stripe` opens a call that carries a part of both."""
+        """The body leaves in its `turn`; `feed` gets the reply. `stripes` open calls that each carry a part of both."""
         self._header, self._body = sent
-        self._turn, self._claim, self._feed, self._stripe = turn, claim, feed, stripe
+        self._turn, self._claim, self._feed, self._stripes = turn, claim, feed, stripes
         self._messages: Iterator[bytes] = iter(())
         """What is left of the body."""
         self._reply: T | None = None
@@ -82,10 +82,11 @@ class AnnouncedActivation(Generic[T]):
                 start(self._send(write))
             else:
                 self._take(message)
-            if self._stripe is None or not tasks:
+            if not self._stripes or not tasks:
                 await self._receive(read)
             else:
-                await self._until_whole({start(self._receive(read)), start(self._carry_beside(self._stripe))})
+                beside = {start(self._carry_beside(stripe)) for stripe in self._stripes}
+                await self._until_whole({start(self._receive(read)), *beside})
             if self._reply is None:
                 raise Violation("the reply ended early")
             return self._reply
@@ -106,7 +107,7 @@ class AnnouncedActivation(Generic[T]):
             await self._carry(write)
             await self._sent.wait()
         self._claim.left()
-        if self._stripe is not None:
+        if self._stripes:
             await write(NO_MORE)
 
     async def _carry(self, write: Write) -> None:

@@ -241,19 +241,20 @@ class GrpcTransport:
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
-        number = next(self._stripes) if not whole and self.line.needs_more(peer.peer_id) else 0
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             self.line.up.carries("activation", size)
             if not whole:
-                stripe = self._stripe(peer, what, seconds, channel, number, activation.header) if number else None
+                parts = range(1, channel.at_most(self.line.connections(peer.peer_id, size)))
+                number = next(self._stripes) if parts else 0
+                beside = [self._stripe(peer, what, seconds, number, activation.header, part) for part in parts]
                 leaves = partial(self._count, direction="out", kind="activation", bytes=size)
                 turn = self._turns.of(peer.peer_id, size, leaves)
                 call = channel.send_stream(method, **options)
                 most = stripe_bytes(size) if number else line.message_bytes
                 header, body = message_codec.announced(activation, number)
                 sent = header, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
-                announced = AnnouncedActivation(sent, turn, claim or ALONE, feed, stripe)
+                announced = AnnouncedActivation(sent, turn, claim or ALONE, feed, beside)
                 return await announced.exchange(call, self._ways(call, activation.header))
             self._count(direction="out", kind="activation", bytes=size)
             [message] = message_codec.to_activation(activation, head_alone=False)
@@ -267,10 +268,10 @@ class GrpcTransport:
 
     @asynccontextmanager
     async def _stripe(
-        self, peer: Advert, what: str, seconds: float, beside: PeerChannel, number: int, header: Header
+        self, peer: Advert, what: str, seconds: float, number: int, header: Header, part: int
     ) -> AsyncIterator[Ways]:
-        """A call on another connection than `beside`, which carries part of the activation with this number."""
-        async with self._calling(peer, what, seconds, beside=beside) as (channel, left_s):
+        """A call on a connection of its own, which carries part of the activation with this number."""
+        async with self._calling(peer, what, seconds, part=part) as (channel, left_s):
             call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
             try:
                 ways = self._ways(call, header)
@@ -286,7 +287,7 @@ class GrpcTransport:
 
     @asynccontextmanager
     async def _calling(
-        self, peer: Advert, what: str, seconds: float, *, control: bool = False, beside: PeerChannel | None = None
+        self, peer: Advert, what: str, seconds: float, *, control: bool = False, part: int = 0
     ) -> AsyncIterator[tuple[PeerChannel, float]]:
         """A connection, and the seconds left once there is one; errors of gRPC become ours here and only here."""
         if self._closed:
@@ -295,6 +296,6 @@ class GrpcTransport:
             raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
         clock = asyncio.get_running_loop().time
         give_up_at = clock() + seconds
-        async with self._channels.acquire(peer, seconds, control=control, beside=beside) as channel:
+        async with self._channels.acquire(peer, seconds, control=control, part=part) as channel:
             with translated_errors(peer.peer_id, what, seconds, give_up_at):
                 yield channel, max(0.001, give_up_at - clock())

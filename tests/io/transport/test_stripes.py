@@ -1,4 +1,4 @@
-"""A body and its reply over two connections at once: whole whichever carries what, and over when one is lost."""
+"""A body and its reply over several connections at once: whole whichever carries what, and over when one is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,17 +25,27 @@ from transport_fixture import (
     watched_buffers,
 )
 
-from noloco_p2p.core.line_rate import FAR_BYTES, FAR_S, LEAST_STRIPE_BYTES, MeasuredLine, stripe_bytes
+from noloco_p2p.core.line_rate import (
+    CONNECTIONS,
+    FAR_BYTES,
+    FAR_S,
+    LEAST_STRIPE_BYTES,
+    PART_BYTES,
+    STRIPES,
+    MeasuredLine,
+    stripe_bytes,
+)
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Busy, Unreachable
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.channels import PeerChannel
+from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
+LONG = 1 << 30
 
 
 def is_far(both: Pair) -> None:
@@ -43,7 +53,7 @@ def is_far(both: Pair) -> None:
     rate, now = both.a.line.up, asyncio.get_running_loop().time()
     rate.ended(rate.began(now - 1.0), 50e6, now)
     both.a.line.answered("B", 0.2)
-    assert both.a.line.needs_more("B")
+    assert both.a.line.connections("B", LONG) == CONNECTIONS
 
 
 class Carried:
@@ -83,25 +93,32 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
     return Carried(monkeypatch)
 
 
-def test_two_are_used_where_more_would_be_under_way_than_one_begins_with() -> None:
+def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
     line = MeasuredLine()
-    assert not line.needs_more("B")
+    assert line.connections("B", LONG) == 1
     line.up.ended(line.up.began(0.0), 1e9, 1.0)
-    assert not line.needs_more("B"), "nobody knows how far it is"
+    assert line.connections("B", LONG) == 1, "nobody knows how far it is"
     line.answered("B", FAR_S / 2)
-    assert not line.needs_more("B"), "it is near"
+    assert line.connections("B", LONG) == 1, "it is near"
     line.answered("C", FAR_S)
-    assert line.needs_more("C")
+    assert line.connections("C", LONG) == CONNECTIONS
+    assert [line.connections("C", n * PART_BYTES - 1) for n in (1, 3, 99)] == [1, 3, CONNECTIONS]
     slow = MeasuredLine()
     slow.up.ended(slow.up.began(0.0), FAR_BYTES, 1.0)
-    slow.answered("B", 0.9)
-    assert not slow.needs_more("B"), "all that its line carries is under way on one"
+    for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
+        slow.answered(str(round_trip_s), round_trip_s)
+        assert slow.connections(str(round_trip_s), LONG) == connections
     assert stripe_bytes(1 << 20) == LEAST_STRIPE_BYTES
-    assert stripe_bytes(1 << 24) == 1 << 20
+    assert stripe_bytes(1 << 26) == (1 << 26) // STRIPES
+
+
+def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
+    most = [PeerChannel(way, None).at_most(CONNECTIONS) for way in ("host:1", "p2p", "relay/R")]
+    assert most == [CONNECTIONS, CHANNELS_PER_PEER, CHANNELS_PER_PEER]
 
 
 @pytest.mark.parametrize("limits", [None, "capped"])
-def test_a_far_body_and_its_gradient_go_over_both_connections(carried: Carried, limits: str | None) -> None:
+def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, limits: str | None) -> None:
     from noloco_p2p.config import LimitSettings
 
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
@@ -118,6 +135,9 @@ def test_a_far_body_and_its_gradient_go_over_both_connections(carried: Carried, 
             assert carried.channels["Stripe"] is not carried.channels["Propagate"]
             for count in (carried.sent, carried.received):
                 assert count["Stripe"] > 2 * 3
+            assert {slot for _, slot in both.a._channels._kept} >= set(
+                range(CONTROL_SLOT + 1, CONTROL_SLOT + CONNECTIONS)
+            )
             loss = await both.a.evaluate(both.peer, activation(LARGE))
             assert loss.tokens == 7
         whole = sum(one.data.nbytes for one in sent[0].tensors)
@@ -198,15 +218,15 @@ def test_a_refusal_comes_through_while_two_are_ready(carried: Carried) -> None:
     run(scenario())
 
 
-def test_where_there_is_no_second_connection_the_first_carries_all(carried: Carried) -> None:
+def test_where_there_is_no_other_connection_the_first_carries_all(carried: Carried) -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             is_far(both)
             plain = both.a._channels.acquire
 
             @asynccontextmanager
-            async def one_only(*given: Any, beside: PeerChannel | None = None, **options: Any) -> AsyncIterator[Any]:
-                if beside is not None:
+            async def one_only(*given: Any, part: int = 0, **options: Any) -> AsyncIterator[Any]:
+                if part:
                     raise Unreachable("one connection is all that this way has")
                 async with plain(*given, **options) as channel:
                     yield channel
@@ -265,9 +285,11 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
             main, other = await granted(start, head), await beside(start, 7)
             for one in reversed(body[1:]):
                 await other.write(one)
-            third = await beside(start, 7)
-            await third.write(body[0])
-            assert await soon(third.code()) is grpc.StatusCode.UNAVAILABLE, "two calls are all that may carry it"
+            for _ in range(CONNECTIONS - 2):
+                await (await beside(start, 7)).write(END)
+            late = await beside(start, 7)
+            await late.write(body[0])
+            assert await soon(late.code()) is grpc.StatusCode.UNAVAILABLE, "so many calls are all that may carry it"
             await other.write(END)
             await main.write(body[0])
             await main.write(END)
