@@ -360,7 +360,7 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
         call = Full()
         sent = b"header", lambda message_bytes: iter([b"body"])
         sending = asyncio.create_task(
-            AnnouncedActivation(sent, nullcontext(), ALONE, lambda reply: reply, None).exchange(
+            AnnouncedActivation(sent, nullcontext(), ALONE, lambda reply: reply, ()).exchange(
                 call, (call.write, call.read)
             )
         )
