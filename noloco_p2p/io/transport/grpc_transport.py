@@ -250,12 +250,11 @@ class GrpcTransport:
                 beside = [self._stripe(peer, what, seconds, number, activation.header, part) for part in parts]
                 leaves = partial(self._count, direction="out", kind="activation", bytes=size)
                 turn = self._turns.of(peer.peer_id, size, leaves)
-                call = channel.send_stream(method, **options)
+                ways = self._ways(call := channel.send_stream(method, **options), activation.header)
                 most = stripe_bytes(size) if number else line.message_bytes
                 header, body = message_codec.announced(activation, number)
                 sent = header, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
-                announced = AnnouncedActivation(sent, turn, claim or ALONE, feed, beside)
-                return await announced.exchange(call, self._ways(call, activation.header))
+                return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways)
             self._count(direction="out", kind="activation", bytes=size)
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
