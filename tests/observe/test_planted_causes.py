@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,7 +208,8 @@ def pair() -> Iterator[Pair]:
         for node in (first, second):
             node.wait_for_steps(1)
             for thread in Path(f"/proc/{node.process.pid}/task").iterdir():
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)  # they train as fast as they can
+                with suppress(ProcessLookupError):  # a thread that has just ended
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)  # they train as fast as they can
         yield Pair(first, second)
 
 
@@ -301,9 +302,10 @@ def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:
 def daemon_of(node: NodeProcess) -> int:
     """The process id of a node's p2pd."""
     for task in Path(f"/proc/{node.process.pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if "p2pd" in Path(f"/proc/{child}/cmdline").read_text():
-                return int(child)
+        with suppress(OSError):  # a thread or a process that has just ended
+            for child in (task / "children").read_text().split():
+                if "p2pd" in Path(f"/proc/{child}/cmdline").read_text():
+                    return int(child)
     raise AssertionError(f"no p2pd below process {node.process.pid}")
 
 
