@@ -1,14 +1,16 @@
-"""What a node needs of the world: six ports, each with one real implementation and one simulated one.
+"""What a node needs of the world: seven ports, each with one real implementation and one simulated one.
 
-`io/` (and `compute/` for the stage) has the real ones, `sim/` the others, in files of the same name. A port leaks
-neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B microbatch, T sequence, D hidden size.
+`io/` (and `compute/` for stage and device) has the real ones, `sim/` the others, in files of the same name. A port
+leaks neither. Times are seconds; a `deadline_s` counts from the call. Shape legend: B microbatch, T sequence, D hidden
+size.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from enum import Enum, auto
+from typing import Protocol, TypeVar
 
 from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.line_rate import MeasuredLine
@@ -160,28 +162,29 @@ class Directory(Protocol):
 
 
 class Stage(Protocol):
-    """One pipeline stage: its weights, its optimizer, its slow weights. Called by the node only.
+    """One pipeline stage: its weights, its optimizer, its slow weights. Synchronous: the node runs it on a `Device`.
 
-    Calls are awaited and run one at a time on the device, backward before forward. A call whose waiter is cancelled
-    before it began is not run; one that began runs to its end. `graph` is a handle to a kept autograd graph.
+    `graph` is a handle to a kept autograd graph.
     """
 
-    state: StageState
+    @property
+    def state(self) -> StageState:
+        """What it is; never changes."""
 
     @property
     def places(self) -> int | None:
         """Microbatches for which there is memory at once, as last measured; None: for any number. From any thread."""
 
-    async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+    def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph: (graph, `hidden` as it travels).
 
         `inputs`: B×T int32 tokens at stage 0, `hidden` later. Raises Violation: not finite, not of this run's shape.
         """
 
-    async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, which is freed; adds gradients and tokens unless the id is spent here."""
 
-    async def loss_backward(
+    def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         """The last stage: forward, summed loss and backward in one operation. Raises Violation as forward."""
@@ -189,31 +192,31 @@ class Stage(Protocol):
     def discard(self, graph: int) -> None:
         """Free a graph that will not be used. Returns at once; unknown handles are ignored."""
 
-    async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+    def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """Forward without a graph: hidden states, or at the last stage the loss."""
 
-    async def is_sound(self) -> bool:
+    def is_sound(self) -> bool:
         """Its weights and what it makes of a microbatch of its own are finite; nothing of it is counted or kept."""
 
-    async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+    def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
         """Of two gradients that came for the same data. Works beside the device. Raises Violation as `backward`."""
 
-    async def inner_step(self, label: StepLabel) -> StepResult:
+    def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
 
-    async def snapshot(self, round: int, step: int) -> FrozenRound:
+    def snapshot(self, round: int, step: int) -> FrozenRound:
         """Freeze what the outer rule offers, and θ of now; later changes do not touch them.
 
         Where the rule takes from all replicas its `view` has the digest, and nobody yet.
         """
 
-    async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
+    def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` asks for of a frozen round, as it travels. Works beside the device.
 
         Raises Violation for a request that nothing answers to, Declined when what was frozen is not finite.
         """
 
-    async def decode(
+    def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
         """What a partner's answer to `request` comes to. Works beside the device. Raises Violation: unfit, not finite.
@@ -222,27 +225,73 @@ class Stage(Protocol):
         what was there `before`, which is used up. `mine` is what the bounds of the request are of.
         """
 
-    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
         """The outer rule and N3 (METHOD.md, "Outer rules") with the newest frozen round and others', or alone.
 
         Not `counted`: with the others' only, of whom there are some. Of gradients, the coming inner step takes the sum.
         No graph is open. Inner steps taken since then stay in θ. Audited if there is an audit.
         """
 
-    async def adopt(self, theirs: Snapshot) -> None:
+    def adopt(self, theirs: Snapshot) -> None:
         """Start from a replica's weights alone: θ = θ_f, the rule and the optimizer begin anew. Raises as `restore`."""
 
-    async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze everything of now but the inner step under way; later changes do not touch it."""
 
-    async def restore(self, theirs: ReplicaState) -> None:
+    def restore(self, theirs: ReplicaState) -> None:
         """Become that replica: weights, momentum, optimizer, spent ids; the inner step under way is forgotten.
 
         Raises Violation, and changes nothing, when it does not fit or is not finite.
         """
 
+
+class Operation(Enum):
+    """What a stage does on its device."""
+
+    FORWARD = auto()
+    BACKWARD = auto()
+    LOSS_BACKWARD = auto()
+    EVALUATE = auto()
+    INNER_STEP = auto()
+    OUTER = auto()
+    """A snapshot, merge, adoption, capture or restoration."""
+
+    @property
+    def priority(self) -> int:
+        """The lowest goes first, and within a priority the order is that of the calls.
+
+        A backward pass ends what the previous stage waits for and frees a graph, so it goes before a forward pass,
+        which only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner
+        step or a merge is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline.
+        """
+        return {Operation.FORWARD: 1, Operation.EVALUATE: 2}.get(self, 0)
+
+
+R = TypeVar("R")
+DEVICE_CLOSED = "the device has been closed"
+
+
+class Device(Protocol):
+    """Runs the operations of a stage one at a time, each to its end."""
+
+    async def call(self, operation: Operation, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
+        """The result of `work`, or what it raised (out of memory: LocalError).
+
+        If cancelled before the work starts, it is not run. If cancelled later, it runs to its end and `lost` gets the
+        result, on the loop. Raises LocalError: the device is closed.
+        """
+
+    async def beside(self, work: Callable[[], R]) -> R:
+        """The result of work on host memory that waits for nothing on the device."""
+
+    def post(self, work: Callable[[], object]) -> None:
+        """Run `work` soon without waiting for it. After `close` it is dropped."""
+
+    def take_busy_s(self) -> float:
+        """Seconds of work since the last call of this. Called inside `work`."""
+
     def close(self) -> None:
-        """Free the device and its memory after the operation in hand; the stage is not used again."""
+        """Free the device and its memory after the operation in hand; waiting calls get LocalError. Returns at once."""
 
 
 class Batches(Protocol):
@@ -299,7 +348,7 @@ class World:
     directory: Directory
     telemetry: Telemetry
     checkpoints: Checkpoints
-    make_stage: Callable[[int], Awaitable[Stage]]
+    make_stage: Callable[[int], Awaitable[tuple[Stage, Device]]]
     make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]
     secret: int
     """At least 64 random bits of this process that no peer knows."""

@@ -28,7 +28,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """`file:function`: why it is longer."""
 BROAD: dict[str, str] = {
     "cli/exits.py:run_app": "the last resort: a bug ends with one line, or a traceback with --debug",
-    "compute/device.py:Device._run": "it is raised again in the task that waits for the call",
+    "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
@@ -44,6 +44,7 @@ COLLECTIVES = {
 }
 """Files that may use torch.distributed: a node has no collective call."""
 SAME_NAME = {
+    "device": "a port",
     "links": "those of the simulator, and `noloco bench links`",
     "stage": "a port, and `noloco bench stage`",
     "transport": "a port, and `noloco bench transport`",

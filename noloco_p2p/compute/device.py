@@ -1,11 +1,6 @@
-"""The device's thread. It runs the event loop's calls one at a time, the most urgent first, each to its end.
+"""The device: a thread that runs the event loop's calls one at a time, the most urgent first, each to its end.
 
-Nothing here knows torch.
-
-The order: a backward pass ends what the previous stage waits for and frees a graph, so it goes before a forward pass,
-which only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner step or a
-merge is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline and goes last.
-Within a priority calls run in their order.
+Nothing here imports torch but the making of a stage, and that happens on the thread.
 """
 
 import asyncio
@@ -17,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
 
-URGENT, NORMAL, IDLE = 0, 1, 2
-"""Priorities: backward passes and what ends steps and rounds; forward passes; evaluation."""
-CLOSED = "the device has been closed"
+if TYPE_CHECKING:
+    from noloco_p2p.compute.stage import TorchStage
+
 MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")
 
 R = TypeVar("R")
@@ -40,8 +38,8 @@ class DeviceCall:
     lost: Callable[[Any], None] | None = field(compare=False, default=None)
 
 
-class Device:
-    """A thread and its priority queue. Use `call` from an event loop, `post` from anywhere."""
+class DeviceThread:
+    """The Device port: a thread and its priority queue."""
 
     def __init__(self, name: str) -> None:
         self._queue: list[DeviceCall] = []
@@ -52,37 +50,37 @@ class Device:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    async def call(self, priority: int, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
-        """Run `work` on the thread, and return its result or raise what it raised (out of memory: LocalError).
-
-        If cancelled before the work starts, it is not run. If cancelled later, it runs to its end and `lost` gets the
-        result, on the loop. Raises LocalError: the device is closed.
-        """
+    async def call(self, operation: Operation, work: Callable[[], R], *, lost: Callable[[R], None] | None = None) -> R:
+        """See `ports.Device`."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        if not self._push(priority, work, future, lost):
-            raise LocalError(CLOSED)
+        if not self._push(operation.priority, work, future, lost):
+            raise LocalError(DEVICE_CLOSED)
         try:
             return await future
         finally:
             del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both
 
+    async def beside(self, work: Callable[[], R]) -> R:
+        """See `ports.Device`. Runs in another thread."""
+        return await asyncio.to_thread(work)
+
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work` urgently without waiting for it. After `close` it is dropped."""
-        self._push(URGENT, work)
+        """See `ports.Device`. From any thread."""
+        self._push(0, work)
 
     def take_busy_s(self) -> float:
-        """Seconds that the thread has worked since the last call of this. Called on the thread, inside a call."""
+        """See `ports.Device`."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def close(self) -> None:
-        """End the thread after the running call; waiting calls get LocalError. Returns at once. May be called again."""
+        """See `ports.Device`. The thread ends. May be called again."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
             self._wake.notify()
         for queued in waiting:
-            _deliver(queued, None, LocalError(CLOSED))
+            _deliver(queued, None, LocalError(DEVICE_CLOSED))
 
     def join(self) -> None:
         """Wait until the thread has ended (after `close`)."""
@@ -162,3 +160,34 @@ def _local(error: BaseException) -> BaseException:
     local = LocalError("not enough memory on the device: set compute.recompute, or use more stages")
     local.__cause__ = error
     return local
+
+
+async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> tuple[Stage, Device]:
+    """Make stage `index` with its initial weights on its own device thread, without blocking the loop.
+
+    Raises ConfigError: the model cannot be split like this; LocalError: no such device, no memory, no audit directory.
+    """
+    device = DeviceThread(f"device-{index}")
+
+    def make() -> "TorchStage":
+        from noloco_p2p.compute.factory import make_torch_stage
+        from noloco_p2p.compute.hardware import set_threads
+
+        set_threads(node.threads)
+        return make_torch_stage(
+            manifest,
+            index,
+            peer_id,
+            device=node.device,
+            audit_dir=node.audit.dir,
+            audit_weights=node.audit.weights,
+            recompute=node.compute.recompute,
+        )
+
+    try:
+        stage = await device.call(Operation.OUTER, make)
+        await device.call(Operation.OUTER, device.take_busy_s)  # making it belongs to no inner step
+        return stage, device
+    except BaseException:
+        device.close()
+        raise

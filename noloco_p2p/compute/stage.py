@@ -1,6 +1,6 @@
 """One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
 
-`device_stage.py` provides the thread and the port; the simulator calls it directly. Weights, moments, φ and δ are in
+`device.py` has the thread that it runs on; the simulator calls it directly. Weights, moments, φ and δ are in
 compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed separately from the
@@ -54,8 +54,7 @@ class TorchStage:
         recompute: bool = False,
     ) -> None:
         self._part = part
-        self._manifest = manifest
-        self._peer_id = peer_id
+        self._manifest, self._peer_id = manifest, peer_id
         self._device = device
         self._audit = audit
         part.causal.to(device)
@@ -67,11 +66,9 @@ class TorchStage:
         self._optimizer = InnerOptimizer(part.parameters, manifest.inner, matrices)
         self._outer = OuterState(part.parameters, manifest.outer)
         self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
-        self.encode, self.decode = self._codec.encode, self._codec.decode
-        """As in the port. Any thread may call them."""
+        self.encode, self.decode = self._codec.encode, self._codec.decode  # as in the port; any thread may call them
         self._returned = NormClip()
-        self._inner_steps = 0
-        """Inner steps taken on these weights."""
+        self._inner_steps = 0  # taken on these weights
         shape_BT = (manifest.microbatch_size, manifest.sequence_length)
         shape_BTD = (*shape_BT, part.hidden_size)
         self._hidden = ActivationCodec("hidden", manifest.wire.forward, shape_BTD, self._compute)
@@ -97,6 +94,11 @@ class TorchStage:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """θ by global name, the live tensors (for tests, benches and export)."""
         return dict(self._part.parameters)
+
+    @property
+    def places(self) -> int | None:
+        """As in the port."""
+        return self.memory.places
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """Forward with a graph, as in the port."""

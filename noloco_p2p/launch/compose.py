@@ -40,7 +40,7 @@ from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.node.loop import Node
-from noloco_p2p.ports import Batches, Stage, World
+from noloco_p2p.ports import Batches, Device, Stage, World
 
 LARGEST_ACTIVATION_BYTES = 1 << 30
 """An activation that claims to be larger is refused before its stage is asked."""
@@ -191,13 +191,13 @@ def _node(
     advert, telemetry = ports.advert, ports.telemetry
     ready = [data] if data is not None else []
 
-    async def stage(index: int) -> Stage:
+    async def stage(index: int) -> tuple[Stage, Device]:
         await imports
-        device = importlib.import_module("noloco_p2p.compute.device_stage")
+        device = importlib.import_module("noloco_p2p.compute.device")
         telemetry.event("stage", stage=index)
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
-        made: Stage = await device.make_stage(manifest, local, index, advert.peer_id)
-        telemetry.event("gauge", name="parameters", value=made.state.parameters)
+        made: tuple[Stage, Device] = await device.make_stage(manifest, local, index, advert.peer_id)
+        telemetry.event("gauge", name="parameters", value=made[0].state.parameters)
         telemetry.measure_memory(importlib.import_module("noloco_p2p.compute.hardware").memory_meter(local.device))
         return made
 

@@ -15,6 +15,7 @@ from noloco_p2p.core.messages import NO_STAGE, Advert, Batch, MicrobatchId
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.core.status import AnyReplica, Resource, Status
 from noloco_p2p.node.checkpointing import Checkpointer
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.join import Joining, Rebalancer
 from noloco_p2p.node.membership import Membership, MembershipLoop
@@ -151,8 +152,8 @@ class Node:
 
     async def _make_weights(self) -> None:
         with self.waits.waiting("weights", Resource.DEVICE):
-            stage = await self._world.make_stage(self.state.index)
-        self.state.hold(stage)
+            stage, device = await self._world.make_stage(self.state.index)
+        self.state.hold(DeviceStage(stage, device))
         await self._rounds.freeze(0)
 
     async def _move(self, stage: int) -> None:

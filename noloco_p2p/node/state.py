@@ -17,8 +17,9 @@ from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.stage_values import StepResult
 from noloco_p2p.core.status import MicrobatchSize, Status, Trouble
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import Batches, Stage, Telemetry
+from noloco_p2p.ports import Batches, Telemetry
 
 STEPS_TIMED = 32
 """Inner steps whose median is what a step takes."""
@@ -27,7 +28,7 @@ STEPS_TIMED = 32
 class NodeState:
     """Identity and progress of one node. `stage` exists once the weights are made, `batches` then at stage 0 only."""
 
-    stage: Stage
+    stage: DeviceStage
     batches: Batches | None = None
 
     def __init__(
@@ -115,7 +116,7 @@ class NodeState:
         limits = (self.config.limits.max_in_flight, held)
         return min((places for places in limits if places is not None), default=inf)
 
-    def hold(self, stage: Stage) -> None:
+    def hold(self, stage: DeviceStage) -> None:
         """The weights of my stage have been made."""
         self.stage = stage
         run, sizes = self.manifest, (stage.state.hidden.nbytes, stage.state.gradient.nbytes)

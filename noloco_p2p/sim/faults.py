@@ -12,10 +12,10 @@ from itertools import combinations
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
+from noloco_p2p.ports import Stage
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, now_s
-from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -64,7 +64,7 @@ class FaultySwarm(SimSwarm):
     def __init__(self, plan: SimPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
         frozen = FrozenWeights()
 
-        def factory(manifest: RunManifest, index: int, me: PeerId) -> SyncStage:
+        def factory(manifest: RunManifest, index: int, me: PeerId) -> Stage:
             return RecordingStage(manifest, index, me, frozen)
 
         super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is LinearStage else plan)

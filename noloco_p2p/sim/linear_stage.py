@@ -64,8 +64,8 @@ class LinearStage:
         self.version = 0
         self.inner_steps = 0
         self.most_graphs = 0
-        self._manifest = manifest
-        self._me = me
+        self._manifest, self._me = manifest, me
+        self.places: int | None = None  # memory is not limited
         self._first, self._last = index == 0, index == manifest.stages - 1
         self._graphs: dict[int, tuple[int, list[float]]] = {}
         """(`version`, inputs) of each forward pass without its backward pass yet."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.node.loop import Node
-from noloco_p2p.ports import World
+from noloco_p2p.ports import Stage, World
 from noloco_p2p.sim.checkpoints import SimCheckpoints
+from noloco_p2p.sim.device import SimDevice
 from noloco_p2p.sim.directory import SimDirectory
 from noloco_p2p.sim.linear_stage import LinearStage
-from noloco_p2p.sim.stage import SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace, TraceEvent
 from noloco_p2p.sim.transport import SimTransport
 
@@ -37,7 +37,7 @@ class SimProcess:
     world: World
     ports: SimPorts
     """Those of `world`."""
-    devices: list[TimedStage] = field(default_factory=list)
+    stages: list[tuple[Stage, SimDevice]] = field(default_factory=list)
     """Every stage that it has created, in order: none until its weights exist, several if it moved."""
     task: asyncio.Task[None] | None = None
     crashed: bool = False
@@ -80,19 +80,24 @@ class SimProcess:
         return self.ports.telemetry.own
 
     @property
-    def device(self) -> TimedStage | None:
-        """The newest of its stages; None before its weights exist."""
-        return self.devices[-1] if self.devices else None
+    def devices(self) -> tuple[SimDevice, ...]:
+        """The devices of its stages."""
+        return tuple(device for _, device in self.stages)
 
     @property
-    def models(self) -> tuple[SyncStage, ...]:
-        """The synchronous stages of its devices."""
-        return tuple(device.stage for device in self.devices)
+    def device(self) -> SimDevice | None:
+        """The newest of its devices; None before its weights exist."""
+        return self.stages[-1][1] if self.stages else None
 
     @property
-    def model(self) -> SyncStage | None:
-        """The newest synchronous stage; None if it never had weights."""
-        return self.devices[-1].stage if self.devices else None
+    def models(self) -> tuple[Stage, ...]:
+        """Its stages."""
+        return tuple(stage for stage, _ in self.stages)
+
+    @property
+    def model(self) -> Stage | None:
+        """The newest stage; None if it never had weights."""
+        return self.stages[-1][0] if self.stages else None
 
     @property
     def linear_stage(self) -> LinearStage:

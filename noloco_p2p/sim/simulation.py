@@ -9,11 +9,11 @@ from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.core.outer_rules import state_kinds
 from noloco_p2p.core.snapshots import GUARDED_DTYPE
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes, Regions
 from noloco_p2p.sim.scenario import Scenario, of_stage
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan
 
 BYTES_PER_MEGABIT = 1e6 / 8

@@ -20,12 +20,12 @@ from noloco_p2p.core import routing
 from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.fault_plan import slowness
 from noloco_p2p.sim.job_server import Action, JobServer, Priority, Timeline
 from noloco_p2p.sim.links import Geography, MessageSizes, connection_bytes_per_s
 from noloco_p2p.sim.scenario import Scenario
 from noloco_p2p.sim.simulation import costs_of, geography_of, sizes_of
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import peer_id
 
 MICROBATCHES = 2_000

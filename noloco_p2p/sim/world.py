@@ -14,20 +14,20 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.node.loop import Node
-from noloco_p2p.ports import Batches, Stage, World
+from noloco_p2p.ports import Batches, Device, Stage, World
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import Disk, SimCheckpoints
+from noloco_p2p.sim.device import Costs, SimDevice
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.process import Outcome, SimPorts, SimProcess
-from noloco_p2p.sim.stage import Costs, SyncStage, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.virtual_time import run
 
-StageFactory = Callable[[RunManifest, int, PeerId], SyncStage]
+StageFactory = Callable[[RunManifest, int, PeerId], Stage]
 """Makes a synchronous stage from (manifest, stage index, peer)."""
 BatchesFactory = Callable[[RunManifest, PeerId, Mapping[str, object] | None], Batches]
 """Makes the data from (manifest, peer, cursor to continue from)."""
@@ -115,14 +115,13 @@ class SimSwarm:
             SimTelemetry(self.trace, peer),
             SimCheckpoints(disk, config.checkpoint.keep, plan.save_s),
         )
-        devices: list[TimedStage] = []
+        stages: list[tuple[Stage, SimDevice]] = []
 
-        async def make_stage(index: int) -> Stage:
-            rng = generator(plan.seed, "device", peer, incarnation, len(devices))
-            device = TimedStage(plan.stage_factory(plan.manifest, index, peer), plan.costs_of(index), rng)
-            device.slowness = devices[-1].slowness if devices else plan.slowness.get(peer, 1.0)
-            devices.append(device)
-            return device
+        async def make_stage(index: int) -> tuple[Stage, Device]:
+            device = SimDevice(plan.costs_of(index), generator(plan.seed, "device", peer, incarnation, len(stages)))
+            device.slowness = stages[-1][1].slowness if stages else plan.slowness.get(peer, 1.0)
+            stages.append((plan.stage_factory(plan.manifest, index, peer), device))
+            return stages[-1]
 
         async def make_batches(cursor: Mapping[str, object] | None) -> Batches:
             if plan.batches_factory is not None:
@@ -137,7 +136,7 @@ class SimSwarm:
         node = Node(
             Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
         )
-        process = SimProcess(peer, (stage, replica), node, world, ports, devices)
+        process = SimProcess(peer, (stage, replica), node, world, ports, stages)
         process.task = asyncio.get_running_loop().create_task(self._run_process(process), name=peer)
         self.processes.append(process)
         self._started.set()

@@ -5,27 +5,28 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import pytest
 import torch
 from stages import SIZES, as_gradient, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 
 from noloco_p2p.compute import hardware
-from noloco_p2p.compute.device import IDLE, NORMAL, URGENT, Device
-from noloco_p2p.compute.device_stage import DeviceStage, make_stage
+from noloco_p2p.compute.device import DeviceThread, make_stage
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import ConfigError, LocalError, Violation
-from noloco_p2p.ports import Stage
+from noloco_p2p.node.device_stage import DeviceStage
+from noloco_p2p.ports import Operation
+
+FORWARD, BACKWARD, EVALUATE = Operation.FORWARD, Operation.BACKWARD, Operation.EVALUATE
 
 
 class Gate:
     """A job that holds the device until it is opened."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceThread) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
         self._device = device
         self.task: asyncio.Task[str] | None = None
@@ -38,17 +39,24 @@ class Gate:
             assert self.opened.wait(10)
             return "held"
 
-        self.task = asyncio.create_task(self._device.call(NORMAL, work, lost=lost))
+        self.task = asyncio.create_task(self._device.call(FORWARD, work, lost=lost))
         await asyncio.to_thread(self.entered.wait, 10)
         return self.task
 
 
 def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
     async def run() -> list[str]:
-        device, order = Device("test"), list[str]()
+        device, order = DeviceThread("test"), list[str]()
         gate = Gate(device)
         held = await gate.hold()
-        wanted = [(IDLE, "e1"), (NORMAL, "f1"), (URGENT, "b1"), (NORMAL, "f2"), (URGENT, "b2"), (IDLE, "e2")]
+        wanted = [
+            (EVALUATE, "e1"),
+            (FORWARD, "f1"),
+            (BACKWARD, "b1"),
+            (FORWARD, "f2"),
+            (BACKWARD, "b2"),
+            (EVALUATE, "e2"),
+        ]
         tasks = [asyncio.create_task(device.call(p, partial(order.append, name))) for p, name in wanted]
         await asyncio.sleep(0)
         gate.opened.set()
@@ -62,17 +70,17 @@ def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
 
 def test_cancelled_before_it_began_it_is_not_run() -> None:
     async def run() -> list[str]:
-        device, ran = Device("test"), list[str]()
+        device, ran = DeviceThread("test"), list[str]()
         gate = Gate(device)
         held = await gate.hold()
-        task = asyncio.create_task(device.call(URGENT, lambda: ran.append("cancelled")))
+        task = asyncio.create_task(device.call(BACKWARD, lambda: ran.append("cancelled")))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         gate.opened.set()
         await held
-        await device.call(NORMAL, lambda: ran.append("after"))
+        await device.call(FORWARD, lambda: ran.append("after"))
         device.close()
         device.join()
         return ran
@@ -82,7 +90,7 @@ def test_cancelled_before_it_began_it_is_not_run() -> None:
 
 def test_cancelled_after_it_began_it_runs_to_its_end_and_the_result_is_handed_back() -> None:
     async def run() -> str:
-        device = Device("test")
+        device = DeviceThread("test")
         gate = Gate(device)
         handed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         held = await gate.hold(lost=handed.set_result)
@@ -107,20 +115,20 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 def test_failures_reach_the_waiter_and_the_thread_lives_on() -> None:
     async def run() -> None:
-        device = Device("test")
+        device = DeviceThread("test")
         with pytest.raises(Violation, match="bad"):
-            await device.call(NORMAL, raising(Violation("bad")))
+            await device.call(FORWARD, raising(Violation("bad")))
         with pytest.raises(RuntimeError, match="shape"):
-            await device.call(NORMAL, raising(RuntimeError("shape")))
+            await device.call(FORWARD, raising(RuntimeError("shape")))
         for lack in (
             MemoryError(),
             RuntimeError("CUDA out of memory. Tried"),
             RuntimeError("can't allocate memory"),
         ):
             with pytest.raises(LocalError, match="not enough memory on the device") as caught:
-                await device.call(NORMAL, raising(lack))
+                await device.call(FORWARD, raising(lack))
             assert caught.value.__cause__ is lack
-        assert await device.call(NORMAL, lambda: 5) == 5
+        assert await device.call(FORWARD, lambda: 5) == 5
         device.close()
         device.join()
 
@@ -129,10 +137,10 @@ def test_failures_reach_the_waiter_and_the_thread_lives_on() -> None:
 
 def test_close_ends_what_waits_and_refuses_what_comes() -> None:
     async def run() -> None:
-        device = Device("test")
+        device = DeviceThread("test")
         gate = Gate(device)
         held = await gate.hold()
-        waiting = asyncio.create_task(device.call(URGENT, lambda: 1))
+        waiting = asyncio.create_task(device.call(BACKWARD, lambda: 1))
         await asyncio.sleep(0)
         device.close()
         device.close()
@@ -141,7 +149,7 @@ def test_close_ends_what_waits_and_refuses_what_comes() -> None:
         with pytest.raises(LocalError, match="closed"):
             await waiting
         with pytest.raises(LocalError, match="closed"):
-            await device.call(URGENT, lambda: 1)
+            await device.call(BACKWARD, lambda: 1)
         device.post(lambda: 1)
         device.join()
 
@@ -149,7 +157,7 @@ def test_close_ends_what_waits_and_refuses_what_comes() -> None:
 
 
 def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
-    device = Device("test")
+    device = DeviceThread("test")
     gate = Gate(device)
 
     async def leave() -> None:
@@ -159,7 +167,7 @@ def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
     gate.opened.set()
 
     async def call() -> int:
-        return await device.call(NORMAL, lambda: 7)
+        return await device.call(FORWARD, lambda: 7)
 
     assert asyncio.run(call()) == 7
     device.close()
@@ -167,7 +175,7 @@ def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
 
 
 def on_devices(stages: list[TorchStage]) -> list[DeviceStage]:
-    return [DeviceStage(stage, Device(f"test-{index}")) for index, stage in enumerate(stages)]
+    return [DeviceStage(stage, DeviceThread(f"test-{index}")) for index, stage in enumerate(stages)]
 
 
 def test_the_port_over_real_stages_gives_what_the_stages_give() -> None:
@@ -178,7 +186,7 @@ def test_the_port_over_real_stages_gives_what_the_stages_give() -> None:
 
     async def run() -> None:
         wrapped = on_devices(make_stages(manifest))
-        first, last = cast(list[Stage], wrapped)
+        first, last = wrapped
         graph, flow = await first.forward(batch.inputs, None)
         below = await last.loss_backward(microbatch(1), flow, batch.targets, None)
         above = await first.backward(graph, microbatch(1), as_gradient(below, microbatch(1)))
@@ -204,9 +212,9 @@ def test_the_port_over_real_stages_gives_what_the_stages_give() -> None:
 
 def test_busy_seconds_count_work_and_start_again() -> None:
     async def run() -> list[float]:
-        device = Device("test")
+        device = DeviceThread("test")
         stage = DeviceStage(make_stages(make_manifest())[0], device)
-        await device.call(NORMAL, lambda: time.sleep(0.2))
+        await device.call(FORWARD, lambda: time.sleep(0.2))
         busy = [(await stage.inner_step(make_label(step))).busy_s for step in (1, 2)]
         stage.close()
         device.join()
@@ -230,7 +238,7 @@ def test_a_graph_whose_waiter_is_gone_is_freed() -> None:
     stage.forward = slow  # type: ignore[method-assign]
 
     async def run() -> None:
-        device = Device("test")
+        device = DeviceThread("test")
         wrapped = DeviceStage(stage, device)
         task = asyncio.create_task(wrapped.forward(make_batch(1).inputs, None))
         await asyncio.to_thread(entered.wait, 10)
@@ -238,8 +246,8 @@ def test_a_graph_whose_waiter_is_gone_is_freed() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         opened.set()
-        await device.call(IDLE, entered.is_set)
-        assert await device.call(IDLE, lambda: dict(stage._graphs._open)) == {}
+        await device.call(EVALUATE, entered.is_set)
+        assert await device.call(EVALUATE, lambda: dict(stage._graphs._open)) == {}
         wrapped.close()
         device.join()
 
@@ -259,7 +267,7 @@ def test_make_stage_keeps_the_loop_alive_and_gives_the_initial_weights() -> None
                 await asyncio.sleep(0.001)
 
         ticking = asyncio.create_task(turn())
-        stage = await make_stage(manifest, NodeConfig(device="cpu", threads=1), 1, "me")
+        stage = DeviceStage(*await make_stage(manifest, NodeConfig(device="cpu", threads=1), 1, "me"))
         done.set()
         await ticking
         expected = make_stages(manifest)[1].snapshot(0, 0)

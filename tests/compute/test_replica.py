@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from stages import SIZES, make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch, weights_of
 
-from noloco_p2p.compute.device import URGENT, Device
-from noloco_p2p.compute.device_stage import DeviceStage
+from noloco_p2p.compute.device import DeviceThread
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, ReplicaState
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.spent_ids import SPENT_IDS, SPENT_STEPS, SpentIds
 from noloco_p2p.errors import LocalError, Violation
+from noloco_p2p.node.device_stage import DeviceStage
+from noloco_p2p.ports import Operation
 
 OUTER = {"alpha": 0.4, "beta": 0.6, "gamma": 0.9}
 
@@ -248,7 +249,7 @@ def test_a_closed_stage_frees_its_memory_without_the_collector_of_cycles() -> No
     """Weights, gradients and graphs of a stage that a node leaves must be gone before it makes the next one."""
 
     async def run() -> None:
-        stages, device = make_stages(manifest_of()), Device("test")
+        stages, device = make_stages(manifest_of()), DeviceThread("test")
         train(stages, 1, 2)
         stages[0].forward(make_batch(1).inputs, None)
         watched = [weakref.ref(parameter) for parameter in stages[0].parameters.values()]
@@ -260,7 +261,7 @@ def test_a_closed_stage_frees_its_memory_without_the_collector_of_cycles() -> No
         try:
             stages.clear()
             end = threading.Event()
-            in_hand = asyncio.create_task(device.call(URGENT, lambda: end.wait(10)))
+            in_hand = asyncio.create_task(device.call(Operation.BACKWARD, lambda: end.wait(10)))
             waiting = asyncio.create_task(wrapped.forward(make_batch(1).inputs, None))
             await asyncio.sleep(0)
             wrapped.close()

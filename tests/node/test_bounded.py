@@ -18,8 +18,8 @@ from noloco_p2p.io.telemetry import log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
 from noloco_p2p.sim.calls import SimCall
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import SimProcess
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 VISITORS, EVERY_S, STAY_S = 1000, 0.2, 2.0

@@ -12,11 +12,12 @@ from noloco_p2p.core.messages import Advert, Holding, NodeDescription, TensorSpe
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.guardian import EVERY_S, EVERY_STEPS, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import Stage, Telemetry, Transport
+from noloco_p2p.ports import Telemetry, Transport
 from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
@@ -45,7 +46,7 @@ class Place:
         self.swarm = Membership(self.node, self.waits)
         self.members = self.swarm.members
         self.node.hold(
-            cast(Stage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS, hidden=HIDDEN, gradient=HIDDEN)))
+            cast(DeviceStage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS, hidden=HIDDEN, gradient=HIDDEN)))
         )
         self.guardian = Guardian(self.node, self.swarm, self.waits, cast(Transport, self))
 

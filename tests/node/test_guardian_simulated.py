@@ -15,8 +15,8 @@ from noloco_p2p.config import (
 from noloco_p2p.core.guardians import GUARDIANS, holders
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.node.guardian import EVERY_STEPS
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 

@@ -8,10 +8,10 @@ from elastic import config_for, manifest_for
 
 from noloco_p2p.core.guardians import holders
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 LOOK_S = 6.0

@@ -13,9 +13,9 @@ from noloco_p2p.config import (
     OuterSettings,
     RunManifest,
 )
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 HUNG_FROM_S, HUNG_UNTIL_S = 3.0, 7.0
@@ -127,7 +127,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
         swarm.at(back_s, lambda: swarm.network.release(victim))
     middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
     if fault == "crash":
-        swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).devices[-1].stage.open_graphs for m in middles))  # type: ignore[attr-defined]
+        swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).linear_stage.open_graphs for m in middles))
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
     assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"

@@ -6,8 +6,8 @@ from short_runs import manifest_for
 
 from noloco_p2p.config import EvaluationSettings, LimitSettings, NodeConfig
 from noloco_p2p.node.shutdown import EVALUATIONS_AT_ONCE
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LINGER_S = 10.0

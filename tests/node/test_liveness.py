@@ -20,9 +20,9 @@ from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
 from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.ports import Claim
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm

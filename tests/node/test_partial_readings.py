@@ -9,10 +9,10 @@ from short_runs import LIMITS, manifest_for
 
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 REPLICAS = (3, 3)

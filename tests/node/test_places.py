@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from noloco_p2p.config import LimitSettings, NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Geography, Link, MessageSizes
-from noloco_p2p.sim.stage import TimedStage
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MICROBATCHES = 8
@@ -54,9 +54,9 @@ def test_an_owner_may_cap_it(routing: str) -> None:
 def test_memory_that_comes_and_goes_is_kept_to(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One place before the first graph, then four, then two: what is in flight already ends."""
     looks = iter([1] * 10 + [4] * 400 + [2] * 10_000_000)
-    given: Callable[[TimedStage], int] = lambda self: next(looks)  # noqa: E731
-    monkeypatch.setattr(TimedStage, "places", property(given))
+    given: Callable[[DeviceStage], int] = lambda self: next(looks)  # noqa: E731
+    monkeypatch.setattr(DeviceStage, "places", property(given))
     held = most_graphs(routing, LimitSettings())
     assert max(held.values()) <= 4
-    monkeypatch.setattr(TimedStage, "places", property(lambda self: 1))
+    monkeypatch.setattr(DeviceStage, "places", property(lambda self: 1))
     assert most_graphs(routing, LimitSettings()) == {0: 1, 1: 1}

@@ -30,8 +30,8 @@ from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.outer_rules import Gossip, RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, MergeResult
+from noloco_p2p.ports import Stage
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import SyncStage
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm, StageFactory, peer_id
 
@@ -67,7 +67,7 @@ def lockstep(
 
 
 def audited(audit: Path) -> StageFactory:
-    def make(manifest: RunManifest, index: int, peer: PeerId) -> SyncStage:
+    def make(manifest: RunManifest, index: int, peer: PeerId) -> Stage:
         return make_torch_stage(manifest, index, peer, audit_dir=str(audit), self_test=False)
 
     return make

@@ -10,10 +10,11 @@ import pytest
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, ReplicaState, TensorSpec
 from noloco_p2p.errors import Declined
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import KEPT_S, STALE_INTERVALS, StateDonor
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import Stage, Telemetry
+from noloco_p2p.ports import Telemetry
 from noloco_p2p.sim.virtual_time import run
 
 CAPTURE_S = 0.5
@@ -50,7 +51,7 @@ class Place:
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), waits := Waits())
         self.stage = FakeStage()
-        self.node.hold(cast(Stage, self.stage))
+        self.node.hold(cast(DeviceStage, self.stage))
         self.node.inner_steps = 25
         self.donor = StateDonor(self.node, waits, incarnation)
         self.events = events

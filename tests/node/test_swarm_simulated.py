@@ -12,9 +12,9 @@ from noloco_p2p.config import (
     NodeConfig,
 )
 from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (1, 3), (3, 3), (2, 2, 2), (2, 3, 1), (1, 2, 3), (2, 1, 2, 2), (2, 2, 2, 2)]

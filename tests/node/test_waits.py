@@ -13,13 +13,14 @@ from noloco_p2p import ports
 from noloco_p2p.config import DirectorySettings, LimitSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.health import problem_line
 from noloco_p2p.core.status import ForMicrobatch, Resource, Status, Trouble, Wait
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 PACKAGE = Path(noloco_p2p.__file__).parent
-SOURCES = sorted((PACKAGE / "node").rglob("*.py"))
-PORTS = (ports.Transport, ports.Directory, ports.Stage, ports.Batches, ports.Checkpoints)
+SOURCES = sorted(set((PACKAGE / "node").rglob("*.py")) - {PACKAGE / "node" / "device_stage.py"})  # its callers wait
+PORTS = (ports.Transport, ports.Directory, DeviceStage, ports.Batches, ports.Checkpoints)
 PORT_CALLS = {name for port in PORTS for name, f in vars(port).items() if inspect.iscoroutinefunction(f)}
 PORT_CALLS -= {name for port in PORTS for name, f in vars(port).items() if not inspect.iscoroutinefunction(f)}
 PORT_CALLS |= {"make_stage", "make_batches"}

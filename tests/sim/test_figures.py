@@ -8,11 +8,11 @@ import pytest
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
 from noloco_p2p.lab import sim_output
 from noloco_p2p.lab.sim_output import spreads
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.figures import RunFigures, figures, flat
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.telemetry import Trace, TraceEvent
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -31,8 +31,8 @@ def process(
     node: Any = SimpleNamespace(state=SimpleNamespace(advert=advert, inner_steps=0))
     ports: Any = SimpleNamespace(telemetry=SimpleNamespace(own=Trace([one._replace(peer=peer) for one in events])))
     world: Any = None
-    devices: Any = [SimpleNamespace(stage=SimpleNamespace(state=SimpleNamespace(index=index))) for index in stages]
-    return SimProcess(peer, (0, 0), node, world, ports, devices, ended_at_s=ended_at_s, **changes)
+    held: Any = [(SimpleNamespace(state=SimpleNamespace(index=index)), None) for index in stages]
+    return SimProcess(peer, (0, 0), node, world, ports, held, ended_at_s=ended_at_s, **changes)
 
 
 def outcome_of(*processes: SimProcess) -> Outcome:

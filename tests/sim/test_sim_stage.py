@@ -14,11 +14,12 @@ from noloco_p2p.core.messages import Advert, Gradient, HostTensor, LossSum, Micr
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError, Unreachable, Violation
+from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.sim import directory
 from noloco_p2p.sim.batches import IGNORED, SimBatches
+from noloco_p2p.sim.device import Costs, SimDevice
 from noloco_p2p.sim.directory import Registry, SimDirectory
 from noloco_p2p.sim.linear_stage import LinearStage
-from noloco_p2p.sim.stage import Costs, TimedStage
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.virtual_time import run
 
@@ -48,9 +49,9 @@ def _label(number: int, rate: float = 0.1) -> StepLabel:
     return StepLabel(number, number - 1, rate, {})
 
 
-def _device(index: int = 0) -> tuple[TimedStage, LinearStage]:
-    stage = LinearStage(MANIFEST, index, "a")
-    return TimedStage(stage, COSTS, random.Random(0)), stage
+def _device(index: int = 0) -> tuple[DeviceStage, LinearStage, SimDevice]:
+    stage, device = LinearStage(MANIFEST, index, "a"), SimDevice(COSTS, random.Random(0))
+    return DeviceStage(stage, device), stage, device
 
 
 # --- the device -------------------------------------------------------------------------------------------------------
@@ -60,8 +61,8 @@ def test_one_operation_at_a_time_backward_before_forward_before_evaluation() -> 
     inputs, targets = _batch()
 
     async def main() -> list[tuple[str, float]]:
-        device, _ = _device()
-        graph, hidden = await device.forward(inputs, None)
+        stage, _, device = _device()
+        graph, hidden = await stage.forward(inputs, None)
         gradient = Gradient(_id(0), HostTensor("grad", "float64", hidden.shape, hidden.data), 1.0, 5, ())
         ended: list[tuple[str, float]] = []
 
@@ -70,15 +71,15 @@ def test_one_operation_at_a_time_backward_before_forward_before_evaluation() -> 
             ended.append((what, _now()))
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(note("forward 1", device.forward(inputs, None)))
+            group.create_task(note("forward 1", stage.forward(inputs, None)))
             await asyncio.sleep(0.5)
-            group.create_task(note("evaluate", device.evaluate(inputs, targets, None)))
-            group.create_task(note("forward 2", device.forward(inputs, None)))
-            group.create_task(note("backward", device.backward(graph, _id(0), gradient)))
+            group.create_task(note("evaluate", stage.evaluate(inputs, targets, None)))
+            group.create_task(note("forward 2", stage.forward(inputs, None)))
+            group.create_task(note("backward", stage.backward(graph, _id(0), gradient)))
         device.slowness = 3.0
-        result = await device.inner_step(_label(1))
+        result = await stage.inner_step(_label(1))
         assert result.busy_s == pytest.approx(1 + 1 + 2 + 1 + 1 + 12)
-        assert (await device.inner_step(_label(2))).busy_s == pytest.approx(12)
+        assert (await stage.inner_step(_label(2))).busy_s == pytest.approx(12)
         return ended
 
     assert run(main()) == [("forward 1", 2.0), ("backward", 4.0), ("forward 2", 5.0), ("evaluate", 6.0)]
@@ -88,18 +89,18 @@ def test_cancelled_before_it_began_it_is_not_run_and_begun_it_runs_to_its_end() 
     inputs, _ = _batch()
 
     async def main() -> None:
-        device, stage = _device()
-        first, second, third = (asyncio.create_task(device.forward(inputs, None)) for _ in range(3))
+        stage, model, _ = _device()
+        first, second, third = (asyncio.create_task(stage.forward(inputs, None)) for _ in range(3))
         await asyncio.sleep(0.5)
         first.cancel()
         second.cancel()
         graph, _ = await third
         assert _now() == 2.0
-        assert stage.open_graphs == 1
-        assert stage.most_graphs <= 2
-        device.discard(graph)
-        device.discard(graph)
-        assert stage.open_graphs == 0
+        assert model.open_graphs == 1
+        assert model.most_graphs <= 2
+        stage.discard(graph)
+        stage.discard(graph)
+        assert model.open_graphs == 0
 
     run(main())
 
@@ -120,10 +121,10 @@ def test_cancelled_at_the_very_moment_of_its_turn_it_gives_the_device_on() -> No
     inputs, _ = _batch()
 
     async def main() -> None:
-        stage = _ObservedStage(MANIFEST, 0, "a")
-        device = TimedStage(stage, COSTS, random.Random(0))
-        first, second, third = (asyncio.create_task(device.forward(inputs, None)) for _ in range(3))
-        stage.on_forward = lambda: asyncio.get_running_loop().call_soon(second.cancel)
+        model = _ObservedStage(MANIFEST, 0, "a")
+        stage = DeviceStage(model, SimDevice(COSTS, random.Random(0)))
+        first, second, third = (asyncio.create_task(stage.forward(inputs, None)) for _ in range(3))
+        model.on_forward = lambda: asyncio.get_running_loop().call_soon(second.cancel)
         await first
         await third
         assert second.cancelled()
@@ -136,16 +137,16 @@ def test_a_halted_device_has_no_effect_and_cancels_its_waiters() -> None:
     inputs, _ = _batch()
 
     async def main() -> None:
-        device, stage = _device()
-        waiters = [asyncio.create_task(device.forward(inputs, None)) for _ in range(3)]
+        stage, model, device = _device()
+        waiters = [asyncio.create_task(stage.forward(inputs, None)) for _ in range(3)]
         await asyncio.sleep(0.5)
         device.halt()
         await asyncio.gather(*waiters, return_exceptions=True)
         assert all(waiter.cancelled() for waiter in waiters)
         with pytest.raises(asyncio.CancelledError):
-            await device.forward(inputs, None)
+            await stage.forward(inputs, None)
         await asyncio.sleep(10)
-        assert stage.most_graphs == 0
+        assert model.most_graphs == 0
 
     run(main())
 
@@ -154,9 +155,9 @@ def test_the_errors_of_the_stage_come_out() -> None:
     inputs, targets = _batch()
 
     async def main() -> None:
-        device, _ = _device(1)
+        stage, _, _ = _device(1)
         with pytest.raises(Violation, match="hidden states"):
-            await device.loss_backward(_id(1), inputs, targets, None)
+            await stage.loss_backward(_id(1), inputs, targets, None)
         assert _now() == 3.0
 
     run(main())
@@ -343,20 +344,20 @@ def test_a_model_refuses_a_state_that_does_not_fit() -> None:
 
 def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
     async def main() -> None:
-        device, stage = _device()
-        state = await device.capture(0, 0.0, 0)
+        stage, model, _ = _device()
+        state = await stage.capture(0, 0.0, 0)
         assert _now() == COSTS.outer_s
-        stage.theta = [7.0, 7.0]
-        in_hand = asyncio.create_task(device.restore(state))
-        waiting = asyncio.create_task(device.snapshot(0, 0))
+        model.theta = [7.0, 7.0]
+        in_hand = asyncio.create_task(stage.restore(state))
+        waiting = asyncio.create_task(stage.snapshot(0, 0))
         await asyncio.sleep(1.0)
-        device.close()
+        stage.close()
         with pytest.raises(LocalError, match="closed"):
             await waiting
         await in_hand
-        assert stage.theta != [7.0, 7.0]
+        assert model.theta != [7.0, 7.0]
         with pytest.raises(LocalError, match="closed"):
-            await device.capture(0, 0.0, 0)
+            await stage.capture(0, 0.0, 0)
 
     run(main())
 

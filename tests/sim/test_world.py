@@ -13,11 +13,11 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.virtual_time import Deadlock
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -109,10 +109,8 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
 
     def crash() -> None:
         swarm.crash("s1r1")
-        device = swarm.process("s1r1").device
-        assert device is not None
-        assert isinstance(device.stage, LinearStage)
-        at_crash.append((device.stage.inner_steps, len(device.stage.counted)))
+        stage = swarm.process("s1r1").linear_stage
+        at_crash.append((stage.inner_steps, len(stage.counted)))
 
     swarm.at(at_s, crash)
     outcome = swarm.run(limit_s=600.0)

@@ -94,6 +94,11 @@ class InstrumentedStage:
         """The stage's state."""
         return self.stage.state
 
+    @property
+    def places(self) -> int | None:
+        """The stage's places."""
+        return self.stage.places
+
     def inner_step(self, label: StepLabel) -> StepResult:
         """Measures; without outer rounds, every m inner steps take the place of a round."""
         result = self.stage.inner_step(label)

@@ -41,9 +41,9 @@ from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, R
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
-from noloco_p2p.sim.stage import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0

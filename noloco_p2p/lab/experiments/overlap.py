@@ -21,8 +21,8 @@ from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.stage import Costs
 
 SIZES = {"replicas": 8, "steps": 300, "inner_steps": 10, "hidden_size": 32}
 SIZES |= {"sequence_length": 32, "microbatch_size": 2, "held_out_microbatches": 32}

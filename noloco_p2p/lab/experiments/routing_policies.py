@@ -34,7 +34,7 @@ from noloco_p2p.lab.experiments.results import Columns, mean_curve, mean_std, ov
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
-from noloco_p2p.sim.stage import Costs
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 POLICIES = ("fixed", "random", "weighted", "balanced")

@@ -12,8 +12,8 @@ from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
-from noloco_p2p.sim.stage import Costs
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "rebalance": False})
 """Settings of every node: no checkpoints, no moves between stages."""

@@ -1,0 +1,112 @@
+"""The stage as the node sees it: the methods of the Stage port, run on its device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from noloco_p2p.core.gradient_pairs import GradientLikeness
+from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
+from noloco_p2p.core.stage_values import Contribution, MergeResult, StepLabel, StepResult
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
+
+
+class DeviceStage:
+    """Each method is that of the port `Stage`, awaited. Where it does not say otherwise it runs on the device."""
+
+    def __init__(self, stage: Stage, device: Device) -> None:
+        self._stage: Stage | None = stage
+        self._device = device
+        self.state = stage.state
+
+    @property
+    def places(self) -> int | None:
+        """As in the port."""
+        return None if self._stage is None else self._stage.places
+
+    async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        """As in the port. A graph whose waiter is gone is freed."""
+        work = partial(self._open_stage().forward, inputs, mask)
+        return await self._device.call(Operation.FORWARD, work, lost=lambda result: self.discard(result[0]))
+
+    async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """As in the port."""
+        return await self._device.call(
+            Operation.BACKWARD, partial(self._open_stage().backward, graph, microbatch, gradient)
+        )
+
+    async def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        """As in the port."""
+        work = partial(self._open_stage().loss_backward, microbatch, inputs, targets, mask)
+        return await self._device.call(Operation.LOSS_BACKWARD, work)
+
+    def discard(self, graph: int) -> None:
+        """As in the port. After `close` it is freed with everything else."""
+        if self._stage is not None:
+            self._device.post(partial(self._stage.discard, graph))
+
+    async def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
+        """As in the port."""
+        return await self._device.call(Operation.EVALUATE, partial(self._open_stage().evaluate, inputs, targets, mask))
+
+    async def is_sound(self) -> bool:
+        """As in the port."""
+        return await self._device.call(Operation.FORWARD, self._open_stage().is_sound)
+
+    async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
+        """As in the port. Runs beside the device."""
+        return await self._device.beside(partial(self._open_stage().compare, one, other))
+
+    async def inner_step(self, label: StepLabel) -> StepResult:
+        """As in the port, with the seconds that the device worked from the start of the previous inner step to now."""
+        take = self._open_stage().inner_step
+
+        def work() -> StepResult:
+            return replace(take(label), busy_s=self._device.take_busy_s())
+
+        return await self._device.call(Operation.INNER_STEP, work)
+
+    async def snapshot(self, round: int, step: int) -> FrozenRound:
+        """As in the port."""
+        return await self._device.call(Operation.OUTER, partial(self._open_stage().snapshot, round, step))
+
+    async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
+        """As in the port. Runs beside the device."""
+        return await self._device.beside(partial(self._open_stage().encode, frozen, request, caller))
+
+    async def decode(
+        self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
+    ) -> PartnerVector:
+        """As in the port. Runs beside the device."""
+        return await self._device.beside(partial(self._open_stage().decode, mine, request, theirs, before))
+
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+        """As in the port."""
+        return await self._device.call(Operation.OUTER, partial(self._open_stage().merge, mine, theirs, counted))
+
+    async def adopt(self, theirs: Snapshot) -> None:
+        """As in the port."""
+        await self._device.call(Operation.OUTER, partial(self._open_stage().adopt, theirs))
+
+    async def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """As in the port."""
+        return await self._device.call(Operation.OUTER, partial(self._open_stage().capture, round, step, inner_steps))
+
+    async def restore(self, theirs: ReplicaState) -> None:
+        """As in the port."""
+        await self._device.call(Operation.OUTER, partial(self._open_stage().restore, theirs))
+
+    def close(self) -> None:
+        """Close the device after the running call and release the stage. May be called again. Waiting and later
+        calls get LocalError. The stage's memory is free once the running call has ended."""
+        self._device.close()
+        self._stage = None
+
+    def _open_stage(self) -> Stage:
+        """The stage. Raises LocalError: closed."""
+        if self._stage is None:
+            raise LocalError(DEVICE_CLOSED)
+        return self._stage

@@ -1,0 +1,144 @@
+"""The Device port with virtual time: a cost for each operation, no thread."""
+
+import asyncio
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from noloco_p2p.errors import LocalError
+from noloco_p2p.ports import DEVICE_CLOSED, Operation
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Virtual device seconds. `loss_backward` costs a forward and a backward pass, `evaluate` a forward pass."""
+
+    forward_s: float = 0.010
+    backward_s: float = 0.020
+    inner_step_s: float = 0.005
+    outer_s: float = 0.005
+    """A snapshot, merge, adoption, capture or restoration."""
+    spread: float = 0.0
+    """Sigma of the log-normal factor on each operation; 0: constant."""
+
+    def of(self, operation: Operation) -> float:
+        """Of one operation."""
+        match operation:
+            case Operation.FORWARD | Operation.EVALUATE:
+                return self.forward_s
+            case Operation.BACKWARD:
+                return self.backward_s
+            case Operation.LOSS_BACKWARD:
+                return self.forward_s + self.backward_s
+            case Operation.INNER_STEP:
+                return self.inner_step_s
+            case Operation.OUTER:
+                return self.outer_s
+
+
+class SimDevice:
+    """The Device port. `slowness` multiplies every cost from the next operation on; 1.0 is normal.
+
+    An operation takes effect at its end.
+    """
+
+    def __init__(self, costs: Costs, rng: random.Random) -> None:
+        self.slowness = 1.0
+        self._costs = costs
+        self._rng = rng
+        self._line: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._in_use = False
+        self._halted = False
+        self._closed = False
+        self._work: asyncio.Task[object] | None = None
+        self._busy_s = 0.0
+
+    async def call(self, operation: Operation, work: Callable[[], T], *, lost: Callable[[T], None] | None = None) -> T:
+        """See `ports.Device`."""
+        loop = asyncio.get_running_loop()
+        if self._halted:
+            raise asyncio.CancelledError
+        if self._closed:
+            raise LocalError(DEVICE_CLOSED)
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._line, (operation.priority, next(self._numbers), turn))
+        self._next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._release()
+            raise
+        if self._halted:
+            raise asyncio.CancelledError
+        running = loop.create_task(self._perform(self._costs.of(operation), work))
+        self._work = running
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if lost is not None and not running.done():
+                running.add_done_callback(lambda done: _hand_over(done, lost))
+            raise
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """See `ports.Device`. Takes no time."""
+        return work()
+
+    def post(self, work: Callable[[], object]) -> None:
+        """See `ports.Device`. Takes no time."""
+        work()
+
+    def take_busy_s(self) -> float:
+        """See `ports.Device`."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def close(self) -> None:
+        """See `ports.Device`."""
+        self._closed = True
+        line, self._line = self._line, []
+        for _, _, turn in line:
+            if not turn.done():
+                turn.set_exception(LocalError(DEVICE_CLOSED))
+
+    def halt(self) -> None:
+        """The process is gone: nothing that waits or runs has any effect, and waiters are cancelled."""
+        self._halted = True
+        for _, _, turn in self._line:
+            turn.cancel()
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _perform(self, cost_s: float, work: Callable[[], T]) -> T:
+        factor = math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
+        took_s = cost_s * factor * self.slowness
+        try:
+            await asyncio.sleep(took_s)
+            self._busy_s += took_s
+            return work()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self._in_use = False
+        self._next()
+
+    def _next(self) -> None:
+        """Give the free device to the first waiter that is still there."""
+        while self._line and not self._in_use and not self._halted:
+            _, _, turn = heapq.heappop(self._line)
+            if not turn.done():
+                self._in_use = True
+                turn.set_result(None)
+
+
+def _hand_over(done: "asyncio.Task[T]", lost: Callable[[T], None]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        lost(done.result())
