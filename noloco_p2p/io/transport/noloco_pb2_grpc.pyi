@@ -4,9 +4,9 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order where no Stripe
-carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps what it receives carries
-`noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
+`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
+what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
 Peer ids have at most 128 printable letters of ASCII, a message at most 4,096 frames. What a node waits for comes at
 8 KiB/s at least, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
