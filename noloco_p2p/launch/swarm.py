@@ -23,7 +23,7 @@ from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
-from noloco_p2p.launch.swarm_display import Display, deserted, last_row, row
+from noloco_p2p.launch.swarm_display import Display, current_row, deserted, row
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
@@ -94,7 +94,7 @@ class LocalSwarm:
             if self._start():
                 self._watch()
             self._leave()
-            self._display.show([last_row(node) for node in self._nodes], [])
+            self._display.show(list(map(current_row, self._nodes)), [])
             carried = self._carried()
         finally:
             end_all(self._nodes, None if self._trains else KILL_UNSTEPPED_S)
@@ -152,7 +152,7 @@ class LocalSwarm:
         if now - self._shown_at >= (self._display.interval_s if self._trains else START_INTERVAL_S):
             self._shown_at = now
             notes = self._read(pool) if pool is not None else []
-            self._display.show(list(map(row, self._nodes)), notes, "" if self._trains else self._waits_for())
+            self._display.show(list(map(current_row, self._nodes)), notes, "" if self._trains else self._waits_for())
 
     def _read(self, pool: Executor) -> list[str]:
         """Read the nodes' metrics; returns a line for each stage that nobody serves."""

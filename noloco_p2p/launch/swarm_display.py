@@ -59,9 +59,9 @@ def row(node: NodeProcess) -> Row:
     }
 
 
-def last_row(node: NodeProcess) -> Row:
-    """A node's line once it has ended, from the summary that it wrote, or else from its last readings."""
-    summary = node.summary
+def current_row(node: NodeProcess) -> Row:
+    """A node's line now: once it has ended, from the summary that it wrote, for its last readings may be old."""
+    summary = None if node.exit_code is None else node.summary
     if summary is None:
         return row(node)
     loss = row(node).get("loss") if summary["final_loss"] is None else summary["final_loss"]
