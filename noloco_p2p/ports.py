@@ -264,7 +264,7 @@ class Operation(Enum):
         which only adds to what is in flight (as in the "one forward, one backward" schedule of pipelines). An inner
         step or a merge is as urgent, because the replica admits nothing until it is done. Evaluation has no deadline.
         """
-        return {Operation.FORWARD: 1, Operation.EVALUATE: 2}.get(self, 0)
+        return 1 if self is Operation.FORWARD else 2 if self is Operation.EVALUATE else 0
 
 
 R = TypeVar("R")
