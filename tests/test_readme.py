@@ -2,11 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from noloco_p2p.cli import main as noloco
@@ -26,7 +27,7 @@ README_LINES = 250
 
 FIRST_COMMANDS = ["pip install . && noloco swarm", "pip install '.[test]' && pytest"]
 
-PROGRAMS = {"noloco": noloco.app, "noloco-node": noloco_node.app}
+PROGRAMS = {"noloco": get_command(noloco.app), "noloco-node": get_command(noloco_node.app)}
 
 PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|proto|json|jsonl)")
 """What is taken for a path: it has a slash inside or at its end, or a known ending."""
@@ -89,9 +90,9 @@ def commands(text: str) -> Iterator[list[str]]:
             yield [word for word in shlex.split(part, comments=True) if word != "NAME"]
 
 
-def options_of(words: list[str]) -> set[str]:
+def options_of(words: Sequence[str]) -> set[str]:
     """The options of a command, those of its group included. AssertionError when there is no such command."""
-    command = typer.main.get_command(PROGRAMS[words[0]])
+    command = PROGRAMS[words[0]]
     found = {DEBUG, *option_names(command)}
     for word in words[1:]:
         if not hasattr(command, "commands"):
@@ -111,6 +112,7 @@ def option_names(command: object) -> set[str]:
     return {"--help", *(name for one in parameters for name in (*one.opts, *one.secondary_opts))}
 
 
+@cache
 def all_options() -> set[str]:
     subcommands = [
         *(["noloco", name] for name in COMMANDS),

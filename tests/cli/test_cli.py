@@ -20,7 +20,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.launch import cpu_seconds, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_display import COLUMNS, Display, deserted, last_row, row
+from noloco_p2p.launch.swarm_display import COLUMNS, Display, current_row, deserted, row
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy", "pydantic", "yaml")
 
@@ -135,15 +135,15 @@ def line(*values: object, **more: object) -> dict[str, object]:
 
 def test_a_row_comes_from_readings(tmp_path: Path) -> None:
     node = NodeProcess(tmp_path, 0, 1)
-    assert row(node) == last_row(node) == line("0-1", 0)
+    assert row(node) == current_row(node) == line("0-1", 0)
     node.readings.append(reading(10.0, 0.0, 0.0))
     assert row(node) == line("0-1", 0, "training", 0, 3, 2.5, None, 3, step=7.0)
     node.readings.append(reading(12.0, 4.0, 3000.0))
-    assert row(node) == last_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
+    assert row(node) == current_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
     node.readings.append(MetricsReading(14.0, (("noloco_inner_steps_total", {}, 1.0),)))
     assert row(node)["loss"] is None, "a step without tokens has no loss, and no 0.000"
     node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25, step=9)
-    assert last_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
+    assert current_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
