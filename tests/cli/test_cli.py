@@ -133,7 +133,7 @@ def line(*values: object, **more: object) -> dict[str, object]:
     return dict(zip(COLUMNS, values, strict=False)) | more
 
 
-def test_a_row_comes_from_readings(tmp_path: Path) -> None:
+def test_a_row_comes_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = NodeProcess(tmp_path, 0, 1)
     assert row(node) == current_row(node) == line("0-1", 0)
     node.readings.append(reading(10.0, 0.0, 0.0))
@@ -143,6 +143,8 @@ def test_a_row_comes_from_readings(tmp_path: Path) -> None:
     node.readings.append(MetricsReading(14.0, (("noloco_inner_steps_total", {}, 1.0),)))
     assert row(node)["loss"] is None, "a step without tokens has no loss, and no 0.000"
     node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25, step=9)
+    assert current_row(node) == line("0-1", 0), "it has not been started: the summary is of an earlier run"
+    monkeypatch.setattr(NodeProcess, "exit_code", 0)
     assert current_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
 
 

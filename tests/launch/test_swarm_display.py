@@ -1,17 +1,13 @@
 """What `noloco swarm` shows: one line about the whole, and a table that fits the terminal."""
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from noloco_p2p.launch import swarm_display
-from noloco_p2p.launch.node_probe import SUMMARY, MetricsReading
-from noloco_p2p.launch.node_process import NodeProcess
-from noloco_p2p.launch.swarm_display import Display, Row, RunProgress, current_row, stage_rows
+from noloco_p2p.launch.swarm_display import Display, Row, RunProgress, stage_rows
 
 
 def nodes(stages: int, replicas: int, **figures: Any) -> list[Row]:
@@ -64,20 +60,6 @@ def test_it_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
     lines = console.export_text().splitlines()
     assert len(lines) == 1 + len(shown), "no line is wrapped"
     assert max(map(len, lines)) <= width
-
-
-def test_of_a_node_that_has_ended_its_summary_is_shown_and_not_an_old_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = NodeProcess(tmp_path, 0, 1)
-    node.dir.mkdir()
-    node.readings.append(MetricsReading(1.0, (("noloco_inner_steps_total", {}, 24.0), ("noloco_step", {}, 24.0))))
-    ended = {"inner_steps": 40, "outer_rounds": 39, "step": 40.0, "state": "finished", "final_loss": 2.5}
-    (node.dir / SUMMARY).write_text(json.dumps(ended))
-    assert current_row(node)["step"] == 24, "it has not been started: the summary is of an earlier run"
-    monkeypatch.setattr(NodeProcess, "exit_code", 0)
-    found = current_row(node)
-    assert (found["inner step"], found["step"], found["loss"], found["state"]) == (40, 40.0, 2.5, "finished")
 
 
 def test_many_nodes_are_summed_up_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
