@@ -153,7 +153,7 @@ class ChannelPool:
             self._kept[key] = channel
         channel.calls += 1
         try:
-            async with self._links.calling(peer.peer_id):
+            async with self._links.calling(peer.peer_id, lambda: self._closed):
                 yield channel
         except Unreachable:
             # Also after a deadline: a connection whose other end is gone without a word still looks healthy.
@@ -168,6 +168,7 @@ class ChannelPool:
     async def close(self) -> None:
         """Cancel all calls and close every connection."""
         self._closed = True
+        self._links.cut()
         opening = list(self._opening.values())
         for task in opening:
             task.cancel()

@@ -39,7 +39,7 @@ class Links:
         """The leaf that the server shows."""
         self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
         """Calls in progress; each with a function that returns whether it has to end."""
-        credentials.revoked.listen(self._cut)
+        credentials.revoked.listen(self.cut)
 
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound.
@@ -85,9 +85,12 @@ class Links:
         if _UNTIL.unpack(until)[0] <= self._credentials.clock():
             raise Violation("the origin's signature of this microbatch has expired")
 
-    def calling(self, peer: PeerId) -> AbstractAsyncContextManager[None]:
-        """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked."""
-        return self._until(lambda: self._credentials.revoked.names(peer))
+    def calling(self, peer: PeerId, closed: Callable[[], bool] = lambda: False) -> AbstractAsyncContextManager[None]:
+        """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked.
+
+        `cut` looks whether this end has `closed`: gRPC leaves a call waiting whose first message has not left.
+        """
+        return self._until(lambda: closed() or self._credentials.revoked.names(peer))
 
     def called(self, context: Any) -> AbstractAsyncContextManager[None]:
         """The same around an incoming call."""
@@ -103,11 +106,12 @@ class Links:
         except TimeoutError:
             if not ends.expired():
                 raise
-            raise Unreachable("one end of this call was revoked") from None
+            raise Unreachable("one end of this call was revoked or closed") from None
         finally:
             self._calls.pop(ends, None)
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """End the calls that have to end."""
         now = asyncio.get_running_loop().time() if self._calls else 0.0
         for ends, revoked in self._calls.items():
             if revoked() and not ends.expired():

@@ -257,6 +257,21 @@ def test_close_ends_calls_in_both_directions_and_leaves_no_task() -> None:
     run(scenario())
 
 
+def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
+    async def scenario() -> None:
+        for turns_of_the_loop in range(16):
+            async with pair(Node(echo)) as both:
+                await both.a.propagate(both.peer, activation(SMALL))
+                call = asyncio.create_task(both.a.propagate(both.peer, activation(LARGE)))
+                for _ in range(turns_of_the_loop):
+                    await asyncio.sleep(0)
+                await both.a.close()
+                with pytest.raises(Unreachable):
+                    await soon(call)
+
+    run(scenario())
+
+
 def test_probe_says_who_answers() -> None:
     async def scenario() -> None:
         starting = transport("B")
