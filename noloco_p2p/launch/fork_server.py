@@ -67,8 +67,15 @@ class ForkServer:
         self._poll = select.poll()
 
     def serve(self) -> list[str] | None:
-        """Fork a process for each request; returns its program there, None here once launcher and nodes are gone."""
-        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads may not be forked"
+        """Fork a process for each request; returns its program there, None here once launcher and nodes are gone.
+
+        Exits when a thread runs, which no fork would have.
+        """
+        if threads := [path.read_text().strip() for path in sorted(Path("/proc/self/task").glob("[0-9]*/comm"))][1:]:
+            sys.exit(
+                f"error: nodes cannot be forked beside a thread ({', '.join(threads)}), which something that Python"
+                " imports at its start has begun (a tracing agent?): do without it, or start each node with noloco-node"
+            )
         control = self._control.fileno()
         self._tell(control, READY)
         self._poll.register(control, select.POLLIN)

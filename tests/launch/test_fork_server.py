@@ -157,8 +157,14 @@ def test_a_process_with_threads_forks_nothing() -> None:
     thread.start()
     ours, theirs = socket.socketpair()
     try:
-        with ours, theirs, pytest.raises(AssertionError, match="threads"):
+        with ours, theirs, pytest.raises(SystemExit, match=r"beside a thread \(.+\), which"):
             ForkServer(theirs).serve()
     finally:
         resting.set()
         thread.join()
+
+
+def test_where_nothing_can_be_forked_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(LocalError, match=r"start each with noloco-node$"):
+        ForkServerProcess().start({})

@@ -9,11 +9,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 from noloco_p2p.launch.fork_server import ForkServer, run
-from noloco_p2p.launch.fork_server_process import ForkedProcess, ForkServerProcess
+from noloco_p2p.launch.fork_server_process import ForkServerProcess
 
 
 @functools.cache
@@ -33,22 +32,11 @@ class SharedServer(ForkServerProcess):
 
     def __init__(self) -> None:
         super().__init__()
-        server()
+        self._control = server()._control
 
     def start(self, environment: Mapping[str, str]) -> None:
         """It is there."""
         self.environment = environment
-
-    def fork(
-        self,
-        name: str,
-        program: Sequence[str],
-        output: tuple[int, int],
-        environment: Mapping[str, str],
-        directory: Path,
-    ) -> ForkedProcess:
-        """As the server does."""
-        return server().fork(name, program, output, environment, directory)
 
     def close(self) -> None:
         """It stays."""
