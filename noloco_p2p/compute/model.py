@@ -185,7 +185,7 @@ def _initialise(causal: Any, seed: int) -> None:
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
             tensor._is_hf_initialized = False
         for name, module, owner in _post_order(causal, "", causal):
-            torch.manual_seed(crc32(f"{seed}:{name}".encode()))
+            torch.default_generator.manual_seed(crc32(f"{seed}:{name}".encode()))  # not those of all devices
             owner._init_weights(module)
     if getattr(causal.config, "tie_word_embeddings", False):
         causal.tie_weights()
