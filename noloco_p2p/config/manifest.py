@@ -16,7 +16,7 @@ from noloco_p2p.core.outer_rules import state_kinds
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 
 HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
 
