@@ -18,9 +18,10 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.bench.churn_figures import DEFINITIONS, loss_ratio, result, rounds_lost
 from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_stages
-from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch, Say
+from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch
 from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
+from noloco_p2p.launch.progress_line import Position, ProgressLine
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
 COLD_TARGETS_S = {"2x2": 20.0, "3x3": 45.0}
@@ -76,23 +77,22 @@ def shape_of(text: str) -> tuple[int, int]:
 def run(plan: ChurnPlan) -> dict[str, Any]:
     """Measure. Returns the figures. Raises LocalError: nodes do not even start."""
     with tempfile.TemporaryDirectory(prefix="noloco-churn-") as scratch:
-        return _measured(plan, Path(scratch), lambda line: print(line, file=sys.stderr, flush=True))
+        return _measured(plan, Path(scratch))
 
 
-def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
+def _measured(plan: ChurnPlan, scratch: Path) -> dict[str, Any]:
     cold, steps = {}, plan.steps
     if plan.cold or steps is None:
         # The targets are for both shapes on one machine, so both are measured.
         for name in sorted(
             {*COLD_TARGETS_S, plan.nodes} if plan.cold and plan.nodes in COLD_TARGETS_S else {plan.nodes}
         ):
-            say(f"{name}: all at once")
             cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
         steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
     runs: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
         churned, calm = (
-            one_run(scratch / f"{half}-{seed}", plan, steps, seed, say, disturbed=half == "churned") for half in HALVES
+            one_run(scratch / f"{half}-{seed}", plan, steps, seed, disturbed=half == "churned") for half in HALVES
         )
         ratio = loss_ratio(churned, calm)
         del churned["curve"], calm["curve"]
@@ -100,17 +100,26 @@ def _measured(plan: ChurnPlan, scratch: Path, say: Say) -> dict[str, Any]:
     return figures(plan, steps, runs, cold if plan.cold else {})
 
 
-def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, say: Say, *, disturbed: bool) -> dict[str, Any]:
+def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, *, disturbed: bool) -> dict[str, Any]:
     """Run a swarm to its end, disturbed or not, and compute its figures."""
-    what = f"seed {seed}, {'churned' if disturbed else 'undisturbed'}"
+    number = 2 * (seed - plan.seed) + (1 if disturbed else 2)
+    what = f"run {number} of {2 * plan.seeds}, seed {seed}, {'churned' if disturbed else 'undisturbed'}"
     done: list[Disturbance] = []
-    with plan.fleet(run_dir, steps, seed) as fleet:
+
+    def position() -> Position:
+        return f"{what}: step {fleet.step:,} of {steps:,}", fleet.step / steps
+
+    def say(line: str) -> None:
+        shown.clear()
+        print(f"{what}: {line}", file=sys.stderr, flush=True)
+
+    with plan.fleet(run_dir, steps, seed) as fleet, ProgressLine(position) as shown:
         fleet.start()
         fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all nodes train", BEGIN_S)
         began = time.time()
         disturb = kill_stages if plan.kill_last else kill_nodes
         schedule = disturb(fleet, generator(seed, "", "churn"), plan.kill_every_s)
-        watch = ChurnWatch(fleet, steps, lambda line: say(f"{what}: {line}"))
+        watch = ChurnWatch(fleet, steps, say)
         while not watch.over:
             fleet.tick()
             now = time.time()
@@ -130,7 +139,8 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
 
     Only the speed if the plan asks for no restart.
     """
-    with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet:
+    what = f"{plan.nodes}: all nodes are killed at once and started again"
+    with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet, ProgressLine(lambda: (what, 0.0)):
         fleet.start()
 
         def settled() -> bool:

@@ -20,7 +20,6 @@ RECENT = 3
 """Latest starts that show how long a node needs to return. The first ones, of all nodes at once, take longer."""
 RESTART_S = 2.0
 """A crashed node is restarted after this time."""
-SAY_EVERY_S = 20.0
 
 Say = Callable[[str], None]
 
@@ -37,7 +36,7 @@ class ChurnWatch:
         self._fleet = fleet
         self._steps = steps
         self._say = say
-        self._began = self._said_at = self._served_since = time.time()
+        self._began = self._served_since = time.time()
         self._end_by: float | None = None
         self._reported: set[tuple[str, float]] = set()
 
@@ -70,10 +69,6 @@ class ChurnWatch:
         elif now >= self._end_by:
             self.hangs += [f"{name} did not end within {END_S:g} s of the last step" for name in running]
             self.over = True
-        if now - self._said_at >= SAY_EVERY_S:
-            self._said_at = now
-            training = sum(map(len, fleet.training().values()))
-            self._say(f"{now - self._began:.0f} s, step {fleet.step} of {self._steps}, {training} nodes train")
 
     def _only_latecomers(self) -> bool:
         """Whether all others have left at the end of the run, and the rest has not trained since it was restarted."""

@@ -28,6 +28,7 @@ from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.lab.scenario_files import COSTS
 from noloco_p2p.launch.line_spec import LineSpec
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.settings import Overrides, read
 from noloco_p2p.sim import figures
 from noloco_p2p.sim.scenario import LocalSettings, Scenario
@@ -113,20 +114,23 @@ def run(plan: LinksPlan) -> dict[str, Any]:
     runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
     write_page(plan.out, nodes, cases)
-    for codec, (manifest, local) in runs.items():
-        with workers(1, OMP_NUM_THREADS="1") as pool:
-            stages = pool.submit(measure_stages, manifest).result()
-        for rate, delay in product(plan.rates, plan.delays):
-            link = f"{rate:g}mbit,{delay:g}ms"
-            real = measure(plan, codec, link)
-            factors = device_factors(real.pop("work"), stages)
-            simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
-            off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
-            found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
-            cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
-            add_gains(cases)
-            write_page(plan.out, nodes, cases)
-            print(row_text(cases[-1]), file=sys.stderr, flush=True)
+    whole = len(runs) * len(plan.rates) * len(plan.delays)
+    with ProgressLine(lambda: (f"{len(cases)} of {whole} cases", len(cases) / whole)) as line:
+        for codec, (manifest, local) in runs.items():
+            with workers(1, OMP_NUM_THREADS="1") as pool:
+                stages = pool.submit(measure_stages, manifest).result()
+            for rate, delay in product(plan.rates, plan.delays):
+                link = f"{rate:g}mbit,{delay:g}ms"
+                real = measure(plan, codec, link)
+                factors = device_factors(real.pop("work"), stages)
+                simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
+                off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
+                found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
+                cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
+                add_gains(cases)
+                write_page(plan.out, nodes, cases)
+                line.clear()
+                print(row_text(cases[-1]), file=sys.stderr, flush=True)
     worst = max(abs(case[name]) for case in cases for name in ("tokens_off", "bytes_off"))
     found = {"bench": "links", "ratio": worst, "target": TARGET, "nodes": nodes}
     return {**found, "cases": cases, "page": str(plan.out / PAGE), "definitions": DEFINITIONS}
