@@ -135,9 +135,12 @@ class MeasuredLine:
             return True
         return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
 
-    def connections(self, peer: PeerId, nbytes: int) -> int:
-        """Over how many connections a body goes to a peer: one may have less under way than the line would carry."""
-        rate, round_trip_s = self.up.bytes_per_s or 0.0, self.round_trip_s(peer) or 0.0
+    def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
+        """Over how many connections a body goes to a peer: one may have less under way than the line would carry.
+
+        `comes`: it comes from there.
+        """
+        rate, round_trip_s = (self.down if comes else self.up).bytes_per_s or 0.0, self.round_trip_s(peer) or 0.0
         under_way = int(rate * round_trip_s) if round_trip_s >= FAR_S else 0
         return min(CONNECTIONS, 1 + under_way // FAR_BYTES, 1 + nbytes // PART_BYTES)
 

@@ -1,11 +1,13 @@
 """How tensors are cut into frames and put together again: values in, values out, no I/O and no hashing of its own.
 
-A tensor travels as `Chunk`s in order, closed by an `End` with its length and digest; tensors travel one after the
-other, as declared in advance. What arrives is not trusted: anything but exactly the declared stream is a
-`Violation`, and memory for a tensor is taken only when its first chunk comes.
+A tensor travels as `Chunk`s, with an `End` that has its length and digest. They leave in order, and over several
+connections arrive in any. What arrives is not trusted: anything but exactly the declared tensors is a `Violation`, and
+memory for a tensor is taken only when its first chunk comes.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
@@ -21,6 +23,9 @@ MAX_TENSORS = 65_536
 """Most tensors in one stream."""
 MOST_FRAMES = 4096
 """Most frames in one message: a receiver looks at each before it does anything else."""
+MAX_RUNS = 1024
+"""Most pieces of one tensor with gaps between them. Who sends in order over a few connections has some dozens, as many
+as are under way on the slowest of them."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARACTERS = 512
 
@@ -31,7 +36,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class Chunk(NamedTuple):
-    """A run of a tensor's bytes that starts where the chunk before ended."""
+    """A run of a tensor's bytes."""
 
     tensor: int
     """Index of the tensor among the declared ones."""
@@ -129,10 +134,24 @@ def buffer(length: int) -> memoryview:
     return memoryview(bytearray(length))
 
 
-class Assembler:
-    """Puts one declared stream together. Frames go in by `feed`, the tensors come out of `finish`.
+@dataclass(slots=True)
+class _Part:
+    """What has come of one tensor."""
 
-    After a Violation, and after `discard`, it holds no memory and takes nothing more.
+    data: memoryview | None = None
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """(begin, end) of the bytes that are there, in order; between two of them is a gap."""
+    end: End | None = None
+    digest: int | None = None
+    """Of the whole, once it is whole."""
+
+
+class Assembler:
+    """Puts one declared stream together, whose every byte must come exactly once; in any order, because several
+    connections may carry it.
+
+    Frames go in by `feed`, the tensors come out of `finish`. After a Violation, and after `discard`, it holds no memory
+    and takes nothing more.
     """
 
     def __init__(
@@ -143,30 +162,33 @@ class Assembler:
         self._specs = tuple(specs)
         self._digest = digest
         self._allocate = allocate
-        self._done: list[HostTensor] = []
-        self._digests: list[int] = []
-        self._current: memoryview | None = None
-        self._filled = 0
-        self._open = True
+        self._parts = [_Part() for _ in specs]
+        self._due = len(self._parts)
+        """Tensors that are not whole."""
 
     @property
     def complete(self) -> bool:
-        """Every declared tensor has been closed by its end marker."""
-        return self._open and len(self._done) == len(self._specs)
+        """Every declared tensor has come, with its end marker."""
+        return len(self._parts) == len(self._specs) and not self._due
 
     @property
     def place(self) -> tuple[int, int]:
-        """The tensor that is due, and the byte of it that is; it only grows."""
-        return len(self._done), self._filled
+        """The first tensor that is not whole, and the first byte of it that has not come; it only grows."""
+        for index, part in enumerate(self._parts):
+            if part.digest is None:
+                return index, part.runs[0][1] if part.runs and not part.runs[0][0] else 0
+        return len(self._parts), 0
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the buffers held now."""
-        current = 0 if self._current is None else self._current.nbytes
-        return current + sum(tensor.data.nbytes for tensor in self._done)
+    def rewind(self) -> None:
+        """Forget what has come beyond `place`, because all from there on comes again."""
+        index, offset = self.place
+        for part in self._parts[index : index + 1]:
+            part.runs, part.end = ([(0, offset)] if offset else []), None
+        self._parts[index + 1 :] = [_Part() for _ in self._specs[index + 1 :]]
+        self._due = len(self._specs) - index
 
     def feed(self, frame: Frame) -> None:
-        """Take the next frame. Raises Violation, and frees everything, when it is not the one that must come."""
+        """Take the next frame. Raises Violation, and frees everything, when it is none of those that must come."""
         try:
             self._take(frame)
         except Violation:
@@ -180,56 +202,58 @@ class Assembler:
         """
         try:
             if not self.complete:
-                raise Violation(f"the stream is truncated: {self._progress()}")
-            if digest is not None and combined_digest(self._specs, self._digests, self._digest) != digest:
+                raise Violation(f"the stream is truncated: {self._due} of {len(self._specs)} tensors are not whole")
+            digests = [part.digest or 0 for part in self._parts]
+            if digest is not None and combined_digest(self._specs, digests, self._digest) != digest:
                 raise Violation("the tensors do not have the digest that was declared for all of them")
-            return tuple(self._done)
+            return tuple(
+                HostTensor(*spec, part.data or self._allocate(0))
+                for spec, part in zip(self._specs, self._parts, strict=True)
+            )
         finally:
             self.discard()
 
     def discard(self) -> None:
-        """Free all buffers."""
-        self._open = False
-        self._done = []
-        self._current = None
-
-    def _progress(self) -> str:
-        if len(self._done) == len(self._specs):
-            return "all tensors are there"
-        spec = self._specs[len(self._done)]
-        return f"{self._filled} of {spec.nbytes} bytes of {spec.name!r} have come"
+        """Free all buffers, also where a traceback refers to a part."""
+        for part in self._parts:
+            part.data = None
+        self._parts, self._due = [], 0
 
     def _take(self, frame: Frame) -> None:
-        index = len(self._done)
-        if not self._open or index == len(self._specs):
+        if not self._due:
             raise Violation("a frame came after the end of the stream")
-        if frame.tensor != index:
-            raise Violation(f"a frame of tensor {frame.tensor} came, {index} is due")
+        if frame.tensor >= len(self._specs):
+            raise Violation(f"a frame of tensor {frame.tensor} came, there are {len(self._specs)}")
+        spec, part = self._specs[frame.tensor], self._parts[frame.tensor]
         if isinstance(frame, Chunk):
-            self._take_chunk(self._specs[index], frame)
+            self._take_piece(spec, part, frame)
+        elif part.end is not None or frame.length != spec.nbytes:
+            raise Violation(f"{spec.name!r} of {spec.nbytes} bytes ends as {frame.length}, or for a second time")
         else:
-            self._take_end(self._specs[index], frame)
+            part.end = frame
+        if part.end is not None and part.runs == ([(0, spec.nbytes)] if spec.nbytes else []):
+            self._close(spec, part, part.end)
 
-    def _take_chunk(self, spec: TensorSpec, chunk: Chunk) -> None:
-        if chunk.offset != self._filled:
-            raise Violation(f"a chunk of {spec.name!r} starts at byte {chunk.offset}, {self._filled} is due")
-        end = self._filled + len(chunk.data)
-        if end > spec.nbytes or not chunk.data:
+    def _take_piece(self, spec: TensorSpec, part: _Part, chunk: Chunk) -> None:
+        begin, end = chunk.offset, chunk.offset + len(chunk.data)
+        if begin == end or end > spec.nbytes:
             raise Violation(f"a chunk of {spec.name!r} is empty or goes to byte {end} of {spec.nbytes}")
-        if self._current is None:
-            self._current = self._allocate(spec.nbytes)
-        self._current[self._filled : end] = chunk.data
-        self._filled = end
+        runs = part.runs
+        at = bisect(runs, (begin, end))
+        before, after = runs[at - 1 : at] if at else [], runs[at : at + 1]
+        if (before and before[0][1] > begin) or (after and after[0][0] < end):
+            raise Violation(f"a chunk of {spec.name!r} at byte {begin} came twice")
+        first = at - 1 if before and before[0][1] == begin else at
+        last = at + 1 if after and after[0][0] == end else at
+        runs[first:last] = [(runs[first][0] if first < at else begin, runs[at][1] if last > at else end)]
+        if len(runs) > MAX_RUNS:
+            raise Violation(f"the chunks of {spec.name!r} come with more than {MAX_RUNS} gaps")
+        if part.data is None:
+            part.data = self._allocate(spec.nbytes)
+        part.data[begin:end] = chunk.data
 
-    def _take_end(self, spec: TensorSpec, end: End) -> None:
-        if not end.length == self._filled == spec.nbytes:
-            raise Violation(f"{spec.name!r} ends after {self._filled} of {spec.nbytes} bytes, as {end.length}")
-        if self._current is None:
-            self._current = self._allocate(0)
-        digest = self._digest(self._current)
-        if digest != end.digest:
+    def _close(self, spec: TensorSpec, part: _Part, end: End) -> None:
+        part.digest = self._digest(part.data or b"")
+        if part.digest != end.digest:
             raise Violation(f"the bytes of {spec.name!r} do not have the digest that was sent with them")
-        self._done.append(HostTensor(spec.name, spec.dtype, spec.shape, self._current))
-        self._digests.append(digest)
-        self._current = None
-        self._filled = 0
+        self._due -= 1

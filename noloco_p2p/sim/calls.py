@@ -124,10 +124,10 @@ class SimCall(Generic[T]):
 
     # --- at the callee --------------------------------------------------------------------------------------------
 
-    async def stream(self, kind: str, nbytes: int) -> None:
+    async def stream(self, kind: str, nbytes: int, connections: int) -> None:
         """Wait as long as `nbytes` of tensors take to the caller. Awaited by the handler whose answer they are."""
         traffic = self.network.traffic
-        self._reply = payload = Payload(self.callee, self.caller, kind, nbytes)
+        self._reply = payload = Payload(self.callee, self.caller, kind, nbytes, connections=connections)
         traffic.depart(payload)
         self._listen()
         try:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -83,11 +84,13 @@ class SimTransport:
     ) -> Snapshot:
         """See `ports.Transport`."""
         kind, wait_s = request.kind, request.wait_s
+        connections = await self._connections(peer, kind, request.stage, expected)
 
         async def invoke(handler: Handler, call: SimCall[Snapshot]) -> Snapshot:
             snapshot = await handler.fetch_snapshot(self._me, request)
             began = asyncio.get_running_loop().time()
-            await call.stream(kind, self._network.payload_bytes(kind, snapshot.tensors, request.stage))
+            nbytes = self._network.payload_bytes(kind, snapshot.tensors, request.stage)
+            await call.stream(kind, nbytes, connections)
             took_s = asyncio.get_running_loop().time() - began
             return replace(snapshot, tensors=tuple(map(_copy, snapshot.tensors)), took_s=took_s)
 
@@ -99,9 +102,12 @@ class SimTransport:
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """See `ports.Transport`. An interruption below RESUMES_S only causes a delay; the donor keeps its copy."""
 
+        connections = await self._connections(peer, "state", peer.stage, expected)
+
         async def invoke(handler: Handler, call: SimCall[ReplicaState]) -> ReplicaState:
             async with handler.lend_state(self._me, None) as state:
-                await call.stream("state", self._network.payload_bytes("state", state.tensors, state.stage))
+                nbytes = self._network.payload_bytes("state", state.tensors, state.stage)
+                await call.stream("state", nbytes, connections)
                 return replace(state, tensors=tuple(map(_copy, state.tensors)))
 
         state = await self._call(peer, invoke, deadline_s, "fetch_state", silence_s=(CAPTURE_S, RESUMES_S))
@@ -136,7 +142,10 @@ class SimTransport:
         async def invoke(handler: Handler, call: SimCall[NodeDescription]) -> NodeDescription:
             return handler.describe(self._me)
 
-        return await self._call(peer, invoke, DESCRIBE_S, "describe", apart=True)
+        began = asyncio.get_running_loop().time()
+        said = await self._call(peer, invoke, DESCRIBE_S, "describe", apart=True)
+        self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
+        return said
 
     async def serve(self, handler: Handler) -> None:
         """See `ports.Transport`."""
@@ -146,6 +155,14 @@ class SimTransport:
         """See `ports.Transport`."""
         if not self.dead:
             await self._network.stop(self._me)
+
+    async def _connections(self, peer: Advert, kind: str, stage: int, expected: tuple[TensorSpec, ...]) -> int:
+        """Over how many connections these tensors come; how far the peer is gets asked first, as over gRPC."""
+        sizes = self._network.sizes
+        nbytes = sizes.of(kind, stage) if sizes else sum(spec.nbytes for spec in expected)
+        if nbytes >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
+            await self.describe(peer)
+        return self.line.connections(peer.peer_id, nbytes, comes=True)
 
     async def _submit(
         self, peer: Advert, sent: Activation, claim: Claim | None, what: str, method: Callable[[Handler], Method[T]]

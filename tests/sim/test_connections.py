@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from sim_transport_fixture import CALLEE, ID, LATENCY_S, Serving, activation, gradient, now, play
+from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import CONNECTIONS
@@ -19,6 +19,7 @@ from noloco_p2p.core.messages import (
     Origin,
     Progress,
 )
+from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy
 from noloco_p2p.io.dht.adverts import AdvertRecord, encode
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
@@ -256,8 +257,9 @@ def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: i
     run(main())
 
 
-def test_far_bodies_and_their_gradients_take_all_connections() -> None:
-    sizes = MessageSizes(8 * MIB, 8 * MIB, (300, 600), (150, 300), (900, 1800))
+def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
+    """How far a peer is gets asked before weights come from it, if they are large and nobody knows it."""
+    sizes = MessageSizes(8 * MIB, 8 * MIB, (300, 8 * MIB), (150, 300), (900, 1800))
     used: list[int] = []
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
@@ -270,8 +272,10 @@ def test_far_bodies_and_their_gradients_take_all_connections() -> None:
 
         network.traffic.depart = noted  # type: ignore[method-assign]
         await transport.propagate(CALLEE, activation())
-        await transport.progress(CALLEE, [], 9.0)
+        for weights in ("float64", None):
+            assert transport.line.round_trip_s(CALLEE.peer_id) is None
+            await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, weights=weights), 60.0, SNAPSHOT_SPECS)
         await transport.propagate(CALLEE, activation())
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST), longest_s=60.0)
-    assert used == [1, 1, CONNECTIONS, CONNECTIONS]
+    assert used == [1, 1, 1, CONNECTIONS, CONNECTIONS, CONNECTIONS]

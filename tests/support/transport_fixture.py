@@ -246,8 +246,9 @@ def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:
 async def pair(
     node: Node, mine: Events | None = None, theirs: Events | None = None, *, limits: LimitSettings | None = None
 ) -> AsyncIterator["Pair"]:
-    """Transport A, and B which serves `node`, each with these limits; both closed at the end."""
+    """Transport A, and B which serves `node` and is known to be near, each with these limits; both end here."""
     a, b = transport("A", mine, limits=limits), transport("B", theirs, limits=limits)
+    a.line.answered("B", 0.0)
     await b.serve(node)
     try:
         yield Pair(a, b, advert(f"127.0.0.1:{b.port}"))

@@ -22,7 +22,7 @@ from noloco_p2p.io.dht.ways_in import WaysIn
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
 """Dials (`host:port`, or `p2p`) and checks which peer answers: None when it is the expected one, else the reason."""
 
-MANIFEST_CALL = "noloco/manifest/2"
+MANIFEST_CALL = "noloco/manifest/3"
 """Counts up with the protocol of `io.transport`, so that another version is refused here."""
 DIAL_BACK_CALL = "noloco/dial-back/1"
 MANIFEST_TIMEOUT_S = 5.0

@@ -1,23 +1,20 @@
 """How the messages of one call are written and read, and of those that carry a part of it over other connections."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
-from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import unpacked
-from noloco_p2p.io.transport.stripes import NO_MORE
+from noloco_p2p.io.transport.stripes import NO_MORE, Ways
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
-Ways = tuple[Write, Read]
-"""Write and read the messages of a call."""
 Announced = tuple[bytes, Callable[[int], Iterator[bytes]]]
 """A header, and what gives the messages of the body, as long as the peer would like them (0: of any size)."""
 
@@ -36,7 +33,108 @@ def from_grant(raw: bytes) -> int | None:
     return reply.grant.message_bytes if reply.HasField("grant") else None
 
 
-class AnnouncedActivation(Generic[T]):
+class Collected(Generic[T]):
+    """A reply, as it comes over one call and over those beside it."""
+
+    def __init__(self, feed: Callable[[bytes], T | None], stripes: Sequence[AbstractAsyncContextManager[Ways]]) -> None:
+        """`feed` gets the messages until it returns the whole; `stripes` open calls that each carry some of them."""
+        self._feed, self._stripes = feed, stripes
+        self._reply: T | None = None
+        self._begun = asyncio.Event()
+        """The first message has come."""
+
+    def take(self, message: bytes) -> None:
+        """A message has come. Raises Violation: it is the end, and the caller is still waiting for the rest."""
+        self._reply = self._feed(_some(message))
+        self._begun.set()
+
+    async def whole(self, read: Read) -> T:
+        """The reply, once all of it has come; what comes over the first call is given by `read`."""
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            if self._stripes and self._reply is None:
+                tasks = {asyncio.create_task(one) for one in (self._receive(read), *map(self._beside, self._stripes))}
+            else:
+                await self._receive(read)
+            left = tasks
+            while left and self._reply is None:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            await _cancelled(tasks)
+        if self._reply is None:
+            raise Violation("the reply ended early")
+        return self._reply
+
+    async def _carry(self, write: Write) -> None:
+        """Write to a call beside the first what goes before the reply: here nothing."""
+
+    async def _beside(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
+        """What another connection carries; nothing, when there is none. One that is lost later ends all."""
+        opened = False
+        try:
+            async with stripe as (write, read):
+                opened = True
+                await self._carry(write)
+                await write(NO_MORE)
+                await self._begun.wait()
+                await self._receive(read)
+        except Unreachable:
+            if opened:
+                raise
+
+    async def _receive(self, read: Read) -> None:
+        """What comes over one call, until the reply is whole, or nothing more comes here."""
+        while self._reply is None and (message := await read()) is not grpc.aio.EOF:
+            self.take(message)
+
+
+class Fetched(Collected[T]):
+    """The answer to a question without a body, which may take so long and no longer."""
+
+    def __init__(
+        self, feed: Callable[[bytes], T | None], stripes: Sequence[AbstractAsyncContextManager[Ways]], what: str
+    ) -> None:
+        """`what` comes, from whom: for messages."""
+        super().__init__(feed, stripes)
+        self._what = what
+        self._silence = asyncio.timeout(None)
+        self._silence_s = 0.0
+
+    def take(self, message: bytes) -> None:
+        """A message has come; it ends the silence on all calls."""
+        if not self._silence.expired():
+            self._silence.reschedule(asyncio.get_running_loop().time() + self._silence_s)
+        super().take(message)
+
+    async def within(
+        self, call: Any, reads: tuple[Read, Read], limits_s: tuple[float, float, float | None]
+    ) -> tuple[T, float]:
+        """The answer over `call`, which ends then, and how long it took from its first message on, in seconds.
+
+        `reads` give that message, and the others. Raises Unreachable when one takes longer than `limits_s`: the first
+        message, each further one, and all of these.
+        """
+        first_s, self._silence_s, rest_s = limits_s
+        clock, limit = asyncio.get_running_loop().time, asyncio.timeout(None)
+        try:
+            async with limit, self._silence:
+                self._silence.reschedule(clock() + first_s)
+                self.take(await reads[0]())
+                began = clock()
+                limit.reschedule(None if rest_s is None else began + rest_s)
+                return await self.whole(reads[1]), clock() - began
+        except TimeoutError:
+            if not self._silence.expired():
+                raise Unreachable(f"not all of the {self._what} within {rest_s:g} s") from None
+            seconds = self._silence_s if self._begun.is_set() else first_s
+            raise Unreachable(f"no more of the {self._what} for {seconds:g} s") from None
+        finally:
+            call.cancel()
+
+
+class AnnouncedActivation(Collected[T]):
     """An activation whose body follows when its peer has granted it a place, and the reply.
 
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
@@ -52,13 +150,11 @@ class AnnouncedActivation(Generic[T]):
         stripes: Sequence[AbstractAsyncContextManager[Ways]],
     ) -> None:
         """The body leaves in its `turn`; `feed` gets the reply. `stripes` open calls that each carry a part of both."""
+        super().__init__(feed, stripes)
         self._header, self._body = sent
-        self._turn, self._claim, self._feed, self._stripes = turn, claim, feed, stripes
+        self._turn, self._claim = turn, claim
         self._messages: Iterator[bytes] = iter(())
         """What is left of the body."""
-        self._reply: T | None = None
-        self._replies = asyncio.Event()
-        """The first message of the reply has come."""
         self._writing = 0
         self._sent = asyncio.Event()
         """All of the body is written."""
@@ -66,12 +162,7 @@ class AnnouncedActivation(Generic[T]):
     async def exchange(self, call: Any, ways: Ways) -> T:
         """Sends it over `call`, which ends then; the reply."""
         write, read = ways
-        tasks: list[asyncio.Task[None]] = []
-
-        def start(part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-            tasks.append(asyncio.create_task(part))
-            return tasks[-1]
-
+        sending: list[asyncio.Task[None]] = []
         try:
             await write(self._header)
             message = _some(await read())
@@ -79,28 +170,13 @@ class AnnouncedActivation(Generic[T]):
                 if not self._claim.take():
                     raise Busy("another replica has granted a place first")
                 self._messages = self._body(message_bytes)
-                start(self._send(write))
+                sending.append(asyncio.create_task(self._send(write)))
             else:
-                self._take(message)
-            if not self._stripes or not tasks:
-                await self._receive(read)
-            else:
-                beside = {start(self._carry_beside(stripe)) for stripe in self._stripes}
-                await self._until_whole({start(self._receive(read)), *beside})
-            if self._reply is None:
-                raise Violation("the reply ended early")
-            return self._reply
+                self.take(message)
+            return await self.whole(read)
         finally:
             call.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _until_whole(self, reading: set[asyncio.Task[None]]) -> None:
-        while reading and self._reply is None:
-            done, reading = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await _cancelled(sending)
 
     async def _send(self, write: Write) -> None:
         async with self._turn:
@@ -119,38 +195,11 @@ class AnnouncedActivation(Generic[T]):
         if not self._writing:
             self._sent.set()
 
-    async def _carry_beside(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
-        """What another connection carries; nothing, when there is none. One that is lost later ends all."""
-        opened = False
-        try:
-            async with stripe as (write, read):
-                opened = True
-                await self._carry(write)
-                await write(NO_MORE)
-                await self._replies.wait()
-                await self._receive(read)
-        except Unreachable:
-            if opened:
-                raise
 
-    async def _receive(self, read: Read) -> None:
-        """What comes over one call, until the reply is whole, or nothing more comes here."""
-        while self._reply is None and (message := await read()) is not grpc.aio.EOF:
-            self._take(message)
-
-    def _take(self, message: bytes) -> None:
-        self._reply = self._feed(message)
-        self._replies.set()
-
-
-async def next_message(call: Any, what: str, peer: PeerId, seconds: float) -> bytes:
-    """The next message of a stream. Raises Unreachable after `seconds`, Violation at the end of the stream."""
-    try:
-        async with asyncio.timeout(seconds):
-            message: bytes = _some(await call.read())
-            return message
-    except TimeoutError:
-        raise Unreachable(f"no more of the {what} came from {peer} for {seconds:g} s") from None
+async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _some(message: T) -> T:

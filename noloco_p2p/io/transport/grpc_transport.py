@@ -5,8 +5,8 @@ goes first, and the tensors follow when the peer has granted them a place.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 from noloco_p2p.config import LimitSettings, ListenSettings
 from noloco_p2p.core.line_cap import Precedence
-from noloco_p2p.core.line_rate import stripe_bytes
+from noloco_p2p.core.line_rate import PART_BYTES, stripe_bytes
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
     Gradient,
-    Header,
     LossSum,
     MicrobatchId,
     NodeDescription,
@@ -31,13 +30,14 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, service, servicer, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.capped_line import OwnersLine, rank_of
+from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine, Rank, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
-from noloco_p2p.io.transport.exchange import AnnouncedActivation, Ways, next_message
+from noloco_p2p.io.transport.exchange import AnnouncedActivation, Fetched
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
+from noloco_p2p.io.transport.stripes import CallBeside, Ways
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -85,16 +85,15 @@ class GrpcTransport:
         self._channels = ChannelPool(links, self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns()
         self._server: Any = None
-        self._stripes = count(1)
+        self._numbers = count(1)
         self._closed = False
 
     async def listen(self) -> None:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
         if self._server is not None:
             return
-        server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
-        self._server = server
-        await server.start()
+        self._server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
+        await self._server.start()
         self._line.unsent.set()
 
     async def serve(self, handler: Handler) -> None:
@@ -148,8 +147,8 @@ class GrpcTransport:
         Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
         """
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
-        first_s = wait_s + SILENCE_S
-        snapshot, took_s = await self._fetch(peer, reader, wait_s + deadline_s, first_s=first_s, rest_s=deadline_s)
+        limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
+        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s)
         return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
@@ -162,16 +161,14 @@ class GrpcTransport:
         give_up_at = clock() + deadline_s
         reader = weights_codec.StateReader(peer, expected)
         rate = callers.least_rate(sum(spec.nbytes for spec in expected), deadline_s)
-        patience = callers.Patience(callers.STATE_RESERVE_S)
+        due = partial(callers.Patience(callers.STATE_RESERVE_S).reading, least_bytes_per_s=rate)
         futile = 0
-        state = None
         try:
-            while state is None:
+            while True:
                 place = reader.place
                 try:
-                    first_s = CAPTURE_S if place is None else SILENCE_S
-                    due = partial(patience.wait, least_bytes_per_s=rate)
-                    state, _ = await self._fetch(peer, reader, give_up_at - clock(), first_s=first_s, due=due)
+                    limits_s = give_up_at - clock(), CAPTURE_S if place is None else SILENCE_S, None
+                    return (await self._fetch(peer, reader, expected, limits_s, due))[0]
                 except callers.Silent:
                     raise
                 except Unreachable:
@@ -179,7 +176,6 @@ class GrpcTransport:
                     if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
                         raise
                     await asyncio.sleep(RESUME_PAUSE_S)
-            return state
         finally:
             reader.discard()
 
@@ -187,41 +183,35 @@ class GrpcTransport:
         self,
         peer: Advert,
         reader: weights_codec.WeightsReader[Any, Weights],
-        seconds: float,
-        *,
-        first_s: float,
-        rest_s: float | None = None,
-        due: Callable[[Awaitable[bytes]], Awaitable[bytes]] = lambda read: read,
+        expected: tuple[TensorSpec, ...],
+        limits_s: tuple[float, float, float | None],
+        due: Callable[[Read], Read] = lambda read: read,
     ) -> tuple[Weights, float]:
-        """One call, whose reply `reader` puts together; with it the seconds since its first message.
+        """What `reader` puts together from one call and those beside it, and the seconds since its first message.
 
-        Raises Unreachable after `seconds` in all, `first_s` without a first message, `rest_s` after that message, or
-        a silence of SILENCE_S later, and when `due`, which gives what is read from then on, does.
+        Raises Unreachable after `limits_s`: in all, before the first message, and after it, and after SILENCE_S between
+        two; and when `due` does, through which all but the first message is read.
         """
-        what = reader.what
+        what, size, (seconds, first_s, rest_s) = reader.what, sum(spec.nbytes for spec in expected), limits_s
+        if size >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
+            await self.describe(peer)
         async with self._calling(peer, what, seconds) as (channel, left_s):
-            request = reader.request()
+            number, beside = self._beside(channel, peer, size, (what, left_s, partial(self._ways, due=due)), comes=True)
+            request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
-            read = self._line.receiver(partial(next_message, call, what, peer.peer_id), first_at_once=True)
-            try:
-                result = reader.feed(await read(first_s))
-                began = asyncio.get_running_loop().time()
-                async with asyncio.timeout(rest_s):
-                    while result is None:
-                        result = reader.feed(await due(read(SILENCE_S)))
-            except TimeoutError:
-                raise Unreachable(f"no whole {what} from {peer.peer_id} within {rest_s:g} s") from None
-            finally:
-                call.cancel()
+            read = self._line.receiver(call.read, first_at_once=True)
+            fetched = Fetched(reader.feed, beside, f"{what} came from {peer.peer_id}")
+            result, took_s = await fetched.within(call, (read, due(read)), (first_s, SILENCE_S, rest_s))
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
-        return result, asyncio.get_running_loop().time() - began
+        return result, took_s
 
     async def describe(self, peer: Advert) -> NodeDescription:
         """See `ports.Transport`; within 5 s. Raises as propagate."""
         async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
-            describe = NodeStub(channel.channel).Describe
+            describe, began = NodeStub(channel.channel).Describe, asyncio.get_running_loop().time()
             reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+            self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
         said = message_codec.from_description(reply)
         if (said.peer_id, said.run_id) != (peer.peer_id, self._links.run_id):
@@ -243,46 +233,56 @@ class GrpcTransport:
         whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
         async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
-            self.line.up.carries("activation", size)
+            line.measured.up.carries("activation", size)
             if not whole:
-                parts = range(1, channel.at_most(self.line.connections(peer.peer_id, size)))
-                number = next(self._stripes) if parts else 0
-                beside = [self._stripe(peer, what, seconds, number, activation.header, part) for part in parts]
+                header = activation.header
+                ranks = rank_of(header, Precedence.ACTIVATION), rank_of(header, Precedence.GRADIENT)
+                ways = partial(self._ways, ranks=ranks)
+                number, beside = self._beside(channel, peer, size, (what, seconds, ways))
                 leaves = partial(self._count, direction="out", kind="activation", bytes=size)
                 turn = self._turns.of(peer.peer_id, size, leaves)
-                ways = self._ways(call := channel.send_stream(method, **options), activation.header)
+                call = channel.send_stream(method, **options)
                 most = stripe_bytes(size) if number else line.message_bytes
-                header, body = message_codec.announced(activation, number)
-                sent = header, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
-                return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways)
+                head, body = message_codec.announced(activation, number)
+                sent = head, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
+                return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
             self._count(direction="out", kind="activation", bytes=size)
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
             reply = await channel.send_whole(method, message, **options)
             line.charge(sent=0, received=len(reply))
-            result = feed(reply)
-            if result is None:
+            if (result := feed(reply)) is None:
                 raise Violation(f"the {what} from {peer.peer_id} is not whole")
             return result
 
+    def _beside(
+        self, channel: PeerChannel, peer: Advert, nbytes: int, call: CallBeside, *, comes: bool = False
+    ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
+        """A number, and the calls beside one over `channel` that carry parts of so many bytes; 0: there are none."""
+        most = channel.at_most(self.line.connections(peer.peer_id, nbytes, comes=comes))
+        number = next(self._numbers) if most > 1 else 0
+        return number, [self._stripe(peer, number, part, *call) for part in range(1, most)]
+
     @asynccontextmanager
     async def _stripe(
-        self, peer: Advert, what: str, seconds: float, number: int, header: Header, part: int
+        self, peer: Advert, number: int, part: int, what: str, seconds: float, ways_of: Callable[[Any], Ways]
     ) -> AsyncIterator[Ways]:
-        """A call on a connection of its own, which carries part of the activation with this number."""
+        """A call on a connection of its own, which carries part of what has this number."""
         async with self._calling(peer, what, seconds, part=part) as (channel, left_s):
             call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
             try:
-                ways = self._ways(call, header)
+                ways = ways_of(call)
                 await ways[0](stripes.to_stripe(number))
                 yield ways
             finally:
                 call.cancel()
 
-    def _ways(self, call: Any, header: Header) -> Ways:
-        """Write and read a call in the turns of its microbatch."""
-        there, back = (rank_of(header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
-        return self._line.sender(call.write, there), self._line.receiver(call.read, back, first_at_once=True)
+    def _ways(
+        self, call: Any, ranks: tuple[Rank, Rank] = (OTHER, OTHER), due: Callable[[Read], Read] = lambda read: read
+    ) -> Ways:
+        """Write and read a call in turns of these ranks, and read through `due`."""
+        there, back = ranks
+        return self._line.sender(call.write, there), due(self._line.receiver(call.read, back, first_at_once=True))
 
     @asynccontextmanager
     async def _calling(

@@ -55,7 +55,7 @@ class IncomingActivation:
         """See `ports.Body`."""
         size = sum(spec.nbytes for spec in self.header.specs)
         stripes = self.stripes
-        assembler = message_codec.assembler(self.header.specs, scattered=stripes is not None)
+        assembler = message_codec.assembler(self.header.specs)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
 

@@ -27,7 +27,6 @@ from noloco_p2p.core.messages import (
     TensorSpec,
     is_peer_id,
 )
-from noloco_p2p.core.scattered import ScatteredAssembler
 from noloco_p2p.errors import Busy, Declined, NolocoError, PeerError, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -60,10 +59,9 @@ def allocate(length: int) -> memoryview:
     return numpy.empty(length, numpy.uint8).data
 
 
-def assembler(specs: tuple[TensorSpec, ...], *, scattered: bool = False) -> wire.Assembler:
-    """Receives these tensors, whose sizes have been checked; `scattered`: over several calls. Raises Violation."""
-    kind = ScatteredAssembler if scattered else wire.Assembler
-    return kind(specs, sum(spec.nbytes for spec in specs), digest, allocate)
+def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
+    """Receives these tensors, whose sizes have been checked. Raises Violation."""
+    return wire.Assembler(specs, sum(spec.nbytes for spec in specs), digest, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:

@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+`noloco-protocol` (the version of this file, "6"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
 where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
 what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
@@ -72,7 +72,7 @@ class Chunk(_message.Message):
     tensor: _builtins.int
     """Index of the tensor among the declared ones."""
     offset: _builtins.int
-    """Where the run starts, in bytes; it is where the chunk before ended."""
+    """Where the run starts, in bytes; where one call carries all, it is where the chunk before ended."""
     data: _builtins.bytes
     """The bytes; never empty, at most 1 MiB."""
     def __init__(
@@ -288,7 +288,7 @@ class ActivationMessage(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     STRIPE_FIELD_NUMBER: _builtins.int
     stripe: _builtins.int
-    """In the first message of a Stripe only: what the caller's header said."""
+    """In the first message of a Stripe only: what the caller's header or request said."""
     @_builtins.property
     def header(self) -> Global___ActivationHeader:
         """In the first message only."""
@@ -607,6 +607,7 @@ class SnapshotRequest(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     BOUNDS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    STRIPE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The outer round wanted; without it, the newest one held, at once."""
     wait_s: _builtins.float
@@ -619,6 +620,8 @@ class SnapshotRequest(_message.Message):
     """In a run whose codec has bounds: for each chunk wanted of the vector, 2 to the power of (byte - 127) bounds how far
     the caller takes it to be from its own; 255 asks for the values themselves.
     """
+    stripe: _builtins.int
+    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The chunks wanted, ascending; without them, all."""
@@ -632,10 +635,11 @@ class SnapshotRequest(_message.Message):
         weights: _builtins.str | None = ...,
         bounds: _builtins.bytes | None = ...,
         chunks: _abc.Iterable[_builtins.int] | None = ...,
+        stripe: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "round", b"round", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "chunks", b"chunks", "round", b"round", "stage", b"stage", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "chunks", b"chunks", "round", b"round", "stage", b"stage", "stripe", b"stripe", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bounds: _TypeAlias = _typing.Literal["bounds"]  # noqa: Y015
     _WhichOneofArgType__bounds: _TypeAlias = _typing.Literal["_bounds", b"_bounds"]  # noqa: Y015
@@ -773,6 +777,9 @@ class StateRequest(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     RESUME_FIELD_NUMBER: _builtins.int
+    STRIPE_FIELD_NUMBER: _builtins.int
+    stripe: _builtins.int
+    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
     @_builtins.property
     def resume(self) -> Global___StateRequest.Resume:
         """In the second and later calls of one transfer."""
@@ -781,10 +788,11 @@ class StateRequest(_message.Message):
         self,
         *,
         resume: Global___StateRequest.Resume | None = ...,
+        stripe: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume", "stripe", b"stripe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015

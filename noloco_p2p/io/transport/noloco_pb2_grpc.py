@@ -93,8 +93,8 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stripe(self, request_iterator, context):
-        """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
-        one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+        """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
+        messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

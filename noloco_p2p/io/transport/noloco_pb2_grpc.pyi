@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "5"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+`noloco-protocol` (the version of this file, "6"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
 where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
 what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
@@ -50,8 +50,8 @@ class NodeStub:
     Evaluate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     Stripe: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
-    """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
-    one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+    """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
+    messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
     """
     FetchSnapshot: _grpc.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
@@ -75,8 +75,8 @@ class NodeAsyncStub(NodeStub):
     Evaluate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
     Stripe: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
-    """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
-    one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+    """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
+    messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
     """
     FetchSnapshot: _aio.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]  # type: ignore[assignment]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
@@ -115,8 +115,8 @@ class NodeServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
-        """Carries parts of the tensors of a Propagate or Evaluate, and of its reply, over another connection: all draw from
-        one stream of frames, whose chunks may come in any order then. An empty message ends the part of each call.
+        """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
+        messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
         """
 
     @_abc_1.abstractmethod

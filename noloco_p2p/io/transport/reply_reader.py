@@ -21,10 +21,8 @@ class ReplyReader(Generic[ReplyMessage, V]):
     Nothing is allocated before the header has been checked, and nothing is returned before all tensors have come whole.
     """
 
-    def __init__(self, kind: type[ReplyMessage], *, scattered: bool = False) -> None:
-        """`scattered`: several calls may carry it."""
+    def __init__(self, kind: type[ReplyMessage]) -> None:
         self._kind: type[ReplyMessage] = kind
-        self._scattered = scattered
         self._header_due = True
         self._assembler: wire.Assembler | None = None
 
@@ -35,7 +33,7 @@ class ReplyReader(Generic[ReplyMessage, V]):
             if message.HasField("refusal"):
                 raise message_codec.to_error(message.refusal)
             specs = self._begin(message)
-            self._assembler = self._assembler or message_codec.assembler(specs, scattered=self._scattered)
+            self._assembler = self._assembler or message_codec.assembler(specs)
             self._header_due = False
         assert self._assembler is not None
         message_codec.feed(self._assembler, frames)
@@ -54,7 +52,7 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
     """Puts the reply to an activation together."""
 
     def __init__(self, activation: Activation) -> None:
-        super().__init__(pb.Reply, scattered=True)
+        super().__init__(pb.Reply)
         self._microbatch = activation.header.microbatch
         self._spec = activation.reply_spec
         self._targets = activation.targets.spec

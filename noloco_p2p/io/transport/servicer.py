@@ -40,7 +40,7 @@ from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
-from noloco_p2p.io.transport.stripes import NO_MORE, Stripes, from_stripe
+from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Ways
 from noloco_p2p.ports import Body, Handler, Telemetry
 
 Messages = Callable[[int], Iterable[bytes]]
@@ -85,8 +85,7 @@ class GrpcServicer:
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns()
         self._grant = to_grant(line.wanted_bytes)
-        self._striped: dict[tuple[Caller, int], tuple[Stripes, Header, Patience, float]] = {}
-        """The activations that may come over several calls, by their callers and the numbers that these gave them."""
+        self._striped = StripedCalls[Caller]()
         self.handler: Handler | None = None
 
     async def serve_activation(self, serve: Serve, said: Caller, request_iterator: Any, context: Any) -> None:
@@ -140,17 +139,13 @@ class GrpcServicer:
             await write(message)
 
     async def stripe(self, said: Caller, request_iterator: Any, context: Any) -> None:
-        """Carry part of an activation that another call has announced, and of its reply."""
+        """Carry part of what another call has announced or asked for."""
         try:
-            caller, _ = self._admit(said, context)
+            caller, _ = self._admit(said, context, observers=True)
             first = await self._first_message(context)
-            found = None if first is grpc.aio.EOF else self._striped.get((caller, from_stripe(first)))
-            if found is not None:
-                stripes, header, patience, rate = found
-                write = self._line.sender(Patience().writing(context.write), rank_of(header, Precedence.GRADIENT))
-                read = patience.reading(context.read, rate)
-                if await stripes.carry(write, self._line.receiver(read, rank_of(header, Precedence.ACTIVATION))):
-                    return
+            found = None if first is grpc.aio.EOF else self._striped.of(caller, first)
+            if found is not None and await found[0].carry(*found[1](context)):
+                return
         except Silent:
             return
         except NolocoError:
@@ -164,10 +159,9 @@ class GrpcServicer:
         write = self._line.sender(Patience().writing(context.write))
         async with self._transfer(said, context, write, pb.SnapshotMessage, observers=True) as (caller, handler):
             wanted = weights_codec.from_request(request)
-            snapshot = await handler.fetch_snapshot(caller, wanted)
-            for message in weights_codec.to_snapshot(snapshot, self._message_bytes(context)):
-                await write(message)
-            self._count(direction="out", kind=wanted.kind, bytes=snapshot.nbytes)
+            snapshot = await handler.fetch_snapshot(caller.name, wanted)
+            parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
+            await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
     async def fetch_state(self, said: Caller, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it.
@@ -178,14 +172,28 @@ class GrpcServicer:
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
         refuse = self._line.sender(patience.writing(context.write))
-        async with self._transfer(said, context, refuse, pb.StateMessage) as (caller, handler):
-            async with handler.lend_state(caller, resume.number if resume else None) as state:
-                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
-                rate = least_rate(size, LONGEST_TRANSFER_S)
-                write = self._line.sender(patience.writing(context.write, rate))
-                for message in weights_codec.to_state(state, tensor, offset, self._message_bytes(context)):
-                    await write(message)
-            self._count(direction="out", kind="state", bytes=size)
+        async with (
+            self._transfer(said, context, refuse, pb.StateMessage) as (caller, handler),
+            handler.lend_state(caller.name, resume.number if resume else None) as state,
+        ):
+            size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+            parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
+            writing = partial(patience.writing, least_bytes_per_s=least_rate(size, LONGEST_TRANSFER_S))
+            await self._send_weights(context, caller, request.stripe, parts, writing)
+
+    async def _send_weights(
+        self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
+    ) -> None:
+        """Send weights, over calls with this number, too, unless it is 0; all are written through `writing`."""
+        messages_of, kind, size = parts
+        most = self._message_bytes(context)
+
+        def ways(context: Any) -> Ways:
+            return self._line.sender(writing(context.write)), Patience().reading(context.read)
+
+        with self._striped.may_carry(caller, number, ways) as stripes:
+            await stripes.reply(messages_of(min(most, stripe_bytes(size)) if number else most), ways(context)[0])
+        self._count(direction="out", kind=kind, bytes=size)
 
     @asynccontextmanager
     async def _transfer(
@@ -196,12 +204,12 @@ class GrpcServicer:
         kind: type[pb.SnapshotMessage] | type[pb.StateMessage],
         *,
         observers: bool = False,
-    ) -> AsyncIterator[tuple[PeerId, Handler]]:
+    ) -> AsyncIterator[tuple[Caller, Handler]]:
         """The caller and the handler for sending weights; what goes wrong meanwhile is told to the caller."""
         try:
             caller, handler = self._admit(said, context, observers=observers)
             with self.callers.holding(TRANSFERS, caller):
-                yield caller.name, handler
+                yield caller, handler
         except Unreachable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:
@@ -272,15 +280,16 @@ class GrpcServicer:
         self.links.check_label(header, caller.name)
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
-        read = self._line.receiver(patience.reading(context.read, rate), rank_of(header, Precedence.ACTIVATION))
+
+        def ways(context: Any) -> Ways:
+            write, read = Patience().writing(context.write), patience.reading(context.read, rate)
+            return (
+                self._line.sender(write, rank_of(header, Precedence.GRADIENT)),
+                self._line.receiver(read, rank_of(header, Precedence.ACTIVATION)),
+            )
+
         ask = partial(Patience().writing(context.write), self._grant)
-        incoming = IncomingActivation(header, frames, self._count, read, ask, patience)
-        key = caller, head.header.stripe
+        incoming = IncomingActivation(header, frames, self._count, ways(context)[1], ask, patience)
         if head.header.stripe and not frames:
-            if key in self._striped:
-                raise Violation("two activations have the same number")
-            incoming.stripes = stripes = Stripes()
-            self._striped[key] = stripes, header, patience, rate
-            leaving.callback(self._striped.pop, key)
-            leaving.callback(stripes.end)
+            incoming.stripes = leaving.enter_context(self._striped.may_carry(caller, head.header.stripe, ways))
         return header, incoming

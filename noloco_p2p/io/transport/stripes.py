@@ -1,11 +1,14 @@
-"""Calls that carry parts of an activation and of its reply over other connections, on the side that answers.
+"""Calls that carry parts of a body and of its reply over other connections, on the side that answers.
 
 The caller draws the messages of a body from one stream, on all calls at once, and the answering side those of the
-reply: whichever connection takes more carries more. Every call ends its part of the body with an empty message.
+reply: whichever connection takes more carries more. Every call ends its part of the body with an empty message, also
+one beside a question that has no body.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -15,12 +18,17 @@ from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
 
+K = TypeVar("K", bound=Hashable)
+Ways = tuple[Write, Read]
+"""Write and read the messages of a call."""
+CallBeside = tuple[str, float, Callable[[Any], Ways]]
+"""What a call waits for, for how long, in seconds, and how it is written and read."""
 NO_MORE = b""
 """The part of a call is over."""
 
 
 def to_stripe(number: int) -> bytes:
-    """The first message of a call that carries part of the body whose header had this number."""
+    """The first message of a call beside the one whose header, or question, had this number."""
     return pb.ActivationMessage(stripe=number).SerializeToString()
 
 
@@ -33,16 +41,20 @@ def from_stripe(raw: bytes) -> int:
 
 
 class Stripes:
-    """The calls that carry parts of one activation, and of its reply, beside the call that announced it."""
+    """The calls that carry parts of one body, and of its reply, beside the call that announced it."""
 
     def __init__(self) -> None:
-        self._writes: list[Write] = []
-        """Of those that there are now."""
+        self._calls = 0
         self._take: Callable[[bytes], bool] | None = None
         self._whole = asyncio.Event()
         """All of the body is there, or something that breaks the protocol."""
         self._broken: Violation | None = None
-        self._over = asyncio.Event()
+        self._replying = asyncio.Event()
+        """The reply is being sent, or none will be."""
+        self._group: asyncio.TaskGroup | None = None
+        """Those who send it."""
+        self._messages: Iterator[bytes] = iter(())
+        """What is left of it."""
 
     def expect(self, take: Callable[[bytes], bool]) -> None:
         """The body may come now: `take` gets every message of it, and says whether all of it is there."""
@@ -50,7 +62,8 @@ class Stripes:
 
     def take(self, message: bytes) -> None:
         """A message of the body has come on one of the calls. Raises Violation."""
-        assert self._take is not None
+        if self._take is None:
+            raise Violation("part of a body came that nobody has asked for")
         if self._take(message):
             self._whole.set()
 
@@ -61,39 +74,70 @@ class Stripes:
             raise self._broken
 
     async def carry(self, write: Write, read: Read) -> bool:
-        """Take what comes on a further call, and keep that for the reply until it is sent; False: it is not wanted."""
-        if self._take is None or len(self._writes) + 1 >= CONNECTIONS:
+        """Take what comes on a further call, and send part of the reply there; False: the call is not wanted."""
+        if self._calls + 1 >= CONNECTIONS:
             return False
-        self._writes.append(write)
+        self._calls += 1
         try:
             while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
                 self.take(message)
-            await self._over.wait()
+            await self._replying.wait()
+            if self._group is not None:
+                await asyncio.wait([self._group.create_task(self._send(write))])
             return True
         except Violation as error:
             self._broken = error
             self._whole.set()
             return False
         finally:
-            self._writes.remove(write)
+            self._calls -= 1
 
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
         """Send a reply: its first message by `write`, the others on all calls. Raises what one of them does."""
-        stream = iter(messages)
-        await write(next(stream))
-        tasks = [asyncio.create_task(_carry(stream, one)) for one in (write, *self._writes)]
+        self._messages = iter(messages)
+        del messages  # A traceback would keep them.
+        await write(next(self._messages))
         try:
-            await asyncio.gather(*tasks)
+            async with asyncio.TaskGroup() as self._group:
+                self._replying.set()
+                await self._send(write)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._group, self._messages = None, iter(())
+
+    async def _send(self, write: Write) -> None:
+        for message in self._messages:
+            await write(message)
 
     def end(self) -> None:
         """The call that announced it is over, and with it these."""
-        self._over.set()
+        self._replying.set()
 
 
-async def _carry(messages: Iterator[bytes], write: Write) -> None:
-    for message in messages:
-        await write(message)
+class StripedCalls(Generic[K]):
+    """Which bodies several calls may carry now, by their callers and the numbers that these gave them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[K, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
+
+    def of(self, caller: K, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
+        """What the call is for that begins with this message, and how it is written and read. Raises Violation."""
+        return self._known.get((caller, from_stripe(raw)))
+
+    @contextmanager
+    def may_carry(self, caller: K, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
+        """Further calls of this caller with this number may carry a body and its reply; none with 0. Raises Violation.
+
+        `ways` are those of the call in such a context.
+        """
+        stripes, key = Stripes(), (caller, number)
+        if key in self._known:
+            raise Violation("two bodies have the same number")
+        if number:
+            self._known[key] = stripes, ways
+        try:
+            yield stripes
+        finally:
+            self._known.pop(key, None)
+            stripes.end()

@@ -71,8 +71,8 @@ class WeightsReader(ReplyReader[ReplyMessage, V]):
     what: str
     """What is fetched, in messages."""
 
-    def request(self) -> Message:
-        """What to ask in the next call, the reply to which is fed from its beginning."""
+    def request(self, stripe: int) -> Message:
+        """What to ask in the next call, whose reply is fed from its beginning; `stripe`: number of those beside it."""
         raise NotImplementedError
 
 
@@ -88,13 +88,13 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
         self._expected = expected
         self._head = pb.SnapshotHeader()
 
-    def request(self) -> pb.SnapshotRequest:
+    def request(self, stripe: int) -> pb.SnapshotRequest:
         """The one request."""
         r = self._request
         bounds, chunks = (r.lattice.bounds, r.lattice.some) if r.lattice else (None, ())
-        return pb.SnapshotRequest(
-            round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights, bounds=bounds, chunks=chunks
-        )
+        request = pb.SnapshotRequest(round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights, stripe=stripe)
+        request.MergeFrom(pb.SnapshotRequest(bounds=bounds, chunks=chunks))
+        return request
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
@@ -129,13 +129,15 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         """The tensor and the byte of it that are due; None before the first header. It only grows."""
         return None if self._assembler is None else self._assembler.place
 
-    def request(self) -> pb.StateRequest:
+    def request(self, stripe: int) -> pb.StateRequest:
         """See `WeightsReader`: it asks for what has not come yet."""
         self._header_due = True
-        if self._head is None or self.place is None:
-            return pb.StateRequest()
-        tensor, offset = self.place
-        return pb.StateRequest(resume=pb.StateRequest.Resume(number=self._head.number, tensor=tensor, offset=offset))
+        if self._head is None or self._assembler is None:
+            return pb.StateRequest(stripe=stripe)
+        self._assembler.rewind()
+        tensor, offset = self._assembler.place
+        resume = pb.StateRequest.Resume(number=self._head.number, tensor=tensor, offset=offset)
+        return pb.StateRequest(resume=resume, stripe=stripe)
 
     def discard(self) -> None:
         """Free what has come."""

@@ -1,13 +1,14 @@
 """A body and its reply over several connections at once: whole whichever carries what, and over when one is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from state_fixture import LONG, LONG_SPECS, NUMBER, Donor
 from transport_fixture import (
     LARGE,
     Buffers,
@@ -22,22 +23,26 @@ from transport_fixture import (
     pair,
     run,
     soon,
+    tensor,
     watched_buffers,
 )
 
+from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_rate import (
     CONNECTIONS,
     FAR_BYTES,
     FAR_S,
     LEAST_STRIPE_BYTES,
     PART_BYTES,
+    ROUND_TRIPS,
     STRIPES,
     MeasuredLine,
     stripe_bytes,
 )
-from noloco_p2p.core.messages import Gradient, Header
+from noloco_p2p.core.messages import Gradient, Header, HostTensor
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Unreachable
-from noloco_p2p.io.transport import callers, message_codec
+from noloco_p2p.io.transport import callers, grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -45,15 +50,17 @@ from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
-LONG = 1 << 30
+MUCH = 1 << 30
 
 
 def is_far(both: Pair) -> None:
     """What A knows of B: a fast line, and a long way."""
-    rate, now = both.a.line.up, asyncio.get_running_loop().time()
-    rate.ended(rate.began(now - 1.0), 50e6, now)
-    both.a.line.answered("B", 0.2)
-    assert both.a.line.connections("B", LONG) == CONNECTIONS
+    line, now = both.a.line, asyncio.get_running_loop().time()
+    for rate in (line.up, line.down):
+        rate.ended(rate.began(now - 1.0), 50e6, now)
+    for _ in range(ROUND_TRIPS):
+        line.answered("B", 0.2)
+    assert line.connections("B", MUCH) == line.connections("B", MUCH, comes=True) == CONNECTIONS
 
 
 class Carried:
@@ -63,6 +70,7 @@ class Carried:
         self.sent: dict[str, int] = {}
         self.received: dict[str, int] = {}
         self.before_write: Callable[[str, Any], Awaitable[None]] | None = None
+        self.after_read: Callable[[Any], Awaitable[None]] | None = None
         self.channels: dict[str, PeerChannel] = {}
         plain = PeerChannel.send_stream
 
@@ -80,6 +88,8 @@ class Carried:
             async def counted_read() -> Any:
                 message = await read()
                 self.received[method] = self.received.get(method, 0) + (message is not grpc.aio.EOF)
+                if self.after_read is not None:
+                    await self.after_read(call)
                 return message
 
             call.write, call.read = counted_write, counted_read
@@ -95,19 +105,19 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
 
 def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
     line = MeasuredLine()
-    assert line.connections("B", LONG) == 1
+    assert line.connections("B", MUCH) == 1
     line.up.ended(line.up.began(0.0), 1e9, 1.0)
-    assert line.connections("B", LONG) == 1, "nobody knows how far it is"
+    assert line.connections("B", MUCH) == 1, "nobody knows how far it is"
     line.answered("B", FAR_S / 2)
-    assert line.connections("B", LONG) == 1, "it is near"
+    assert line.connections("B", MUCH) == 1, "it is near"
     line.answered("C", FAR_S)
-    assert line.connections("C", LONG) == CONNECTIONS
+    assert line.connections("C", MUCH) == CONNECTIONS
     assert [line.connections("C", n * PART_BYTES - 1) for n in (1, 3, 99)] == [1, 3, CONNECTIONS]
     slow = MeasuredLine()
     slow.up.ended(slow.up.began(0.0), FAR_BYTES, 1.0)
     for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
         slow.answered(str(round_trip_s), round_trip_s)
-        assert slow.connections(str(round_trip_s), LONG) == connections
+        assert slow.connections(str(round_trip_s), MUCH) == connections
     assert stripe_bytes(1 << 20) == LEAST_STRIPE_BYTES
     assert stripe_bytes(1 << 26) == (1 << 26) // STRIPES
 
@@ -119,8 +129,6 @@ def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
 
 @pytest.mark.parametrize("limits", [None, "capped"])
 def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, limits: str | None) -> None:
-    from noloco_p2p.config import LimitSettings
-
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
 
     async def scenario() -> None:
@@ -240,6 +248,104 @@ def test_where_there_is_no_other_connection_the_first_carries_all(carried: Carri
     run(scenario())
 
 
+def snapshot_of(tensors: tuple[HostTensor, ...]) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
+    """Who gives it, how it is fetched, and what must come."""
+    snapshot, specs = Snapshot("B", 4, 40, tensors), tuple(one.spec for one in tensors)
+
+    async def shelf(request: SnapshotRequest) -> Snapshot:
+        return snapshot
+
+    def fetch(both: Pair) -> Coroutine[Any, Any, Snapshot]:
+        return both.a.fetch_snapshot(both.peer, SnapshotRequest(1, 4, 0.0), 20.0, specs)
+
+    return Node(hang, shelf), fetch, snapshot
+
+
+def state_of(donor: Donor) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
+    """The same."""
+    return Node(hang, lend=donor.lend), lambda both: both.a.fetch_state(both.peer, 20.0, LONG_SPECS), LONG
+
+
+@pytest.mark.parametrize("limits", [None, "capped"])
+@pytest.mark.parametrize("what", ["snapshot", "state"])
+def test_weights_from_far_come_over_all_connections(carried: Carried, what: str, limits: str | None) -> None:
+    caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
+
+    async def scenario() -> None:
+        events = Events()
+        node, fetch, whole = snapshot_of(LONG.tensors) if what == "snapshot" else state_of(Donor(LONG))
+        async with pair(node, theirs=events, limits=caps) as both:
+            assert await fetch(both) == whole
+            assert "Stripe" not in carried.sent, "it is near"
+            is_far(both)
+            assert await soon(fetch(both)) == whole
+            assert carried.sent["Stripe"] == 2 * (CONNECTIONS - 1), "a number, and that no body comes"
+            assert carried.received["Stripe"] > CONNECTIONS
+            sent = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "out"]
+            assert sent == 2 * [sum(spec.nbytes for spec in LONG_SPECS)]
+            assert both.b._servicer.callers.holds_nothing
+
+    run(scenario())
+
+
+def test_a_state_goes_on_after_one_of_its_connections_is_lost(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came in order is kept; what came beyond it, over the others, comes again."""
+    monkeypatch.setattr(grpc_transport, "RESUME_PAUSE_S", 0.05)
+    lost: list[bool] = []
+
+    async def scenario() -> None:
+        donor = Donor(LONG, LONG)
+        node, fetch, whole = state_of(donor)
+
+        async def lose(call: Any) -> None:
+            if carried.received["Stripe"] == 6 and not lost:
+                lost.append(True)
+                call.cancel()
+
+        async with pair(node) as both:
+            is_far(both)
+            carried.after_read = lose
+            assert await soon(fetch(both)) == whole
+        assert lost
+        assert donor.asked == [None, NUMBER]
+
+    run(scenario())
+
+
+def test_a_snapshot_that_loses_one_of_its_connections_leaves_nothing(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = watched_buffers(monkeypatch)
+
+    async def lose(call: Any) -> None:
+        call.cancel()
+
+    async def scenario() -> None:
+        node, fetch, _ = snapshot_of(LONG.tensors)
+        async with pair(node) as both:
+            is_far(both)
+            carried.after_read = lose
+            with pytest.raises(Unreachable):
+                await soon(fetch(both))
+            assert alive(buffers) == 0
+
+    run(scenario())
+
+
+def test_how_far_a_peer_is_gets_asked_before_much_comes_from_it() -> None:
+    async def scenario() -> None:
+        for shape, asked in (((16,), False), ((PART_BYTES,), True)):
+            node, fetch, whole = snapshot_of((tensor("vector", "uint8", shape),))
+            async with pair(node) as both:
+                both.a.line._round_trips.clear()
+                assert await fetch(both) == whole
+                assert (both.a.line.round_trip_s("B") is not None) == asked
+
+    run(scenario())
+
+
 @asynccontextmanager
 async def raw_stub(node: Node) -> AsyncIterator[Callable[[str], Any]]:
     """Makes bare calls to a server with `node`, each on its own."""
@@ -323,13 +429,33 @@ def test_what_breaks_the_protocol_on_the_other_call_is_a_violation() -> None:
     run(scenario())
 
 
+def test_a_body_beside_a_question_is_not_wanted() -> None:
+    async def scenario() -> None:
+        node, _, snapshot = snapshot_of((tensor("vector", "uint8", (1 << 24,)),))
+        async with pair(node) as both, bare(both.peer) as channel:
+            stub, known = NodeStub(channel), {"timeout": 10.0, "metadata": callers.metadata()}
+            main = stub.FetchSnapshot(pb.SnapshotRequest(stage=1, stripe=7), **known)
+            assert (await soon(main.read())).HasField("header")
+            other = stub.Stripe(**known)
+            await other.write(pb.ActivationMessage(stripe=7))
+            for message in messages(7)[1:3]:
+                await other.write(message)
+            assert await soon(other.code()) is grpc.StatusCode.UNAVAILABLE
+            came = 0
+            while (message := await soon(main.read())) is not grpc.aio.EOF:
+                came += sum(len(frame.chunk.data) for frame in message.frames)
+            assert came == snapshot.nbytes
+
+    run(scenario())
+
+
 def test_numbers_of_one_caller_differ() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
             await granted(start, messages(7)[0])
             second = start("Propagate")
             await second.write(messages(7)[0])
-            assert "two activations have the same number" in (await soon(second.read())).refusal.message
+            assert "two bodies have the same number" in (await soon(second.read())).refusal.message
 
     run(scenario())
 
@@ -349,12 +475,15 @@ def test_a_reply_whose_other_call_is_lost_fails_at_once() -> None:
         async def no_more() -> bytes:
             return NO_MORE
 
+        async def body() -> bytes:
+            return b"body"
+
         carrying = asyncio.create_task(stripes.carry(broken, no_more))
         await asyncio.sleep(0)
         with pytest.raises(grpc.aio.InternalError):
             await soon(stripes.reply([b"head", b"1", b"2"], stuck))
         stripes.end()
         assert await carrying
-        assert not await Stripes().carry(broken, no_more), "nobody has been granted a place"
+        assert not await Stripes().carry(broken, body), "nobody has been granted a place"
 
     run(scenario())

@@ -91,8 +91,8 @@ def flip_a_byte(sent: list[pb.ActivationMessage]) -> None:
     chunk.data = chunk.data[:100] + bytes([chunk.data[100] ^ 1]) + chunk.data[101:]
 
 
-def swap_chunks(sent: list[pb.ActivationMessage]) -> None:
-    sent[2], sent[3] = sent[3], sent[2]
+def repeat_a_chunk(sent: list[pb.ActivationMessage]) -> None:
+    sent[3] = sent[2]
 
 
 def truncate(sent: list[pb.ActivationMessage]) -> None:
@@ -118,9 +118,9 @@ def wrong_total(sent: list[pb.ActivationMessage]) -> None:
     ("fault", "text"),
     [
         (flip_a_byte, "do not have the digest that was sent"),
-        (swap_chunks, "starts at byte 2097152, 1048576 is due"),
-        (truncate, "truncated: 1048576 of 3104892 bytes"),
-        (drop_the_ends, "of tensor 1 came, 0 is due"),
+        (repeat_a_chunk, "at byte 1048576 came twice"),
+        (truncate, "truncated: 2 of 2 tensors"),
+        (drop_the_ends, "truncated: 2 of 2 tensors"),
         (overrun, "goes to byte 3104893 of 3104892"),
         (wrong_total, "declared for all of them"),
     ],
@@ -229,7 +229,7 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
         async with pair(node) as both, bare(both.peer) as channel:
             odd = (("noloco-protocol", "99"),)
             reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
-            assert "protocol '99', this node speaks '5'" in reply.refusal.message
+            assert "protocol '99', this node speaks '6'" in reply.refusal.message
             assert (reply.peer_id, reply.run_id) == ("B", RUN)
         assert node.calls == []
 
