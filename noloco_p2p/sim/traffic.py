@@ -113,8 +113,9 @@ class Traffic:
         await arrived
 
     def take(self, payload: Payload) -> None:
-        """The receiver has accepted the payload."""
+        """The receiver has accepted the payload. Nothing holds its call any more, whose tensors may be large."""
         payload.over = True
+        payload.on_gone = payload.on_lost = payload.on_dropped = None
         if payload in self._open:
             del self._open[payload]
             self._counts[payload.sender][payload.kind].sent += payload.nbytes

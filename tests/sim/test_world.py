@@ -1,5 +1,6 @@
 """The swarm builder: real nodes under virtual time, faults on schedule, one run for one seed."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -353,3 +354,26 @@ def test_one_seed_gives_one_run_with_all_faults() -> None:
         return swarm.run(limit_s=900.0).trace.trace_hash
 
     assert hash_of_run(3) == hash_of_run(3) != hash_of_run(4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_calls_held_is_free_without_a_garbage_collection(overlap: bool) -> None:
+    """Tensors of real stages take gigabytes before the collector looks for cycles that hold them."""
+    swarm = SimSwarm(_plan(outer={"rule": "noloco", "inner_steps": 2, "deadline_s": 2.0, "overlap": overlap}))
+    held: list[int] = []
+
+    def begin() -> None:
+        gc.collect()
+        gc.disable()
+
+    def look() -> None:
+        held.append(gc.collect())
+
+    swarm.at(1.0, begin)
+    for at_s in (1.5, 2.0):
+        swarm.at(at_s, look)
+    try:
+        swarm.run()
+    finally:
+        gc.enable()
+    assert held == [0, 0]

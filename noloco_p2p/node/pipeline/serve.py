@@ -184,6 +184,7 @@ class MicrobatchServer:
         """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
         if not task.cancelled():
             task.exception()
+        call.task = None  # Its error has the call in a frame: together they would keep the tensors.
         if self._calls.get(key) is call:
             self._admit(self.intake.leave(key))
             self._forget(key)
@@ -202,7 +203,7 @@ class MicrobatchServer:
         finally:
             call.callers -= 1
             lost = call.body is body and not call.received
-            if (lost or not call.callers) and not call.task.done():
+            if (lost or not call.callers) and call.task is not None:
                 self._cancel(call, "the caller that was sending its body is gone")
 
     def _cancel(self, call: _ServedCall, refusal: str) -> None:
