@@ -40,7 +40,9 @@ def bench_transport(as_json: Json = False) -> None:
 
 @bench.command("baseline")
 def bench_baseline(
-    kind: Annotated[Literal["ddp", "fsdp", "diloco"], typer.Option(help="Of torch.distributed.")] = "ddp",
+    kind: Annotated[
+        Literal["ddp", "fsdp", "diloco"], typer.Option(metavar="ddp|fsdp|diloco", help="Of torch.distributed.")
+    ] = "ddp",
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes in the swarm.")] = 4,
     config: ConfigFile = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps; default: the run's.")] = None,

@@ -79,7 +79,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         "--set outer: outer.gamma must be a number, not 'text'",
         f"{path}:13: routing must be 'random', 'weighted', 'balanced' or 'fixed', not 'best'",
         f"{path}:14: evaluation must be a section of keys, not 3",
-        f"{path}:12: device must match ^(auto|cpu|cuda(:\\d+)?)$, not 'gpu'",
+        f"{path}:12: device must be auto, cpu, cuda or cuda:N, not 'gpu'",
         f"{path}:16: threads must be a whole number, not True",
         f"{path}:15: data_files must be a list, not 'x'",
     ]
