@@ -119,5 +119,5 @@ def _type(schema: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema["type"] == "array":
         return f"list of {_type(schema['items'])}"
-    bounds = [f"{sign} {schema[name]}" for name, sign in BOUNDS.items() if name in schema]
+    bounds = [f"{sign} {schema[name]}".removesuffix(".0") for name, sign in BOUNDS.items() if name in schema]
     return " ".join([TYPES[schema["type"]], ", ".join(bounds)]).strip()

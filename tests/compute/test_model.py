@@ -115,7 +115,7 @@ def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest
         return positions.new_ones((), dtype=torch.float32)
 
     monkeypatch.setattr(model.ZeroPositions, "forward", add_one)
-    with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages: its logits differ"):
+    with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages"):
         check_architecture(small("gpt2"), 2, torch.float32)
 
 

@@ -12,318 +12,288 @@ Peer ids have at most 128 printable letters of ASCII, a message at most 4,096 fr
 8 KiB/s at least, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-import builtins as _builtins
+import builtins
+import collections.abc
+import google.protobuf.descriptor
+import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
+import google.protobuf.message
 import sys
-import typing as _typing
+import typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
 else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+    import typing_extensions
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
-@_typing.final
-class TensorSpec(_message.Message):
+@typing.final
+class TensorSpec(google.protobuf.message.Message):
     """What a tensor is, without its values."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    name: builtins.str
     """What the tensor is called (`hidden`, `vector`, `slow/<parameter>`, ...)."""
-    dtype: _builtins.str
+    dtype: builtins.str
     """Element type by torch's name (`float32`, `bfloat16`, ...)."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Length of each dimension, outermost first; none for a scalar."""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
+        name: builtins.str = ...,
+        dtype: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]) -> None: ...
 
-Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
+global___TensorSpec = TensorSpec
 
-@_typing.final
-class Chunk(_message.Message):
+@typing.final
+class Chunk(google.protobuf.message.Message):
     """A run of a tensor's bytes, C order, little endian."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TENSOR_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    tensor: _builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    tensor: builtins.int
     """Index of the tensor among the declared ones."""
-    offset: _builtins.int
+    offset: builtins.int
     """Where the run starts, in bytes; where one call carries all, it is where the chunk before ended."""
-    data: _builtins.bytes
+    data: builtins.bytes
     """The bytes; never empty, at most 1 MiB."""
     def __init__(
         self,
         *,
-        tensor: _builtins.int = ...,
-        offset: _builtins.int = ...,
-        data: _builtins.bytes = ...,
+        tensor: builtins.int = ...,
+        offset: builtins.int = ...,
+        data: builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "offset", b"offset", "tensor", b"tensor"]) -> None: ...
 
-Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+global___Chunk = Chunk
 
-@_typing.final
-class End(_message.Message):
+@typing.final
+class End(google.protobuf.message.Message):
     """Closes a tensor; a tensor without it is truncated."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TENSOR_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    tensor: _builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    tensor: builtins.int
     """Index of the tensor among the declared ones."""
-    length: _builtins.int
+    length: builtins.int
     """Its length in bytes."""
-    digest: _builtins.int
+    digest: builtins.int
     """Digest of its bytes."""
     def __init__(
         self,
         *,
-        tensor: _builtins.int = ...,
-        length: _builtins.int = ...,
-        digest: _builtins.int = ...,
+        tensor: builtins.int = ...,
+        length: builtins.int = ...,
+        digest: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "length", b"length", "tensor", b"tensor"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "length", b"length", "tensor", b"tensor"]) -> None: ...
 
-Global___End: _TypeAlias = End  # noqa: Y015
+global___End = End
 
-@_typing.final
-class Frame(_message.Message):
+@typing.final
+class Frame(google.protobuf.message.Message):
     """One step of a tensor stream."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CHUNK_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def chunk(self) -> Global___Chunk:
+    CHUNK_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    @property
+    def chunk(self) -> global___Chunk:
         """Bytes of the current tensor."""
 
-    @_builtins.property
-    def end(self) -> Global___End:
+    @property
+    def end(self) -> global___End:
         """The end of the current tensor."""
 
     def __init__(
         self,
         *,
-        chunk: Global___Chunk | None = ...,
-        end: Global___End | None = ...,
+        chunk: global___Chunk | None = ...,
+        end: global___End | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "frame", b"frame"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "frame", b"frame"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["chunk", "end"]  # noqa: Y015
-    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "end", b"end", "frame", b"frame"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "end", b"end", "frame", b"frame"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["frame", b"frame"]) -> typing.Literal["chunk", "end"] | None: ...
 
-Global___Frame: _TypeAlias = Frame  # noqa: Y015
+global___Frame = Frame
 
-@_typing.final
-class MicrobatchId(_message.Message):
+@typing.final
+class MicrobatchId(google.protobuf.message.Message):
     """Names one microbatch; equal on every hop and every retry, never used twice."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PEER_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    COUNTER_FIELD_NUMBER: _builtins.int
-    peer: _builtins.str
+    PEER_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    COUNTER_FIELD_NUMBER: builtins.int
+    peer: builtins.str
     """Peer id of the stage-0 node that read it."""
-    incarnation: _builtins.int
+    incarnation: builtins.int
     """Random bits drawn when that process started."""
-    counter: _builtins.int
+    counter: builtins.int
     """How many microbatches that process had begun before."""
     def __init__(
         self,
         *,
-        peer: _builtins.str = ...,
-        incarnation: _builtins.int = ...,
-        counter: _builtins.int = ...,
+        peer: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        counter: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "incarnation", b"incarnation", "peer", b"peer"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["counter", b"counter", "incarnation", b"incarnation", "peer", b"peer"]) -> None: ...
 
-Global___MicrobatchId: _TypeAlias = MicrobatchId  # noqa: Y015
+global___MicrobatchId = MicrobatchId
 
-@_typing.final
-class Origin(_message.Message):
+@typing.final
+class Origin(google.protobuf.message.Message):
     """The label of a microbatch: where in its origin's run it belongs."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PEER_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    INDEX_FIELD_NUMBER: _builtins.int
-    peer: _builtins.str
+    PEER_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    peer: builtins.str
     """Peer id of the stage-0 node that read it."""
-    step: _builtins.int
+    step: builtins.int
     """Floor of the origin's clock, in steps, when it was begun."""
-    index: _builtins.int
+    index: builtins.int
     """Its place within the origin's inner step, from 0; in an evaluation, the origin's rank within stage 0."""
     def __init__(
         self,
         *,
-        peer: _builtins.str = ...,
-        step: _builtins.int = ...,
-        index: _builtins.int = ...,
+        peer: builtins.str = ...,
+        step: builtins.int = ...,
+        index: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "peer", b"peer", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "peer", b"peer", "step", b"step"]) -> None: ...
 
-Global___Origin: _TypeAlias = Origin  # noqa: Y015
+global___Origin = Origin
 
-@_typing.final
-class ActivationHeader(_message.Message):
+@typing.final
+class ActivationHeader(google.protobuf.message.Message):
     """What a receiver decides on before the tensors arrive."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    MICROBATCH_FIELD_NUMBER: _builtins.int
-    ORIGIN_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
-    TIME_LEFT_S_FIELD_NUMBER: _builtins.int
-    SPECS_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    PATIENT_FIELD_NUMBER: _builtins.int
-    STRIPE_FIELD_NUMBER: _builtins.int
-    LABEL_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
+    RUN_ID_FIELD_NUMBER: builtins.int
+    MICROBATCH_FIELD_NUMBER: builtins.int
+    ORIGIN_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    TIME_LEFT_S_FIELD_NUMBER: builtins.int
+    SPECS_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    PATIENT_FIELD_NUMBER: builtins.int
+    STRIPE_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
     """The run that it belongs to."""
-    stage: _builtins.int
+    stage: builtins.int
     """The stage that is to receive it, from 1."""
-    time_left_s: _builtins.float
+    time_left_s: builtins.float
     """Seconds without progress that the sender still bears, counted from sending."""
-    digest: _builtins.int
+    digest: builtins.int
     """Digest over specs and tensors."""
-    patient: _builtins.bool
+    patient: builtins.bool
     """The sender would rather wait in line for a place than hear Busy."""
-    stripe: _builtins.int
+    stripe: builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
-    label: _builtins.bytes
+    label: builtins.bytes
     """In a members-only run: until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
     signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
     """
-    @_builtins.property
-    def microbatch(self) -> Global___MicrobatchId:
+    @property
+    def microbatch(self) -> global___MicrobatchId:
         """Which microbatch this is."""
 
-    @_builtins.property
-    def origin(self) -> Global___Origin:
+    @property
+    def origin(self) -> global___Origin:
         """The label of the microbatch."""
 
-    @_builtins.property
-    def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+    @property
+    def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """The tensors that follow, in order: hidden, targets, and mask where there is one."""
 
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
-        microbatch: Global___MicrobatchId | None = ...,
-        origin: Global___Origin | None = ...,
-        stage: _builtins.int = ...,
-        time_left_s: _builtins.float = ...,
-        specs: _abc.Iterable[Global___TensorSpec] | None = ...,
-        digest: _builtins.int = ...,
-        patient: _builtins.bool = ...,
-        stripe: _builtins.int = ...,
-        label: _builtins.bytes = ...,
+        run_id: builtins.str = ...,
+        microbatch: global___MicrobatchId | None = ...,
+        origin: global___Origin | None = ...,
+        stage: builtins.int = ...,
+        time_left_s: builtins.float = ...,
+        specs: collections.abc.Iterable[global___TensorSpec] | None = ...,
+        digest: builtins.int = ...,
+        patient: builtins.bool = ...,
+        stripe: builtins.int = ...,
+        label: builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "origin", b"origin"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["microbatch", b"microbatch", "origin", b"origin"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]) -> None: ...
 
-Global___ActivationHeader: _TypeAlias = ActivationHeader  # noqa: Y015
+global___ActivationHeader = ActivationHeader
 
-@_typing.final
-class ActivationMessage(_message.Message):
+@typing.final
+class ActivationMessage(google.protobuf.message.Message):
     """One message of an activation on its way to the next stage."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
-    FRAMES_FIELD_NUMBER: _builtins.int
-    STRIPE_FIELD_NUMBER: _builtins.int
-    stripe: _builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    STRIPE_FIELD_NUMBER: builtins.int
+    stripe: builtins.int
     """In the first message of a Stripe only: what the caller's header or request said."""
-    @_builtins.property
-    def header(self) -> Global___ActivationHeader:
+    @property
+    def header(self) -> global___ActivationHeader:
         """In the first message only."""
 
-    @_builtins.property
-    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
         """The next part of the tensor stream."""
 
     def __init__(
         self,
         *,
-        header: Global___ActivationHeader | None = ...,
-        frames: _abc.Iterable[Global___Frame] | None = ...,
-        stripe: _builtins.int = ...,
+        header: global___ActivationHeader | None = ...,
+        frames: collections.abc.Iterable[global___Frame] | None = ...,
+        stripe: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "header", b"header", "stripe", b"stripe"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "header", b"header", "stripe", b"stripe"]) -> None: ...
 
-Global___ActivationMessage: _TypeAlias = ActivationMessage  # noqa: Y015
+global___ActivationMessage = ActivationMessage
 
-@_typing.final
-class Refusal(_message.Message):
+@typing.final
+class Refusal(google.protobuf.message.Message):
     """The peer does not serve the call."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     class _Kind:
-        ValueType = _typing.NewType("ValueType", _builtins.int)
-        V: _TypeAlias = ValueType  # noqa: Y015
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
 
-    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Refusal._Kind.ValueType], _builtins.type):
-        DESCRIPTOR: _descriptor.EnumDescriptor
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Refusal._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         KIND_UNSPECIFIED: Refusal._Kind.ValueType  # 0
         """Never sent."""
         KIND_BUSY: Refusal._Kind.ValueType  # 1
@@ -345,648 +315,573 @@ class Refusal(_message.Message):
     KIND_VIOLATION: Refusal.Kind.ValueType  # 3
     """What the caller sent breaks the protocol; it must not be sent again."""
 
-    KIND_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    kind: Global___Refusal.Kind.ValueType
+    KIND_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    kind: global___Refusal.Kind.ValueType
     """The kind of refusal."""
-    message: _builtins.str
+    message: builtins.str
     """One line for people."""
     def __init__(
         self,
         *,
-        kind: Global___Refusal.Kind.ValueType = ...,
-        message: _builtins.str = ...,
+        kind: global___Refusal.Kind.ValueType = ...,
+        message: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "message", b"message"]) -> None: ...
 
-Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+global___Refusal = Refusal
 
-@_typing.final
-class Grant(_message.Message):
+@typing.final
+class Grant(google.protobuf.message.Message):
     """There is a place for the body: it may come."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
-    message_bytes: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    message_bytes: builtins.int
     """The most tensor bytes that the peer would like to have in one message; 0: it does not mind."""
     def __init__(
         self,
         *,
-        message_bytes: _builtins.int = ...,
+        message_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message_bytes", b"message_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message_bytes", b"message_bytes"]) -> None: ...
 
-Global___Grant: _TypeAlias = Grant  # noqa: Y015
+global___Grant = Grant
 
-@_typing.final
-class GradientHeader(_message.Message):
+@typing.final
+class GradientHeader(google.protobuf.message.Message):
     """What comes back before the gradient's bytes."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MICROBATCH_FIELD_NUMBER: _builtins.int
-    LOSS_SUM_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    SERVED_FIELD_NUMBER: _builtins.int
-    SPEC_FIELD_NUMBER: _builtins.int
-    FINITE_FIELD_NUMBER: _builtins.int
-    loss_sum: _builtins.float
+    MICROBATCH_FIELD_NUMBER: builtins.int
+    LOSS_SUM_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    SERVED_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    FINITE_FIELD_NUMBER: builtins.int
+    loss_sum: builtins.float
     """Loss in nats, summed over the tokens that count."""
-    tokens: _builtins.int
+    tokens: builtins.int
     """How many targets counted."""
-    finite: _builtins.bool
+    finite: builtins.bool
     """False: a loss or gradient further on was not finite, and the microbatch gives nothing."""
-    @_builtins.property
-    def microbatch(self) -> Global___MicrobatchId:
+    @property
+    def microbatch(self) -> global___MicrobatchId:
         """The microbatch that it is the gradient of."""
 
-    @_builtins.property
-    def served(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def served(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Peer ids of those that served it, from the next stage to the last."""
 
-    @_builtins.property
-    def spec(self) -> Global___TensorSpec:
+    @property
+    def spec(self) -> global___TensorSpec:
         """The gradient: `grad`, with the shape and element type of the hidden state sent."""
 
     def __init__(
         self,
         *,
-        microbatch: Global___MicrobatchId | None = ...,
-        loss_sum: _builtins.float = ...,
-        tokens: _builtins.int = ...,
-        served: _abc.Iterable[_builtins.str] | None = ...,
-        spec: Global___TensorSpec | None = ...,
-        finite: _builtins.bool = ...,
+        microbatch: global___MicrobatchId | None = ...,
+        loss_sum: builtins.float = ...,
+        tokens: builtins.int = ...,
+        served: collections.abc.Iterable[builtins.str] | None = ...,
+        spec: global___TensorSpec | None = ...,
+        finite: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["microbatch", b"microbatch", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finite", b"finite", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "served", b"served", "spec", b"spec", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["microbatch", b"microbatch", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["finite", b"finite", "loss_sum", b"loss_sum", "microbatch", b"microbatch", "served", b"served", "spec", b"spec", "tokens", b"tokens"]) -> None: ...
 
-Global___GradientHeader: _TypeAlias = GradientHeader  # noqa: Y015
+global___GradientHeader = GradientHeader
 
-@_typing.final
-class LossSum(_message.Message):
+@typing.final
+class LossSum(google.protobuf.message.Message):
     """The reply to an evaluation."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    LOSS_SUM_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    loss_sum: _builtins.float
+    LOSS_SUM_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    loss_sum: builtins.float
     """Loss in nats, summed over `tokens`."""
-    tokens: _builtins.int
+    tokens: builtins.int
     """How many targets counted."""
     def __init__(
         self,
         *,
-        loss_sum: _builtins.float = ...,
-        tokens: _builtins.int = ...,
+        loss_sum: builtins.float = ...,
+        tokens: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_sum", b"loss_sum", "tokens", b"tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loss_sum", b"loss_sum", "tokens", b"tokens"]) -> None: ...
 
-Global___LossSum: _TypeAlias = LossSum  # noqa: Y015
+global___LossSum = LossSum
 
-@_typing.final
-class Reply(_message.Message):
+@typing.final
+class Reply(google.protobuf.message.Message):
     """One message of the reply to an activation."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    GRADIENT_FIELD_NUMBER: _builtins.int
-    LOSS_FIELD_NUMBER: _builtins.int
-    GRANT_FIELD_NUMBER: _builtins.int
-    FRAMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
+    REFUSAL_FIELD_NUMBER: builtins.int
+    GRADIENT_FIELD_NUMBER: builtins.int
+    LOSS_FIELD_NUMBER: builtins.int
+    GRANT_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    @property
+    def refusal(self) -> global___Refusal:
         """The call is not served; nothing follows."""
 
-    @_builtins.property
-    def gradient(self) -> Global___GradientHeader:
+    @property
+    def gradient(self) -> global___GradientHeader:
         """A gradient; its bytes follow in frames."""
 
-    @_builtins.property
-    def loss(self) -> Global___LossSum:
+    @property
+    def loss(self) -> global___LossSum:
         """A loss; nothing follows."""
 
-    @_builtins.property
-    def grant(self) -> Global___Grant:
+    @property
+    def grant(self) -> global___Grant:
         """The body may come; the message after this one is what the reply is."""
 
-    @_builtins.property
-    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
         """The next part of the gradient's tensor stream."""
 
     def __init__(
         self,
         *,
-        refusal: Global___Refusal | None = ...,
-        gradient: Global___GradientHeader | None = ...,
-        loss: Global___LossSum | None = ...,
-        grant: Global___Grant | None = ...,
-        frames: _abc.Iterable[Global___Frame] | None = ...,
+        refusal: global___Refusal | None = ...,
+        gradient: global___GradientHeader | None = ...,
+        loss: global___LossSum | None = ...,
+        grant: global___Grant | None = ...,
+        frames: collections.abc.Iterable[global___Frame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "gradient", "loss", "grant"]  # noqa: Y015
-    _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
+    def HasField(self, field_name: typing.Literal["gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "gradient", "loss", "grant"] | None: ...
 
-Global___Reply: _TypeAlias = Reply  # noqa: Y015
+global___Reply = Reply
 
-@_typing.final
-class ProgressRequest(_message.Message):
+@typing.final
+class ProgressRequest(google.protobuf.message.Message):
     """Asks how far the peer is."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    MICROBATCHES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def microbatches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchId]:
+    MICROBATCHES_FIELD_NUMBER: builtins.int
+    @property
+    def microbatches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MicrobatchId]:
         """The microbatches in question, at most 2,048."""
 
     def __init__(
         self,
         *,
-        microbatches: _abc.Iterable[Global___MicrobatchId] | None = ...,
+        microbatches: collections.abc.Iterable[global___MicrobatchId] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["microbatches", b"microbatches"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["microbatches", b"microbatches"]) -> None: ...
 
-Global___ProgressRequest: _TypeAlias = ProgressRequest  # noqa: Y015
+global___ProgressRequest = ProgressRequest
 
-@_typing.final
-class Progress(_message.Message):
+@typing.final
+class Progress(google.protobuf.message.Message):
     """How far the peer is with one microbatch."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    KNOWN_FIELD_NUMBER: _builtins.int
-    EVENTS_FIELD_NUMBER: _builtins.int
-    STUCK_S_FIELD_NUMBER: _builtins.int
-    known: _builtins.bool
+    KNOWN_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    STUCK_S_FIELD_NUMBER: builtins.int
+    known: builtins.bool
     """False: it does not have it in hand, and the rest says nothing."""
-    events: _builtins.int
+    events: builtins.int
     """Grows with every byte received or sent and every operation ended, at the peer or further on."""
-    stuck_s: _builtins.float
+    stuck_s: builtins.float
     """For how long its device has ended nothing although it has work, in seconds."""
     def __init__(
         self,
         *,
-        known: _builtins.bool = ...,
-        events: _builtins.int = ...,
-        stuck_s: _builtins.float = ...,
+        known: builtins.bool = ...,
+        events: builtins.int = ...,
+        stuck_s: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "known", b"known", "stuck_s", b"stuck_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "known", b"known", "stuck_s", b"stuck_s"]) -> None: ...
 
-Global___Progress: _TypeAlias = Progress  # noqa: Y015
+global___Progress = Progress
 
-@_typing.final
-class ProgressReply(_message.Message):
+@typing.final
+class ProgressReply(google.protobuf.message.Message):
     """The answer, or why there is none."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
+    REFUSAL_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    @property
+    def refusal(self) -> global___Refusal:
         """The question is not answered."""
 
-    @_builtins.property
-    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
+    @property
+    def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Progress]:
         """One for each microbatch, in the order of the question."""
 
     def __init__(
         self,
         *,
-        refusal: Global___Refusal | None = ...,
-        progress: _abc.Iterable[Global___Progress] | None = ...,
+        refusal: global___Refusal | None = ...,
+        progress: collections.abc.Iterable[global___Progress] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "refusal", b"refusal"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["progress", b"progress", "refusal", b"refusal"]) -> None: ...
 
-Global___ProgressReply: _TypeAlias = ProgressReply  # noqa: Y015
+global___ProgressReply = ProgressReply
 
-@_typing.final
-class SnapshotRequest(_message.Message):
+@typing.final
+class SnapshotRequest(google.protobuf.message.Message):
     """Asks for a snapshot."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ROUND_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    BOUNDS_FIELD_NUMBER: _builtins.int
-    CHUNKS_FIELD_NUMBER: _builtins.int
-    STRIPE_FIELD_NUMBER: _builtins.int
-    round: _builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    BOUNDS_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    STRIPE_FIELD_NUMBER: builtins.int
+    round: builtins.int
     """The outer round wanted; without it, the newest one held, at once."""
-    wait_s: _builtins.float
+    wait_s: builtins.float
     """How long, in seconds, the peer may wait until it has reached that round; then it sends the newest one held."""
-    stage: _builtins.int
+    stage: builtins.int
     """The stage in question: the peer's own, or one that it guards."""
-    weights: _builtins.str
+    weights: builtins.str
     """The weights are wanted, in this element type; without it, the vector."""
-    bounds: _builtins.bytes
+    bounds: builtins.bytes
     """In a run whose codec has bounds: for each chunk wanted of the vector, 2 to the power of (byte - 127) bounds how far
     the caller takes it to be from its own; 255 asks for the values themselves.
     """
-    stripe: _builtins.int
+    stripe: builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
-    @_builtins.property
-    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The chunks wanted, ascending; without them, all."""
 
     def __init__(
         self,
         *,
-        round: _builtins.int | None = ...,
-        wait_s: _builtins.float = ...,
-        stage: _builtins.int = ...,
-        weights: _builtins.str | None = ...,
-        bounds: _builtins.bytes | None = ...,
-        chunks: _abc.Iterable[_builtins.int] | None = ...,
-        stripe: _builtins.int = ...,
+        round: builtins.int | None = ...,
+        wait_s: builtins.float = ...,
+        stage: builtins.int = ...,
+        weights: builtins.str | None = ...,
+        bounds: builtins.bytes | None = ...,
+        chunks: collections.abc.Iterable[builtins.int] | None = ...,
+        stripe: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "round", b"round", "weights", b"weights"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "chunks", b"chunks", "round", b"round", "stage", b"stage", "stripe", b"stripe", "wait_s", b"wait_s", "weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__bounds: _TypeAlias = _typing.Literal["bounds"]  # noqa: Y015
-    _WhichOneofArgType__bounds: _TypeAlias = _typing.Literal["_bounds", b"_bounds"]  # noqa: Y015
-    _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
-    _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
-    _WhichOneofReturnType__weights: _TypeAlias = _typing.Literal["weights"]  # noqa: Y015
-    _WhichOneofArgType__weights: _TypeAlias = _typing.Literal["_weights", b"_weights"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__bounds) -> _WhichOneofReturnType__bounds | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__weights) -> _WhichOneofReturnType__weights | None: ...
+    def HasField(self, field_name: typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "round", b"round", "weights", b"weights"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_bounds", b"_bounds", "_round", b"_round", "_weights", b"_weights", "bounds", b"bounds", "chunks", b"chunks", "round", b"round", "stage", b"stage", "stripe", b"stripe", "wait_s", b"wait_s", "weights", b"weights"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_bounds", b"_bounds"]) -> typing.Literal["bounds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_round", b"_round"]) -> typing.Literal["round"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weights", b"_weights"]) -> typing.Literal["weights"] | None: ...
 
-Global___SnapshotRequest: _TypeAlias = SnapshotRequest  # noqa: Y015
+global___SnapshotRequest = SnapshotRequest
 
-@_typing.final
-class SnapshotHeader(_message.Message):
+@typing.final
+class SnapshotHeader(google.protobuf.message.Message):
     """What comes before a snapshot's bytes."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PEER_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    SPECS_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    peer: _builtins.str
+    PEER_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SPECS_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    peer: builtins.str
     """Peer id of the replica whose snapshot it is."""
-    round: _builtins.int
+    round: builtins.int
     """The outer round of it."""
-    step: _builtins.int
+    step: builtins.int
     """Floor of the replica's clock, in steps, when it was frozen."""
-    digest: _builtins.int
+    digest: builtins.int
     """Beside a vector in a run whose rule takes from all replicas: a digest of what they have in common."""
-    @_builtins.property
-    def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+    @property
+    def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """The tensors that follow, in order: `vector` and `sample`, or `lattice` and, with all chunks, `sample`, or `weights`."""
 
-    @_builtins.property
-    def group(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def group(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """With it: peer ids of the replicas that its owner counts with in this round, ascending."""
 
     def __init__(
         self,
         *,
-        peer: _builtins.str = ...,
-        round: _builtins.int = ...,
-        step: _builtins.int = ...,
-        specs: _abc.Iterable[Global___TensorSpec] | None = ...,
-        digest: _builtins.int | None = ...,
-        group: _abc.Iterable[_builtins.str] | None = ...,
+        peer: builtins.str = ...,
+        round: builtins.int = ...,
+        step: builtins.int = ...,
+        specs: collections.abc.Iterable[global___TensorSpec] | None = ...,
+        digest: builtins.int | None = ...,
+        group: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest", "group", b"group", "peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
-    _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
+    def HasField(self, field_name: typing.Literal["_digest", b"_digest", "digest", b"digest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_digest", b"_digest", "digest", b"digest", "group", b"group", "peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_digest", b"_digest"]) -> typing.Literal["digest"] | None: ...
 
-Global___SnapshotHeader: _TypeAlias = SnapshotHeader  # noqa: Y015
+global___SnapshotHeader = SnapshotHeader
 
-@_typing.final
-class SnapshotMessage(_message.Message):
+@typing.final
+class SnapshotMessage(google.protobuf.message.Message):
     """One message of a snapshot."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    HEADER_FIELD_NUMBER: _builtins.int
-    FRAMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
+    REFUSAL_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    @property
+    def refusal(self) -> global___Refusal:
         """There is no snapshot; nothing follows."""
 
-    @_builtins.property
-    def header(self) -> Global___SnapshotHeader:
+    @property
+    def header(self) -> global___SnapshotHeader:
         """A snapshot; its bytes follow in frames."""
 
-    @_builtins.property
-    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
         """The next part of the tensor stream."""
 
     def __init__(
         self,
         *,
-        refusal: Global___Refusal | None = ...,
-        header: Global___SnapshotHeader | None = ...,
-        frames: _abc.Iterable[Global___Frame] | None = ...,
+        refusal: global___Refusal | None = ...,
+        header: global___SnapshotHeader | None = ...,
+        frames: collections.abc.Iterable[global___Frame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "header"]  # noqa: Y015
-    _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
+    def HasField(self, field_name: typing.Literal["head", b"head", "header", b"header", "refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "head", b"head", "header", b"header", "refusal", b"refusal"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "header"] | None: ...
 
-Global___SnapshotMessage: _TypeAlias = SnapshotMessage  # noqa: Y015
+global___SnapshotMessage = SnapshotMessage
 
-@_typing.final
-class StateRequest(_message.Message):
+@typing.final
+class StateRequest(google.protobuf.message.Message):
     """Asks for a replica's whole state, or for the rest of one."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class Resume(_message.Message):
+    @typing.final
+    class Resume(google.protobuf.message.Message):
         """Where to go on; without it, at the beginning of the newest copy."""
 
-        DESCRIPTOR: _descriptor.Descriptor
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        NUMBER_FIELD_NUMBER: _builtins.int
-        TENSOR_FIELD_NUMBER: _builtins.int
-        OFFSET_FIELD_NUMBER: _builtins.int
-        number: _builtins.int
+        NUMBER_FIELD_NUMBER: builtins.int
+        TENSOR_FIELD_NUMBER: builtins.int
+        OFFSET_FIELD_NUMBER: builtins.int
+        number: builtins.int
         """The copy of which the caller has a part."""
-        tensor: _builtins.int
+        tensor: builtins.int
         """The first tensor wanted, an index among the declared ones; those before have come whole."""
-        offset: _builtins.int
+        offset: builtins.int
         """Where to go on in that tensor, in bytes; those before have come."""
         def __init__(
             self,
             *,
-            number: _builtins.int = ...,
-            tensor: _builtins.int = ...,
-            offset: _builtins.int = ...,
+            number: builtins.int = ...,
+            tensor: builtins.int = ...,
+            offset: builtins.int = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "offset", b"offset", "tensor", b"tensor"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["number", b"number", "offset", b"offset", "tensor", b"tensor"]) -> None: ...
 
-    RESUME_FIELD_NUMBER: _builtins.int
-    STRIPE_FIELD_NUMBER: _builtins.int
-    stripe: _builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    STRIPE_FIELD_NUMBER: builtins.int
+    stripe: builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
-    @_builtins.property
-    def resume(self) -> Global___StateRequest.Resume:
+    @property
+    def resume(self) -> global___StateRequest.Resume:
         """In the second and later calls of one transfer."""
 
     def __init__(
         self,
         *,
-        resume: Global___StateRequest.Resume | None = ...,
-        stripe: _builtins.int = ...,
+        resume: global___StateRequest.Resume | None = ...,
+        stripe: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume", b"_resume", "resume", b"resume", "stripe", b"stripe"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
-    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    def HasField(self, field_name: typing.Literal["_resume", b"_resume", "resume", b"resume"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_resume", b"_resume", "resume", b"resume", "stripe", b"stripe"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_resume", b"_resume"]) -> typing.Literal["resume"] | None: ...
 
-Global___StateRequest: _TypeAlias = StateRequest  # noqa: Y015
+global___StateRequest = StateRequest
 
-@_typing.final
-class StateHeader(_message.Message):
+@typing.final
+class StateHeader(google.protobuf.message.Message):
     """What comes before a state's bytes."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PEER_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
-    STAGE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    INNER_STEPS_FIELD_NUMBER: _builtins.int
-    ADAM_STEPS_FIELD_NUMBER: _builtins.int
-    SPECS_FIELD_NUMBER: _builtins.int
-    SPENT_FIELD_NUMBER: _builtins.int
-    peer: _builtins.str
+    PEER_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    INNER_STEPS_FIELD_NUMBER: builtins.int
+    ADAM_STEPS_FIELD_NUMBER: builtins.int
+    SPECS_FIELD_NUMBER: builtins.int
+    SPENT_FIELD_NUMBER: builtins.int
+    peer: builtins.str
     """Peer id of the replica whose state it is."""
-    number: _builtins.int
+    number: builtins.int
     """Names the frozen copy; all parts of one transfer have the same."""
-    stage: _builtins.int
+    stage: builtins.int
     """The stage that it is of."""
-    round: _builtins.int
+    round: builtins.int
     """The newest outer round that the replica had done."""
-    step: _builtins.float
+    step: builtins.float
     """Its clock, in steps."""
-    inner_steps: _builtins.int
+    inner_steps: builtins.int
     """The optimizer steps that it had taken."""
-    adam_steps: _builtins.int
+    adam_steps: builtins.int
     """Those among them that had tokens."""
-    @_builtins.property
-    def specs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+    @property
+    def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All tensors of the state, in order, also when only the last ones follow."""
 
-    @_builtins.property
-    def spent(self) -> _containers.RepeatedCompositeFieldContainer[Global___MicrobatchId]:
+    @property
+    def spent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MicrobatchId]:
         """Ids of microbatches that these weights have counted of late, oldest first."""
 
     def __init__(
         self,
         *,
-        peer: _builtins.str = ...,
-        number: _builtins.int = ...,
-        stage: _builtins.int = ...,
-        round: _builtins.int = ...,
-        step: _builtins.float = ...,
-        inner_steps: _builtins.int = ...,
-        adam_steps: _builtins.int = ...,
-        specs: _abc.Iterable[Global___TensorSpec] | None = ...,
-        spent: _abc.Iterable[Global___MicrobatchId] | None = ...,
+        peer: builtins.str = ...,
+        number: builtins.int = ...,
+        stage: builtins.int = ...,
+        round: builtins.int = ...,
+        step: builtins.float = ...,
+        inner_steps: builtins.int = ...,
+        adam_steps: builtins.int = ...,
+        specs: collections.abc.Iterable[global___TensorSpec] | None = ...,
+        spent: collections.abc.Iterable[global___MicrobatchId] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "spent", b"spent", "stage", b"stage", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "spent", b"spent", "stage", b"stage", "step", b"step"]) -> None: ...
 
-Global___StateHeader: _TypeAlias = StateHeader  # noqa: Y015
+global___StateHeader = StateHeader
 
-@_typing.final
-class StateMessage(_message.Message):
+@typing.final
+class StateMessage(google.protobuf.message.Message):
     """One message of a replica's state."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    HEADER_FIELD_NUMBER: _builtins.int
-    FRAMES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
+    REFUSAL_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
+    @property
+    def refusal(self) -> global___Refusal:
         """There is no state, or that copy is gone; nothing follows."""
 
-    @_builtins.property
-    def header(self) -> Global___StateHeader:
+    @property
+    def header(self) -> global___StateHeader:
         """A state; its bytes follow in frames."""
 
-    @_builtins.property
-    def frames(self) -> _containers.RepeatedCompositeFieldContainer[Global___Frame]:
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
         """The next part of the tensor stream. `tensor` counts among all declared ones, `offset` from the tensor's beginning."""
 
     def __init__(
         self,
         *,
-        refusal: Global___Refusal | None = ...,
-        header: Global___StateHeader | None = ...,
-        frames: _abc.Iterable[Global___Frame] | None = ...,
+        refusal: global___Refusal | None = ...,
+        header: global___StateHeader | None = ...,
+        frames: collections.abc.Iterable[global___Frame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "head", b"head", "header", b"header", "refusal", b"refusal"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "header"]  # noqa: Y015
-    _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
+    def HasField(self, field_name: typing.Literal["head", b"head", "header", b"header", "refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["frames", b"frames", "head", b"head", "header", b"header", "refusal", b"refusal"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "header"] | None: ...
 
-Global___StateMessage: _TypeAlias = StateMessage  # noqa: Y015
+global___StateMessage = StateMessage
 
-@_typing.final
-class DescribeRequest(_message.Message):
+@typing.final
+class DescribeRequest(google.protobuf.message.Message):
     """Asks who the node is."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+global___DescribeRequest = DescribeRequest
 
-@_typing.final
-class Description(_message.Message):
+@typing.final
+class Description(google.protobuf.message.Message):
     """How far a node has come."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STAGE_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    OUTER_ROUND_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    stage: _builtins.int
+    STAGE_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    OUTER_ROUND_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    stage: builtins.int
     """The stage that it holds."""
-    state: _builtins.str
+    state: builtins.str
     """Its state, by the names of the membership table."""
-    step: _builtins.float
+    step: builtins.float
     """Its clock, in steps."""
-    outer_round: _builtins.int
+    outer_round: builtins.int
     """The newest outer round that it has done."""
-    version: _builtins.str
+    version: builtins.str
     """Its software version."""
     def __init__(
         self,
         *,
-        stage: _builtins.int = ...,
-        state: _builtins.str = ...,
-        step: _builtins.float = ...,
-        outer_round: _builtins.int = ...,
-        version: _builtins.str = ...,
+        stage: builtins.int = ...,
+        state: builtins.str = ...,
+        step: builtins.float = ...,
+        outer_round: builtins.int = ...,
+        version: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outer_round", b"outer_round", "stage", b"stage", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outer_round", b"outer_round", "stage", b"stage", "state", b"state", "step", b"step", "version", b"version"]) -> None: ...
 
-Global___Description: _TypeAlias = Description  # noqa: Y015
+global___Description = Description
 
-@_typing.final
-class DescribeReply(_message.Message):
+@typing.final
+class DescribeReply(google.protobuf.message.Message):
     """Who answers at this address."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PEER_ID_FIELD_NUMBER: _builtins.int
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    REFUSAL_FIELD_NUMBER: _builtins.int
-    DESCRIPTION_FIELD_NUMBER: _builtins.int
-    peer_id: _builtins.str
+    PEER_ID_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    peer_id: builtins.str
     """The answering node's peer id, in a refusal too."""
-    run_id: _builtins.str
+    run_id: builtins.str
     """The run that it works on, in a refusal too."""
-    @_builtins.property
-    def refusal(self) -> Global___Refusal:
+    @property
+    def refusal(self) -> global___Refusal:
         """The call is not served, for instance because the node has not chosen its stage."""
 
-    @_builtins.property
-    def description(self) -> Global___Description:
+    @property
+    def description(self) -> global___Description:
         """How far it has come."""
 
     def __init__(
         self,
         *,
-        peer_id: _builtins.str = ...,
-        run_id: _builtins.str = ...,
-        refusal: Global___Refusal | None = ...,
-        description: Global___Description | None = ...,
+        peer_id: builtins.str = ...,
+        run_id: builtins.str = ...,
+        refusal: global___Refusal | None = ...,
+        description: global___Description | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "head", b"head", "refusal", b"refusal"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "head", b"head", "peer_id", b"peer_id", "refusal", b"refusal", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_head: _TypeAlias = _typing.Literal["refusal", "description"]  # noqa: Y015
-    _WhichOneofArgType_head: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_head) -> _WhichOneofReturnType_head | None: ...
+    def HasField(self, field_name: typing.Literal["description", b"description", "head", b"head", "refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "head", b"head", "peer_id", b"peer_id", "refusal", b"refusal", "run_id", b"run_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "description"] | None: ...
 
-Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+global___DescribeReply = DescribeReply

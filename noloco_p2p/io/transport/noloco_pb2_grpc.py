@@ -5,7 +5,7 @@ import warnings
 
 from noloco_p2p.io.transport import noloco_pb2 as noloco__p2p_dot_io_dot_transport_dot_noloco__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in noloco_p2p/io/transport/noloco_pb2_grpc.py depends on'
+        + f' but the generated code in noloco_p2p/io/transport/noloco_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class NodeStub:
+class NodeStub(object):
     """A node, as its peers see it.
     """
 
@@ -72,7 +72,7 @@ class NodeStub:
                 _registered_method=True)
 
 
-class NodeServicer:
+class NodeServicer(object):
     """A node, as its peers see it.
     """
 
@@ -174,7 +174,7 @@ def add_NodeServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Node:
+class Node(object):
     """A node, as its peers see it.
     """
 

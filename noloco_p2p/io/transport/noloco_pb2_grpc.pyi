@@ -12,143 +12,183 @@ Peer ids have at most 128 printable letters of ASCII, a message at most 4,096 fr
 8 KiB/s at least, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
 """
 
-from collections import abc as _abc
-from grpc import aio as _aio
-from noloco_p2p.io.transport import noloco_pb2 as _noloco_pb2
-import abc as _abc_1
-import grpc as _grpc
-import sys
-import typing as _typing
+import abc
+import collections.abc
+import grpc
+import grpc.aio
+import noloco_p2p.io.transport.noloco_pb2
+import typing
 
-if sys.version_info >= (3, 11):
-    from typing import Self as _Self
-else:
-    from typing_extensions import Self as _Self
+_T = typing.TypeVar("_T")
 
-_T = _typing.TypeVar("_T")
+class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
 
-class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
-
-class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
-
-GRPC_GENERATED_VERSION: str
-GRPC_VERSION: str
 
 class NodeStub:
     """A node, as its peers see it."""
 
-    @_typing.overload
-    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
-    @_typing.overload
-    def __new__(cls, channel: _aio.Channel) -> NodeAsyncStub: ...
-    Propagate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    Propagate: grpc.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
     message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
     it a place; a reply may come before that (Busy, or a kept reply).
     """
-    Evaluate: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
+
+    Evaluate: grpc.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
-    Stripe: _grpc.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]
+
+    Stripe: grpc.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
     """
-    FetchSnapshot: _grpc.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]
+
+    FetchSnapshot: grpc.UnaryStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
+        noloco_p2p.io.transport.noloco_pb2.SnapshotMessage,
+    ]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
-    FetchState: _grpc.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]
+
+    FetchState: grpc.UnaryStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.StateRequest,
+        noloco_p2p.io.transport.noloco_pb2.StateMessage,
+    ]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
-    Progress: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]
+
+    Progress: grpc.UnaryUnaryMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
+        noloco_p2p.io.transport.noloco_pb2.ProgressReply,
+    ]
     """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
-    Describe: _grpc.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]
+
+    Describe: grpc.UnaryUnaryMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.DescribeRequest,
+        noloco_p2p.io.transport.noloco_pb2.DescribeReply,
+    ]
     """Asks who the node is and how far it has come."""
 
-@_typing.type_check_only
-class NodeAsyncStub(NodeStub):
+class NodeAsyncStub:
     """A node, as its peers see it."""
 
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Propagate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
+    Propagate: grpc.aio.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
     message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
     it a place; a reply may come before that (Busy, or a kept reply).
     """
-    Evaluate: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
+
+    Evaluate: grpc.aio.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Sends one held-out activation as Propagate does; the reply is its summed loss."""
-    Stripe: _aio.StreamStreamMultiCallable[_noloco_pb2.ActivationMessage, _noloco_pb2.Reply]  # type: ignore[assignment]
+
+    Stripe: grpc.aio.StreamStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
+        noloco_p2p.io.transport.noloco_pb2.Reply,
+    ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
     """
-    FetchSnapshot: _aio.UnaryStreamMultiCallable[_noloco_pb2.SnapshotRequest, _noloco_pb2.SnapshotMessage]  # type: ignore[assignment]
+
+    FetchSnapshot: grpc.aio.UnaryStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
+        noloco_p2p.io.transport.noloco_pb2.SnapshotMessage,
+    ]
     """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
-    FetchState: _aio.UnaryStreamMultiCallable[_noloco_pb2.StateRequest, _noloco_pb2.StateMessage]  # type: ignore[assignment]
+
+    FetchState: grpc.aio.UnaryStreamMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.StateRequest,
+        noloco_p2p.io.transport.noloco_pb2.StateMessage,
+    ]
     """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
-    Progress: _aio.UnaryUnaryMultiCallable[_noloco_pb2.ProgressRequest, _noloco_pb2.ProgressReply]  # type: ignore[assignment]
+
+    Progress: grpc.aio.UnaryUnaryMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
+        noloco_p2p.io.transport.noloco_pb2.ProgressReply,
+    ]
     """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
-    Describe: _aio.UnaryUnaryMultiCallable[_noloco_pb2.DescribeRequest, _noloco_pb2.DescribeReply]  # type: ignore[assignment]
+
+    Describe: grpc.aio.UnaryUnaryMultiCallable[
+        noloco_p2p.io.transport.noloco_pb2.DescribeRequest,
+        noloco_p2p.io.transport.noloco_pb2.DescribeReply,
+    ]
     """Asks who the node is and how far it has come."""
 
-class NodeServicer(metaclass=_abc_1.ABCMeta):
+class NodeServicer(metaclass=abc.ABCMeta):
     """A node, as its peers see it."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Propagate(
         self,
-        request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
+        request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
+    ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
         message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
         it a place; a reply may come before that (Busy, or a kept reply).
         """
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Evaluate(
         self,
-        request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
+        request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
+    ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Sends one held-out activation as Propagate does; the reply is its summed loss."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Stripe(
         self,
-        request_iterator: _MaybeAsyncIterator[_noloco_pb2.ActivationMessage],
+        request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.Reply], _abc.AsyncIterator[_noloco_pb2.Reply]]:
+    ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
         """
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def FetchSnapshot(
         self,
-        request: _noloco_pb2.SnapshotRequest,
+        request: noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.SnapshotMessage], _abc.AsyncIterator[_noloco_pb2.SnapshotMessage]]:
+    ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.SnapshotMessage], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.SnapshotMessage]]:
         """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def FetchState(
         self,
-        request: _noloco_pb2.StateRequest,
+        request: noloco_p2p.io.transport.noloco_pb2.StateRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_noloco_pb2.StateMessage], _abc.AsyncIterator[_noloco_pb2.StateMessage]]:
+    ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.StateMessage], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.StateMessage]]:
         """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Progress(
         self,
-        request: _noloco_pb2.ProgressRequest,
+        request: noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_noloco_pb2.ProgressReply, _abc.Awaitable[_noloco_pb2.ProgressReply]]:
+    ) -> typing.Union[noloco_p2p.io.transport.noloco_pb2.ProgressReply, collections.abc.Awaitable[noloco_p2p.io.transport.noloco_pb2.ProgressReply]]:
         """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Describe(
         self,
-        request: _noloco_pb2.DescribeRequest,
+        request: noloco_p2p.io.transport.noloco_pb2.DescribeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_noloco_pb2.DescribeReply, _abc.Awaitable[_noloco_pb2.DescribeReply]]:
+    ) -> typing.Union[noloco_p2p.io.transport.noloco_pb2.DescribeReply, collections.abc.Awaitable[noloco_p2p.io.transport.noloco_pb2.DescribeReply]]:
         """Asks who the node is and how far it has come."""
 
-def add_NodeServicer_to_server(servicer: NodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+def add_NodeServicer_to_server(servicer: NodeServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
