@@ -85,12 +85,14 @@ class Traffic:
         if apart or not self._ways.connection(sender, receiver).after_handed(lambda: self._move(message)):
             self._move(message)
 
-    async def deliver(self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0) -> None:
+    async def deliver(
+        self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0, *, apart: bool = False
+    ) -> None:
         """Wait as long as a message without tensors takes. One to the sender itself uses only its own lines."""
         gone = asyncio.get_running_loop().create_future()
         message = Payload(sender, receiver, "control", nbytes, on_gone=lambda: _wake(gone))
         try:
-            self.post(message, apart=sender == receiver)
+            self.post(message, apart=apart or sender == receiver)
             await gone
             await asyncio.sleep(latency_s)
             self.take(message)

@@ -181,8 +181,8 @@ class SimTransport:
             body.latency_s = asyncio.get_running_loop().time() - began
             return method(handler)(self._me, sent.header, body)
 
-        header = self._network.control.header
-        return await self._call(peer, invoke, LONGEST_CALL_S, what, nbytes=(header, 0), body=payload)
+        sizes, apart = (self._network.control.header, 0), connections > 1
+        return await self._call(peer, invoke, LONGEST_CALL_S, what, nbytes=sizes, apart=apart, body=payload)
 
     async def _call(
         self,
@@ -232,7 +232,8 @@ class _SimBody:
         if payload.sent_at is None and not payload.over:
             granting, asked = payload.receiver, payload.sender
             latency_s = network.latency_s(granting, asked)
-            await network.traffic.deliver(granting, asked, network.control.word, latency_s)
+            word, apart = network.control.word, payload.connections > 1
+            await network.traffic.deliver(granting, asked, word, latency_s, apart=apart)
             if network.cut(payload.receiver, payload.sender):
                 await asyncio.get_running_loop().create_future()
             if not payload.over and self._claim.take():

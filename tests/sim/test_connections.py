@@ -261,6 +261,7 @@ def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
     """How far a peer is gets asked before weights come from it, if they are large and nobody knows it."""
     sizes = MessageSizes(8 * MIB, 8 * MIB, (300, 8 * MIB), (150, 300), (900, 1800))
     used: list[int] = []
+    apart_from_bodies: list[bool] = []
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = sizes
@@ -270,7 +271,12 @@ def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
             used.append(payload.connections)
             depart(payload)
 
+        def noted_post(message: Payload, *, apart: bool) -> None:
+            apart_from_bodies.append(apart)
+            post(message, apart=apart)
+
         network.traffic.depart = noted  # type: ignore[method-assign]
+        network.traffic.post, post = noted_post, network.traffic.post  # type: ignore[method-assign]
         await transport.propagate(CALLEE, activation())
         for weights in ("float64", None):
             assert transport.line.round_trip_s(CALLEE.peer_id) is None
@@ -279,3 +285,5 @@ def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST), longest_s=60.0)
     assert used == [1, 1, 1, CONNECTIONS, CONNECTIONS, CONNECTIONS]
+    assert apart_from_bodies[:3] == [False, False, True], "header, grant and answer"
+    assert apart_from_bodies[-3:] == [True] * 3

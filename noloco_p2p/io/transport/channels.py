@@ -22,7 +22,7 @@ from noloco_p2p.io.transport.peer_links import Links, target
 CHANNELS_PER_PEER = 2
 """A second connection is opened while the first one is in use."""
 CONTROL_SLOT = CHANNELS_PER_PEER
-"""The number of the connection for short questions. Those that carry parts of bodies follow it."""
+"""The number of the connection for short questions and announcements. Those that carry parts of bodies follow it."""
 MAX_CHANNELS = 256
 """Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0

@@ -42,6 +42,8 @@ class Collected(Generic[T]):
         self._reply: T | None = None
         self._begun = asyncio.Event()
         """The first message has come."""
+        self._unopened = 0
+        """Connections that there are not."""
 
     def take(self, message: bytes) -> None:
         """A message has come. Raises Violation: it is the end, and the caller is still waiting for the rest."""
@@ -70,6 +72,9 @@ class Collected(Generic[T]):
     async def _carry(self, write: Write) -> None:
         """Write to a call beside the first what goes before the reply: here nothing."""
 
+    async def _carry_alone(self) -> None:
+        """Write the same to the first call, because there is no other connection."""
+
     async def _beside(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
         """What another connection carries; nothing, when there is none. One that is lost later ends all."""
         opened = False
@@ -81,8 +86,11 @@ class Collected(Generic[T]):
                 await self._begun.wait()
                 await self._receive(read)
         except Unreachable:
+            self._unopened += 1
             if opened:
                 raise
+            if self._unopened == len(self._stripes):
+                await self._carry_alone()
 
     async def _receive(self, read: Read) -> None:
         """What comes over one call, until the reply is whole, or nothing more comes here."""
@@ -137,6 +145,7 @@ class Fetched(Collected[T]):
 class AnnouncedActivation(Collected[T]):
     """An activation whose body follows when its peer has granted it a place, and the reply.
 
+    Calls beside it carry all of the body and of the reply, if there are any: then nothing delays headers and grants.
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
     on before its reply is out, so flow control bounds what is sent in vain.
     """
@@ -155,13 +164,16 @@ class AnnouncedActivation(Collected[T]):
         self._turn, self._claim = turn, claim
         self._messages: Iterator[bytes] = iter(())
         """What is left of the body."""
+        self._write: Write | None = None
         self._writing = 0
+        self._may_go = asyncio.Event()
+        """It is its turn."""
         self._sent = asyncio.Event()
         """All of the body is written."""
 
     async def exchange(self, call: Any, ways: Ways) -> T:
         """Sends it over `call`, which ends then; the reply."""
-        write, read = ways
+        write, read = self._write, _ = ways
         sending: list[asyncio.Task[None]] = []
         try:
             await write(self._header)
@@ -172,6 +184,7 @@ class AnnouncedActivation(Collected[T]):
                 self._messages = self._body(message_bytes)
                 sending.append(asyncio.create_task(self._send(write)))
             else:
+                self._may_go.set()
                 self.take(message)
             return await self.whole(read)
         finally:
@@ -180,7 +193,9 @@ class AnnouncedActivation(Collected[T]):
 
     async def _send(self, write: Write) -> None:
         async with self._turn:
-            await self._carry(write)
+            self._may_go.set()
+            if not self._stripes:
+                await self._carry(write)
             await self._sent.wait()
         self._claim.left()
         if self._stripes:
@@ -188,12 +203,17 @@ class AnnouncedActivation(Collected[T]):
 
     async def _carry(self, write: Write) -> None:
         """Write what nobody has written, until nothing is left."""
+        await self._may_go.wait()
         for message in self._messages:
             self._writing += 1
             await write(message)
             self._writing -= 1
         if not self._writing:
             self._sent.set()
+
+    async def _carry_alone(self) -> None:
+        assert self._write is not None
+        await self._carry(self._write)
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:

@@ -231,22 +231,22 @@ class GrpcTransport:
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
-        async with self._calling(peer, what, LONGEST_CALL_S) as (channel, seconds):
+        far = not whole and self.line.connections(peer.peer_id, size) > 1
+        async with self._calling(peer, what, LONGEST_CALL_S, control=far) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             line.measured.up.carries("activation", size)
+            leaves = partial(self._count, direction="out", kind="activation", bytes=size)
             if not whole:
-                header = activation.header
-                ranks = rank_of(header, Precedence.ACTIVATION), rank_of(header, Precedence.GRADIENT)
-                ways = partial(self._ways, ranks=ranks)
+                there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
+                ways = partial(self._ways, ranks=(there, back))
                 number, beside = self._beside(channel, peer, size, (what, seconds, ways))
-                leaves = partial(self._count, direction="out", kind="activation", bytes=size)
                 turn = self._turns.of(peer.peer_id, size, leaves)
                 call = channel.send_stream(method, **options)
                 most = stripe_bytes(size) if number else line.message_bytes
                 head, body = message_codec.announced(activation, number)
                 sent = head, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
                 return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
-            self._count(direction="out", kind="activation", bytes=size)
+            leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
             reply = await channel.send_whole(method, message, **options)
@@ -258,10 +258,10 @@ class GrpcTransport:
     def _beside(
         self, channel: PeerChannel, peer: Advert, nbytes: int, call: CallBeside, *, comes: bool = False
     ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
-        """A number, and the calls beside one over `channel` that carry parts of so many bytes; 0: there are none."""
+        """A number, and the calls that carry so many bytes, or some of those that come; 0: there are none."""
         most = channel.at_most(self.line.connections(peer.peer_id, nbytes, comes=comes))
         number = next(self._numbers) if most > 1 else 0
-        return number, [self._stripe(peer, number, part, *call) for part in range(1, most)]
+        return number, [self._stripe(peer, number, part, *call) for part in range(1, most + (not comes)) if number]
 
     @asynccontextmanager
     async def _stripe(

@@ -55,6 +55,8 @@ class Stripes:
         """Those who send it."""
         self._messages: Iterator[bytes] = iter(())
         """What is left of it."""
+        self._sent = asyncio.Event()
+        """Nothing is left of it."""
 
     def expect(self, take: Callable[[bytes], bool]) -> None:
         """The body may come now: `take` gets every message of it, and says whether all of it is there."""
@@ -75,7 +77,7 @@ class Stripes:
 
     async def carry(self, write: Write, read: Read) -> bool:
         """Take what comes on a further call, and send part of the reply there; False: the call is not wanted."""
-        if self._calls + 1 >= CONNECTIONS:
+        if self._calls >= CONNECTIONS:
             return False
         self._calls += 1
         try:
@@ -93,14 +95,17 @@ class Stripes:
             self._calls -= 1
 
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
-        """Send a reply: its first message by `write`, the others on all calls. Raises what one of them does."""
+        """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.
+
+        While there are none, all go by `write`; calls that come later take what is left.
+        """
         self._messages = iter(messages)
         del messages  # A traceback would keep them.
         await write(next(self._messages))
         try:
             async with asyncio.TaskGroup() as self._group:
                 self._replying.set()
-                await self._send(write)
+                await (self._sent.wait() if self._calls else self._send(write))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -109,6 +114,7 @@ class Stripes:
     async def _send(self, write: Write) -> None:
         for message in self._messages:
             await write(message)
+        self._sent.set()
 
     def end(self) -> None:
         """The call that announced it is over, and with it these."""

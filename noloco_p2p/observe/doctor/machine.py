@@ -27,7 +27,7 @@ from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
 
 PACKAGE = "noloco_p2p"
 FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""Open files: a node needs up to ten connections to each of its peers, in addition to those of libp2p and the data."""
+"""Open files: a node needs up to eleven connections to each of its peers, and those of libp2p and the data."""
 IMPORT_S = 30.0
 """Longest import of torch; it takes seconds if other processes are busy."""
 TOOL_S = 3.0

@@ -137,10 +137,13 @@ def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, l
             await both.a.propagate(both.peer, activation(LARGE))
             assert "Stripe" not in carried.sent, "it is near"
             is_far(both)
+            before = carried.sent["Propagate"], carried.received["Propagate"]
             sent = [activation(LARGE, counter=n) for n in range(3)]
             got = await asyncio.gather(*(both.a.propagate(both.peer, one) for one in sent))
             assert [one.grad.data for one in got] == [one.hidden.data for one in sent]
-            assert carried.channels["Stripe"] is not carried.channels["Propagate"]
+            after = carried.sent["Propagate"], carried.received["Propagate"]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [6, 6], "header, end; grant, head"
+            assert carried.channels["Propagate"] is both.a._channels._kept["B", CONTROL_SLOT]
             for count in (carried.sent, carried.received):
                 assert count["Stripe"] > 2 * 3
             assert {slot for _, slot in both.a._channels._kept} >= set(
@@ -391,7 +394,7 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
             main, other = await granted(start, head), await beside(start, 7)
             for one in reversed(body[1:]):
                 await other.write(one)
-            for _ in range(CONNECTIONS - 2):
+            for _ in range(CONNECTIONS - 1):
                 await (await beside(start, 7)).write(END)
             late = await beside(start, 7)
             await late.write(body[0])
