@@ -40,7 +40,14 @@ class Unreachable(PeerError):
 
 
 class Busy(PeerError):
-    """The peer has no room now. Neither side is at fault, and no peer is set aside."""
+    """The peer has no room now. Neither side is at fault, and no peer is set aside.
+
+    `late`: refusals for this reason are given slowly, because strangers can cause as many as they like.
+    """
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 class Declined(PeerError):

@@ -113,6 +113,23 @@ def bench_fuzz(
     _report(lambda: fuzz.run(messages, seed), as_json)
 
 
+@bench.command("flood")
+def bench_flood(
+    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Windows with each kind of flood and without.")] = 3,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of a window.")] = 20.0,
+    kinds: Annotated[
+        str, typer.Option(metavar="KIND,...", help="silent, handshakes, connections, streams, bodies.")
+    ] = ("silent,handshakes,connections,streams,bodies"),
+    as_json: Json = False,
+) -> None:
+    """What strangers who flood one node take from a swarm: connections, handshakes, calls, and bodies drop by drop."""
+    from noloco_p2p.lab.bench import flood
+
+    plan = flood.FloodPlan.of(kinds, pairs, seconds)
+    least_s = 2 * pairs * len(plan.kinds) * (seconds + flood.SETTLE_S)
+    _report(lambda: flood.run(plan), as_json, least_s)
+
+
 @bench.command("churn")
 def bench_churn(
     kill_every: Annotated[float, typer.Option(min=1, metavar="S", help="Seconds between kills.")] = 10.0,

@@ -35,6 +35,7 @@ from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.allocator import tune_allocator
+from noloco_p2p.io.transport.door import allow_many_files
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
@@ -84,6 +85,7 @@ async def run(options: NodeOptions) -> None:
     if options.address_file is not None:
         join_file.remove(options.address_file)
     tune_allocator()
+    allow_many_files()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     local = options.overrides.node()
     listen = run_files.same_ports(options.dir, local.listen)

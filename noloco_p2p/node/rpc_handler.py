@@ -92,8 +92,8 @@ class RpcHandler:
         if node.draining or state not in ("training", "finished"):
             raise Declined(f"{node.replica} is {'leaving' if node.draining else state}")
         seen = self._swarm.members.get(caller)
-        if node.manifest.security.root_key is not None and (seen is None or seen.stage != node.index - 1):
-            raise Busy(f"{node.replica} has not seen the caller in stage {node.index - 1} yet")
+        if seen is None or seen.stage != node.index - 1:
+            raise Busy(f"{node.replica} has not seen the caller in stage {node.index - 1} yet", late=True)
         rows = (node.manifest.microbatch_size, node.manifest.sequence_length)
         expected = (node.stage.state.hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))
         if header.specs not in (expected, expected[:2]):

@@ -52,6 +52,10 @@ ACTIVATIONS = Share("activations", 160, 192)
 """Out of at most 256 headers that wait in line."""
 TRANSFERS = Share("transfers of weights", 4, 64)
 DRAINS = Share("refused calls that are drained", 128, 256)
+LATE = Share("refusals that wait", 512, 1024)
+LATE_PER_S = 20.0
+"""Calls of strangers, and of those who hold their share already, that are refused in a second to one host: each costs
+0.9 ms of CPU, and could be made again at once."""
 OF_RELAYED = 4
 """A caller behind a relay may hold at most one part in so many of what all callers behind that relay may."""
 NO_STREAMS: Mapping[str, str] = {}
@@ -85,8 +89,13 @@ class Caller(NamedTuple):
 @lru_cache(1024)
 def _host(peer: str) -> str:
     """The host of a connection, as gRPC names it: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
-    host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
-    return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False)) if ":" in host else host
+    return host_of(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
+
+
+def host_of(address: str) -> str:
+    """`Caller.host` of an IP address."""
+    plain = address.partition("%")[0]
+    return str(ipaddress.ip_network((plain, 64), strict=False)) if ":" in plain else plain
 
 
 def check_admissible(context: Any) -> None:
@@ -170,6 +179,8 @@ class Callers:
     def __init__(self) -> None:
         self._held: Counter[tuple[str, ...]] = Counter()
         self._patience: dict[Caller, Patience] = {}
+        self._late: dict[str, float] = {}
+        """When the last `late` refusal that waits will be given to each host."""
 
     @property
     def holds_nothing(self) -> bool:
@@ -183,7 +194,7 @@ class Callers:
         relayed = caller.host.startswith(RELAY)
         most = min(share.of_caller, share.of_host // OF_RELAYED) if relayed else share.of_caller
         if self._held[of_host] >= share.of_host or self._held[of_caller] >= most:
-            raise Busy(f"{caller.host} has as many {share.what} here as allowed")
+            raise Busy(f"{caller.host} has as many {share.what} here as allowed", late=True)
         self._held.update((of_host, of_caller))
         try:
             yield
@@ -202,6 +213,19 @@ class Callers:
             finally:
                 if self._held[ACTIVATIONS.what, *caller] == 1:
                     del self._patience[caller]
+
+    async def delay(self, caller: Caller, refusal: Exception) -> None:
+        """Wait for the turn of a refusal that is `late`. If too many wait, it goes at once."""
+        if not (isinstance(refusal, Busy) and refusal.late):
+            return
+        with suppress(Busy), self.holding(LATE, caller):
+            now, host = asyncio.get_running_loop().time(), caller.host
+            turn = self._late[host] = max(now, self._late.get(host, 0.0)) + 1 / LATE_PER_S
+            try:
+                await asyncio.sleep(turn - now)
+            finally:
+                if self._held[LATE.what, host] == 1:
+                    del self._late[host]
 
     async def drain(
         self, caller: Caller, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False

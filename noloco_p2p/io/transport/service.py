@@ -15,6 +15,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, NO_STREAMS, Caller
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
+from noloco_p2p.io.transport.door import room
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler
@@ -25,6 +26,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # Calls may be silent for minutes: no connection ends for too many pings.
     ("grpc.http2.max_ping_strikes", 0),
+    # Nobody needs longer for a handshake, and peers close what they have not used for two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 180_000),
 )
 """Of the server."""
 
@@ -60,7 +64,8 @@ def bound(
     servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
 ) -> tuple[Any, int]:
     """A gRPC server that is to be started, and its port. Raises LocalError: the port is in use."""
-    server = grpc.aio.server(options=(*OPTIONS, *options), maximum_concurrent_rpcs=MAX_CALLS)
+    bounds = ("grpc.max_allowed_incoming_connections", room() * 3 // 2), *options
+    server = grpc.aio.server(options=(*OPTIONS, *bounds), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
     host, port = listen.host, listen.grpc_port
     try:

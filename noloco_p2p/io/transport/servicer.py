@@ -101,6 +101,7 @@ class GrpcServicer:
             except Silent as error:
                 await context.abort(grpc.StatusCode.ABORTED, str(error))
             except NolocoError as error:
+                await self.callers.delay(said, error)
                 await _refuse(self._line.sender(Patience().writing(context.write)), message_codec.to_refused(error))
                 await self.callers.drain(said, context)
                 return

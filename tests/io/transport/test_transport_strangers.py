@@ -17,7 +17,17 @@ from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpe
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
 from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, LEAST_BYTES_PER_S, RESERVE_S, Caller, Callers, Patience, Share
+from noloco_p2p.io.transport.callers import (
+    CALLS,
+    LATE,
+    LATE_PER_S,
+    LEAST_BYTES_PER_S,
+    RESERVE_S,
+    Caller,
+    Callers,
+    Patience,
+    Share,
+)
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
@@ -283,6 +293,73 @@ def test_what_this_node_itself_delays_does_not_count() -> None:
             await patience.wait(after(RESERVE_S, 0))
 
     virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_late_refusals_are_given_to_each_host_one_by_one_and_others_at_once() -> None:
+    late, usual = Busy("who are you?", late=True), Busy("no place")
+
+    async def scenario() -> None:
+        here, now, began = Callers(), asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+        given = dict[str, float]()
+
+        async def refuse(name: str, host: str, refusal: Exception) -> None:
+            await here.delay(Caller(host, name), refusal)
+            given[name] = now() - began
+
+        strangers = [refuse(f"X{at}", "h", late) for at in range(40)]
+        await asyncio.gather(*strangers, refuse("A", "h", usual), refuse("Y", "i", late))
+        assert given["A"] == 0
+        assert given["Y"] == pytest.approx(1 / LATE_PER_S)
+        assert [given[f"X{at}"] for at in range(40)] == pytest.approx([(1 + at) / LATE_PER_S for at in range(40)])
+        assert here.holds_nothing
+        assert not here._late
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_more_than_can_wait_are_refused_at_once() -> None:
+    async def scenario() -> None:
+        here, stranger, late = Callers(), Caller("h", "X"), Busy("who are you?", late=True)
+        waiting = [asyncio.create_task(here.delay(stranger, late)) for _ in range(LATE.of_caller)]
+        await asyncio.sleep(0)
+        began = asyncio.get_running_loop().time()
+        await here.delay(stranger, late)
+        assert asyncio.get_running_loop().time() == began
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert here.holds_nothing
+        assert not here._late
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_who_has_its_share_of_activations_hears_so_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "ACTIVATIONS", Share("activations", 1, 5))
+    refusals, delay = list[Exception](), Callers.delay
+
+    async def observed(here: Callers, caller: Caller, refusal: Exception) -> None:
+        refusals.append(refusal)
+        await delay(here, caller, refusal)
+
+    monkeypatch.setattr(Callers, "delay", observed)
+
+    async def scenario() -> None:
+        node = Node(hang)
+        async with server(node) as (_, stub):
+            head, _ = announced()
+            served = stub.Propagate(timeout=60.0, metadata=ME)
+            await served.write(head)
+            await soon(node.entered.wait())
+            refused = stub.Propagate(timeout=60.0, metadata=ME)
+            assert (await soon(refused.read())).refusal.kind == pb.Refusal.KIND_BUSY
+            [refusal] = refusals
+            assert isinstance(refusal, Busy)
+            assert refusal.late
+            served.cancel()
+            refused.cancel()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(

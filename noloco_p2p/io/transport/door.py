@@ -1,0 +1,99 @@
+"""How many connections this node accepts: gRPC neither limits them by host nor shows its sockets.
+
+Here they are found among the open files of this process, as in `sockets`; on a system without /proc nothing happens.
+"""
+
+import asyncio
+import os
+import resource
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from noloco_p2p.io.transport.callers import host_of
+from noloco_p2p.io.transport.sockets import OPEN_FILES
+
+MOST_FILES = 65_536
+"""Files that a process asks for; the system may allow fewer."""
+MOST_CONNECTIONS = 4_096
+"""Accepted connections that are left alone. One that only exists takes 20 KB, with TLS 60 KB."""
+FEW = 64
+"""Nobody who has so many is cut off before those who have more."""
+LOOK_S = 1.0
+"""Time between two looks, seconds."""
+MAPPED = "::ffff:"
+"""Before an IPv4 address where a socket of IPv6 takes both, as gRPC's do."""
+End = tuple[str, int]
+"""Address and port of the other end of a connection."""
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit on open files: connections of strangers must not take those that it needs itself."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def room() -> int:
+    """How many accepted connections are left alone: at most half of the files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
+
+
+class Door:
+    """Ends connections to a port while there are more than `room`: of the hosts with the most, the newest first.
+
+    If no host has more than FEW, the newest end. To gRPC it looks as if the other end had closed them.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._known: set[End] = set()
+        """Those that there were at the last look."""
+
+    async def watch(self) -> None:
+        """Look again and again."""
+        while OPEN_FILES.is_dir():
+            await asyncio.sleep(LOOK_S)
+            if len(os.listdir(OPEN_FILES)) > room():
+                await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Count, and end what is too much."""
+        files = self.accepted()
+        hosts = defaultdict[str, list[End]](list)
+        newest = sorted(files, key=self._known.__contains__, reverse=True)
+        for end in newest:
+            hosts[host_of(end[0])].append(end)
+        for _ in range(len(files) - room()):
+            busiest = max(hosts.values(), key=len)
+            end = busiest.pop() if len(busiest) > FEW else newest.pop()
+            with suppress(OSError), _copied(files.pop(end, -1)) as one:
+                if one.getpeername()[1] == end[1]:
+                    one.shutdown(socket.SHUT_RDWR)
+        self._known = set(files)
+
+    def accepted(self) -> dict[End, int]:
+        """The other ends of all connections to the port, and which files they are here."""
+        found = dict[End, int]()
+        for number in map(int, os.listdir(OPEN_FILES)):
+            with suppress(OSError), _copied(number) as one:  # else it is something else, or gone
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
+                    host, port, *_ = one.getpeername()
+                    found[host.removeprefix(MAPPED), port] = number
+        return found
+
+
+@contextmanager
+def _copied(number: int) -> Iterator[socket.socket]:
+    """The socket behind a file, which gRPC may close meanwhile. Raises OSError: it is none, or gone."""
+    copy = os.dup(number)
+    try:
+        one = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with one:
+        yield one

@@ -1,0 +1,126 @@
+"""What strangers who flood one node cost a swarm (`floods`), beside a process that takes as much CPU time.
+
+One 2 × 2 swarm, an open run on loopback, trains all the time. A window with a flood is followed by one in which a
+process takes the CPU time that the attacker took: here it shares the swarm's cores, and elsewhere it would not.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.telemetry.http_server import METRICS_PATH
+from noloco_p2p.lab.bench import floods, pipeline
+from noloco_p2p.lab.bench.node_fleet import Fleet
+from noloco_p2p.lab.processes import peer_process
+from noloco_p2p.launch import cpu_seconds as cpu
+from noloco_p2p.launch.node_probe import NodeEndpoints
+
+TARGET = 0.95
+VICTIM = "1-0"
+"""A later stage serves the calls that anybody can make."""
+MICROBATCHES = 4
+"""Per stage-0 replica and inner step, as in `noloco bench pipeline`."""
+SETTLE_S = 10.0
+"""From the beginning of a flood to a measurement, and from its end to the next one, seconds."""
+TICK_S = 0.01
+PAGE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FloodPlan:
+    """What to measure."""
+
+    kinds: tuple[str, ...]
+    pairs: int
+    """Windows with the flood, each followed by one without."""
+    seconds: float
+    """Length of a window."""
+
+    @classmethod
+    def of(cls, kinds: str, pairs: int, seconds: float) -> "FloodPlan":
+        """Kinds as in --kinds. Raises ConfigError: there is no such kind."""
+        named = tuple(kinds.split(","))
+        if not set(named) <= floods.KINDS.keys():
+            raise ConfigError(f"--kinds {kinds}: name some of {', '.join(floods.KINDS)}")
+        return cls(named, pairs, seconds)
+
+
+def run(plan: FloodPlan) -> dict[str, Any]:
+    """Measure. Returns the figures. Raises LocalError: the swarm fails."""
+    with pipeline.steady_swarm(MICROBATCHES) as fleet:
+        found = {kind: _compare(fleet, kind, plan) for kind in plan.kinds}
+    worst = min(one["ratio"] for one in found.values())
+    return {"bench": "flood", "ratio": worst, "target": TARGET, **found, "definitions": DEFINITIONS}
+
+
+DEFINITIONS = {
+    "ratio": "tokens_per_s, flooded over quiet: the median of the pairs; of all kinds the least",
+    "quiet": "a process takes as much CPU time as the attacker did, and touches nothing",
+    "tokens_per_s": "of the swarm",
+    "busy_per_s": "Busy answers that the nodes of stage 0 got",
+    "attacker_cores": "CPU seconds of the attacker per second",
+    "victim_cores": "the same of the flooded node, with its libp2p daemon",
+    "victim_mib": "resident memory of the flooded node at the end of the window",
+    "victim_files": "its open files then",
+}
+
+
+def _compare(fleet: Fleet, kind: str, plan: FloodPlan) -> dict[str, Any]:
+    victim = fleet.nodes[VICTIM].endpoints
+    assert victim is not None, "a steady swarm can be reached"
+    with urllib.request.urlopen(victim.metrics.removesuffix(METRICS_PATH) + "/status", timeout=PAGE_S) as page:
+        [address, *_] = json.load(page)["addresses"]
+    flooded, quiet = list[dict[str, float]](), list[dict[str, float]]()
+    for _ in range(plan.pairs):
+        with peer_process(floods.attack, kind, address, victim.peer_id, victim.run_id) as pid:
+            flooded.append(_window(fleet, victim, plan.seconds, pid))
+        with peer_process(_take, flooded[-1]["attacker_cores"]) as pid:
+            quiet.append(_window(fleet, victim, plan.seconds, pid))
+    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(flooded, quiet, strict=True)]
+    figures = {name: {"flooded": [w[name] for w in flooded], "quiet": [w[name] for w in quiet]} for name in quiet[0]}
+    return {"ratio": statistics.median(ratios), "ratios": ratios, **figures}
+
+
+def _window(fleet: Fleet, victim: NodeEndpoints, seconds: float, attacker: int) -> dict[str, float]:
+    time.sleep(SETTLE_S)
+    begin, began, spent = pipeline.sample_nodes(fleet), time.monotonic(), (_cpu_s(victim.pid), _cpu_s(attacker))
+    time.sleep(seconds)
+    took = [_cpu_s(pid) - before for pid, before in zip((victim.pid, attacker), spent, strict=True)]
+    end, window_s = pipeline.sample_nodes(fleet), time.monotonic() - began
+    heard = [sum(_busy(sample) for name, sample in one.items() if name.startswith("0-")) for one in (begin, end)]
+    status = Path(f"/proc/{victim.pid}/status").read_text()
+    return {
+        "tokens_per_s": float(pipeline.figures(begin, end)["tokens_per_s"]),
+        "busy_per_s": (heard[1] - heard[0]) / window_s,
+        "attacker_cores": took[1] / window_s,
+        "victim_cores": took[0] / window_s,
+        "victim_mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
+        "victim_files": len(os.listdir(f"/proc/{victim.pid}/fd")),
+    }
+
+
+def _busy(sample: pipeline.NodeSample) -> float:
+    return sample.metrics.total("busy_replies_total", direction="out")
+
+
+def _cpu_s(pid: int) -> float:
+    found = cpu.read(pid)
+    return sum(found.threads.values()) + found.children if found else 0.0
+
+
+async def _take(ready: Callable[[int], None], cores: float) -> None:
+    """Take so much of a core until this process is killed; `ready` gets its process id."""
+    ready(os.getpid())
+    while True:
+        began_at, began_s = time.monotonic(), time.thread_time()
+        while time.thread_time() - began_s < min(1.0, cores) * TICK_S:
+            pass
+        await asyncio.sleep(max(0.0, TICK_S - (time.monotonic() - began_at)))

@@ -1,0 +1,218 @@
+"""What a stranger does to a node to keep it from its work: each kind in a process of its own (`flood` measures them).
+
+A stranger knows a node's address and the run id, and comes from another loopback address than the nodes: limits for
+each host must not take it for one of them.
+"""
+
+import asyncio
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from noloco_p2p.config import RunManifest
+from noloco_p2p.core import messages
+from noloco_p2p.core.block_format import wire_spec
+from noloco_p2p.core.messages import HostTensor, PeerId, TensorSpec
+from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.transport import callers, message_codec
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.door import allow_many_files
+from noloco_p2p.io.transport.peer_links import Links
+
+STRANGER = "127.0.0.2"
+CONNECTIONS, STREAMS = 4096, 512
+DIALLED = 64
+"""Connections that are begun at once."""
+HANDSHAKES_PER_S = 100.0
+PAUSE_S = 1.0
+"""Between two bytes of somebody slow, and before what the node has ended is tried again, seconds."""
+HELLO = b"\x16\x03\x01\x0f\xff\x01" + bytes(4096)
+"""The beginning of a TLS handshake that never becomes whole."""
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a client begins to speak HTTP/2: RFC 9113, section 3.4."""
+
+
+async def attack(ready: Callable[[int], None], kind: str, address: str, peer: PeerId, run_id: str) -> None:
+    """Do it until this process is killed; `ready` gets its process id."""
+    allow_many_files()
+    ready(os.getpid())
+    await KINDS[kind](Stranger(address, peer, run_id))
+
+
+class Stranger:
+    """Knows a node's `host:port`, its peer id and its run."""
+
+    def __init__(self, address: str, peer: PeerId, run_id: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._peer, self._run_id = peer, run_id
+        self._dialling = asyncio.Semaphore(DIALLED)
+
+    async def silent(self) -> None:
+        """CONNECTIONS that never begin TLS, or whose first message comes byte by byte."""
+
+        async def stay(number: int) -> None:
+            reader, writer = await self._dial()
+            for byte in HELLO:
+                if number % 2:
+                    writer.write(bytes((byte,)))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PAUSE_S):
+                        await reader.read(1)
+                    break
+            writer.close()
+
+        await _for_ever(CONNECTIONS, stay)
+
+    async def handshakes(self) -> None:
+        """HANDSHAKES_PER_S, with the certificate of another run."""
+        context = _context(self._credentials("0" * 64))
+
+        async def shake_hands() -> None:
+            with suppress(OSError):
+                reader, writer = await self._dial(ssl=context)
+                with suppress(OSError):
+                    await reader.read(1)
+                writer.close()
+
+        tasks, began, begun = set[asyncio.Task[None]](), time.monotonic(), 0
+        while True:
+            while begun < HANDSHAKES_PER_S * (time.monotonic() - began):
+                begun += 1
+                tasks.add(task := asyncio.create_task(shake_hands()))
+                task.add_done_callback(tasks.discard)
+            await asyncio.sleep(1 / HANDSHAKES_PER_S)
+
+    async def connections(self) -> None:
+        """CONNECTIONS by an identity of its own, which an open run does not refuse, and no call."""
+        context = _context(self._credentials(self._run_id))
+
+        async def stay(number: int) -> None:
+            reader, writer = await self._dial(ssl=context)
+            writer.write(PREFACE)
+            with suppress(OSError):
+                while await reader.read(1 << 16):
+                    pass
+            writer.close()
+
+        await _for_ever(CONNECTIONS, stay)
+
+    async def streams(self) -> None:
+        """STREAMS by such an identity, without a word."""
+        await self._calls(lambda links, number: b"", lambda call: call.read())
+
+    async def bodies(self) -> None:
+        """As many, each with the header of an activation; what the node then asks for comes byte by byte."""
+        await self._calls(self._header, _drip)
+
+    async def _calls(self, first: Callable[[Links, int], bytes], rest: Callable[[Any], Awaitable[object]]) -> None:
+        links, done = Links(self._credentials(self._run_id)), 0
+
+        async def call(number: int) -> None:
+            nonlocal done
+            done += 1
+            one = method(timeout=callers.MAX_CALL_S / 2, metadata=callers.metadata())
+            try:
+                if message := first(links, done):
+                    await one.write(message)
+                await rest(one)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                pass
+            finally:
+                one.cancel()
+
+        async with self._forwarder() as address, links.channel(address, self._peer, ()) as channel:
+            method = channel.stream_stream("/noloco.v1.Node/Propagate")
+            await _for_ever(STREAMS, call)
+
+    def _header(self, links: Links, number: int) -> bytes:
+        """Of an activation as `noloco bench pipeline` has them."""
+        run, me = RunManifest(), links.me
+        rows = run.microbatch_size, run.sequence_length
+        hidden = wire_spec("hidden", run.wire.forward, (*rows, int(str(run.model.config["hidden_size"]))))
+        specs = hidden, TensorSpec("targets", "int32", rows)
+        microbatch, origin = messages.MicrobatchId(me, 1, number), messages.Origin(me, 1, 0)
+        header = messages.Header(self._run_id, microbatch, origin, 1, 300.0, patient=True)
+        body = [HostTensor(*spec, memoryview(bytes(spec.nbytes))) for spec in specs]
+        return message_codec.announced(messages.Activation(links.labelled(header), *body))[0]
+
+    def _credentials(self, run_id: str) -> Credentials:
+        identity, trust = Identity(Path(STRANGER), Ed25519PrivateKey.generate(), -1), RunTrust.of_open_run(run_id)
+        return Credentials(trust, identity, certificates.own_chain(identity.key, trust))
+
+    async def _dial(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        async with self._dialling:
+            return await asyncio.open_connection(self._host, self._port, local_addr=(STRANGER, 0), **options)
+
+    @asynccontextmanager
+    async def _forwarder(self) -> AsyncIterator[str]:
+        """What gRPC dials instead of the node, because it cannot choose its own address."""
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+            writer.close()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await self._dial()
+            await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
+
+        with tempfile.TemporaryDirectory() as folder:
+            async with await asyncio.start_unix_server(accept, f"{folder}/stranger"):
+                yield f"unix:{folder}/stranger"
+
+
+KINDS: dict[str, Callable[[Stranger], Awaitable[None]]] = {
+    "silent": Stranger.silent,
+    "handshakes": Stranger.handshakes,
+    "connections": Stranger.connections,
+    "streams": Stranger.streams,
+    "bodies": Stranger.bodies,
+}
+
+
+async def _for_ever(count: int, do: Callable[[int], Awaitable[None]]) -> None:
+    """So many of these at once, each again after it has ended."""
+
+    async def repeat(number: int) -> None:
+        while True:
+            with suppress(OSError):
+                await do(number)
+            await asyncio.sleep(PAUSE_S)
+
+    await asyncio.gather(*map(repeat, range(count)))
+
+
+def _context(credentials: Credentials) -> ssl.SSLContext:
+    """A client that shows this certificate and takes any."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(credentials.leaf()))
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+async def _drip(call: Any) -> None:
+    reply = await call.read()
+    if reply is grpc.aio.EOF or not pb.Reply.FromString(reply).HasField("grant"):
+        return
+    for at in range(1 << 20):
+        chunk = pb.Chunk(tensor=0, offset=at, data=b"\0")
+        await call.write(pb.ActivationMessage(frames=[pb.Frame(chunk=chunk)]).SerializeToString())
+        await asyncio.sleep(PAUSE_S)

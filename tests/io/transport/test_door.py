@@ -1,0 +1,138 @@
+"""Too many connections, as the node that accepts them sees it (`io/transport/door`)."""
+
+import os
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from machine import at_most
+from transport_fixture import Node, activation, echo, pair, run
+
+from noloco_p2p.io.transport import door, service, sockets
+from noloco_p2p.io.transport.door import Door
+
+DEADLINE = "grpc.server_handshake_timeout_ms"
+
+pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
+
+
+class Crowd:
+    """Connections to one port, by the address that they come from."""
+
+    def __init__(self, leaving: ExitStack) -> None:
+        self._leaving = leaving
+        self._server = leaving.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        self.port = self._server.getsockname()[1]
+        self._ends: list[tuple[str, socket.socket]] = []
+
+    def come(self, host: str, count: int) -> None:
+        for _ in range(count):
+            near = socket.create_connection(("127.0.0.1", self.port), source_address=(host, 0))
+            self._ends.append((host, self._leaving.enter_context(near)))
+            self._leaving.enter_context(self._server.accept()[0])
+
+    def left(self) -> list[int]:
+        """How many of each `come` are still open, hosts in the order of their names."""
+        found = Counter[str]()
+        for host, near in self._ends:
+            near.setblocking(False)
+            with suppress(BlockingIOError):
+                assert near.recv(1) == b""
+                continue
+            found[host] += 1
+        return [found[host] for host in sorted({host for host, _ in self._ends})]
+
+
+@pytest.fixture
+def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+    monkeypatch.setattr(door, "MOST_CONNECTIONS", 12)
+    monkeypatch.setattr(door, "FEW", 4)
+    with ExitStack() as leaving:
+        yield Crowd(leaving)
+
+
+def test_whoever_has_most_loses_the_newest(crowd: Crowd) -> None:
+    here = Door(crowd.port)
+    crowd.come("127.0.0.1", 3)
+    crowd.come("127.0.0.2", 6)
+    here.look()
+    assert crowd.left() == [3, 6]
+    first = crowd._ends[3:9]
+    crowd.come("127.0.0.3", 2)
+    crowd.come("127.0.0.2", 5)
+    files = len(os.listdir(sockets.OPEN_FILES))
+    here.look()
+    assert crowd.left() == [3, 7, 2]
+    assert len(os.listdir(sockets.OPEN_FILES)) == files
+    crowd._ends = first
+    assert crowd.left() == [6], "those that were there stay"
+
+
+def test_many_hosts_with_little_each_do_not_push_out_those_that_are_in(crowd: Crowd) -> None:
+    here = Door(crowd.port)
+    crowd.come("127.0.0.1", 4)
+    here.look()
+    for host in range(2, 14):
+        crowd.come(f"127.0.0.{host}", 1)
+    here.look()
+    assert crowd.left()[0] == 4
+    assert sum(crowd.left()) == 12
+
+
+def test_another_port_is_nobodys_business(crowd: Crowd) -> None:
+    crowd.come("127.0.0.2", 20)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        Door(other.getsockname()[1]).look()
+    assert crowd.left() == [20]
+
+
+def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(1024, 4096), (256, 512), (resource.RLIM_INFINITY,) * 2]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: asked.append(wanted))
+    rooms = []
+    while limits:
+        rooms.append(door.room())
+        door.allow_many_files()
+        limits.pop(0)
+    assert rooms == [512, 128, 4096]
+    assert asked == [(4096, 4096), (512, 512)]
+
+
+def test_a_connection_without_a_handshake_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it has ten seconds."""
+    assert dict(service.OPTIONS)[DEADLINE] == 10_000
+    monkeypatch.setattr(service, "OPTIONS", (*(one for one in service.OPTIONS if one[0] != DEADLINE), (DEADLINE, 300)))
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            for first in (b"", b"\x16\x03\x01\x0f\xff\x01"):
+                with socket.create_connection(("127.0.0.1", both.b.port)) as end:
+                    end.sendall(first)
+                    end.settimeout(at_most(20.0))
+                    assert end.recv(1) == b""
+
+    run(scenario())
+
+
+def test_more_connections_than_that_are_not_accepted_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "room", lambda: 8)
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            await both.a.propagate(both.peer, activation())
+            with ExitStack() as leaving:
+                ends = [leaving.enter_context(socket.create_connection(("127.0.0.1", both.b.port))) for _ in range(14)]
+                ended = 0
+                for end in ends[::-1]:
+                    end.settimeout(0.5)
+                    with suppress(TimeoutError):
+                        ended += end.recv(1) == b""
+            assert (await both.a.propagate(both.peer, activation())).tokens, "who is in stays"
+        assert ended >= 2
+
+    run(scenario())

@@ -1,0 +1,52 @@
+"""`noloco bench flood`: what its strangers do arrives at a node."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from transport_fixture import Node, hang, run
+
+from noloco_p2p.io.transport import sockets
+from noloco_p2p.io.transport.callers import CALLS
+from noloco_p2p.io.transport.door import Door
+from noloco_p2p.lab.bench import floods
+from noloco_p2p.lab.bench.floods import STRANGER, Stranger
+from noloco_p2p.lab.bench.transport import FAR, MIB, PEER, RUN, make_transport
+
+pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
+
+
+@pytest.mark.parametrize("kind", sorted(floods.KINDS))
+def test_a_flood_arrives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floods, "CONNECTIONS", 5)
+    monkeypatch.setattr(floods, "STREAMS", 3)
+
+    async def scenario() -> None:
+        node, transport = Node(hang), make_transport(FAR, MIB)
+        await transport.serve(node)
+        door, held = Door(transport.port), transport._servicer.callers._held
+
+        def has_arrived() -> bool:
+            here = sum(end[0] == STRANGER for end in door.accepted())
+            calls = held[CALLS.what, STRANGER]
+            return {
+                "silent": here == 5,
+                "connections": here == 5,
+                "handshakes": here > 0,
+                "streams": calls == 3 and not node.calls,
+                "bodies": len(node.calls) == 3,
+            }[kind]
+
+        arrived, stranger = False, Stranger(f"127.0.0.1:{transport.port}", PEER, RUN)
+        flood = asyncio.create_task(floods.KINDS[kind](stranger))
+        for _ in range(6000):
+            if flood.done() or (arrived := has_arrived()):
+                break
+            await asyncio.sleep(0.01)
+        flood.cancel()
+        with suppress(asyncio.CancelledError):
+            await flood
+        await transport.close()
+        assert arrived
+
+    run(scenario())
