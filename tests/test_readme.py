@@ -62,7 +62,7 @@ COMMANDS = (
     "sim",
     "experiment",
 )
-BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "fuzz", "links")
+BENCHES = ("pipeline", "baseline", "transport", "stage", "outer", "monitoring", "churn", "fuzz", "flood", "links")
 
 HOSTS = {"arxiv.org", "HOST", "localhost", "127.0.0.1"}
 

@@ -1,6 +1,6 @@
 """Which microbatches go out twice, and whose gradients are not those of the others (METHOD.md, "The same data twice").
 
-Pure. One object belongs to one node of stage 0, which compares what two replicas of stage 1 made of the same data.
+Pure. One object belongs to one node of stage 0, which compares what came back of the same data over two routes.
 """
 
 from collections import deque
@@ -50,9 +50,22 @@ class GradientLikeness(NamedTuple):
         return sqrt(max(0.0, 1 - 2 * self.cosine * a * b / (a * a + b * b)))
 
 
+Route = tuple[PeerId, ...]
+"""Who served a microbatch, from stage 1 on."""
+
+
 class _Pair(NamedTuple):
-    peers: tuple[PeerId, PeerId]
+    routes: tuple[Route, Route]
     outlier: bool
+
+    def at(self, hop: int) -> tuple[PeerId, ...]:
+        """Who served the two at a hop, where 0 is stage 1; nobody: one replica served both, so it tells nothing."""
+        peers = tuple(route[hop] for route in self.routes if len(route) > hop)
+        return peers if len(set(peers)) == 2 else ()
+
+    def before(self, hop: int, peer: PeerId) -> PeerId | None:
+        """Who called a peer that served one of the two at this hop; None: I did."""
+        return self.routes[self.at(hop).index(peer)][hop - 1] if hop else None
 
 
 class GradientPairs:
@@ -69,26 +82,33 @@ class GradientPairs:
         draw = generator(self._secret, "repeats", *microbatch).random()
         return draw < (SUSPICIOUS if suspicious else CALM)
 
-    def observe(self, one: PeerId, other: PeerId, apart: float) -> tuple[bool, PeerId | None]:
-        """Whether a pair of two different replicas is an outlier, and who of the two dissents from all others.
+    def observe(self, one: Route, other: Route, apart: float) -> tuple[bool, PeerId | None]:
+        """Whether a pair is an outlier, and who on the two routes dissents from all others of its stage.
 
         The pairs of one that dissents are forgotten: they must not be held against the others.
         """
         outlier = apart > max(LEAST, FACTOR * quantiles(self._apart)[0] if len(self._apart) > 1 else 0.0)
         self._apart.append(apart)
-        self._pairs.append(_Pair((one, other), outlier))
-        dissenter = next((peer for peer in (one, other) if outlier and self._dissents(peer)), None)
+        self._pairs.append(pair := _Pair((one, other), outlier))
+        suspects = ((hop, peer) for hop in range(len(one)) for peer in pair.at(hop) if outlier)
+        dissenter = next((peer for hop, peer in suspects if self._dissents(hop, peer)), None)
         if dissenter is not None:
-            kept = [pair for pair in self._pairs if dissenter not in pair.peers]
+            kept = [pair for pair in self._pairs if not any(dissenter in route for route in pair.routes)]
             self._pairs = deque(kept, maxlen=REMEMBERED)
         return outlier, dissenter
 
-    def _dissents(self, peer: PeerId) -> bool:
-        credible = {name for pair in self._pairs if not pair.outlier for name in pair.peers}
-        mine = [pair for pair in self._pairs if peer in pair.peers][-RECENT:]
+    def _dissents(self, hop: int, peer: PeerId) -> bool:
+        pairs = [(pair, peers) for pair in self._pairs if (peers := pair.at(hop))]
+        credible = {name for pair, peers in pairs if not pair.outlier for name in peers}
+        mine = [(pair, peers) for pair, peers in pairs if peer in peers][-RECENT:]
         # Who agrees with nobody is at fault in its pairs: they tell nothing of others.
-        held = [other for pair in mine if pair.outlier for other in credible.intersection(pair.peers) - {peer}]
-        rest = [pair.outlier for pair in self._pairs if peer not in pair.peers and credible.issuperset(pair.peers)]
-        count, usual = len(held) + sum(not pair.outlier for pair in mine), (1 + sum(rest)) / (2 + len(rest))
+        held = [
+            (pair, other) for pair, peers in mine if pair.outlier for other in credible.intersection(peers) - {peer}
+        ]
+        rest = [pair.outlier for pair, peers in pairs if peer not in peers and credible.issuperset(peers)]
+        count, usual = len(held) + sum(not pair.outlier for pair, _ in mine), (1 + sum(rest)) / (2 + len(rest))
         chance = comb(count, len(held)) * usual ** len(held)
-        return len(held) >= max(FEWEST, SHARE * count) and len(set(held)) >= OTHERS and chance <= CHANCE
+        # Further on, those before name it: one of them alone could name whom it likes.
+        by = {pair.before(hop, peer) for pair, _ in held}
+        enough = len(held) >= max(FEWEST, SHARE * count) and len({other for _, other in held}) >= OTHERS
+        return enough and (hop == 0 or len(by) >= OTHERS) and chance <= CHANCE

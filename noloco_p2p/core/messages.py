@@ -24,6 +24,8 @@ PeerId = str
 """A libp2p peer id in base58 (`12D3KooW…`): it is the node's Ed25519 public key."""
 PEER_ID_CHARACTERS = 128
 """Longest peer id that is believed; an Ed25519 one has 52."""
+MOST_AVOIDED = 8
+"""Replicas that a microbatch may name as to be left out."""
 LARGEST_COUNT = 2**53
 """Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
 
@@ -104,7 +106,9 @@ class Header:
     patient: bool = False
     """The sender would rather wait in line for a place than hear Busy: it has no better replica to ask."""
     label: bytes = b""
-    """Shows, in a members-only run, that the origin has begun the microbatch. Filled in by the origin's transport."""
+    """Shows that the origin has begun the microbatch. Filled in by the origin's transport."""
+    avoid: tuple[PeerId, ...] = ()
+    """Replicas of later stages that are to be left out, because the origin found their gradients wrong."""
 
 
 @dataclass(frozen=True, slots=True)

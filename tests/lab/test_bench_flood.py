@@ -40,7 +40,7 @@ def test_a_flood_arrives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         arrived, stranger = False, Stranger(f"127.0.0.1:{transport.port}", PEER, RUN)
         flood = asyncio.create_task(floods.KINDS[kind](stranger))
         for _ in range(6000):
-            if flood.done() or (arrived := has_arrived()):
+            if flood.done() or (arrived := has_arrived() and stranger.complete.is_set()):
                 break
             await asyncio.sleep(0.01)
         flood.cancel()

@@ -9,8 +9,12 @@ from short_runs import manifest_for
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core import gradient_pairs
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.intake import AttemptKey
+from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
+from noloco_p2p.node.pipeline.gradient_audit import GradientAudit
+from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.sim.linear_stage import LinearStage, _flat
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -86,8 +90,34 @@ def test_nobody_honest_is_set_aside(replicas: tuple[int, ...]) -> None:
     assert bool(outcome.trace.of("gradient_pair")) == (replicas[1] > 3)
 
 
-def test_a_liar_further_on_is_not_held_against_those_before_it() -> None:
-    assert set_aside(run(("s2r0",), (2, 5, 5))) == {}
+def test_a_liar_further_on_is_found_and_left_out_for_those_who_know_it() -> None:
+    """Those before it choose it no more for microbatches of this origin, and are not held responsible for it."""
+    outcome = run(("s2r0",), (1, 5, 5))
+    assert set_aside(outcome) == {"s0r0": {"s2r0"}}
+    last = max(event.at_s for event in outcome.trace.of("distrusted"))
+    served = {peer: [e for e in outcome.trace.of("microbatch", peer) if e.at_s > last + 1] for peer in outcome.nodes}
+    assert not served["s2r0"]
+    assert all(served[f"s2r{other}"] for other in range(1, 5))
+
+
+def test_who_is_to_be_left_out_serves_where_there_is_no_other() -> None:
+    """The last one of a stage that an origin still distrusts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientAudit, "avoided", lambda audit: ("s2r0",))
+        manifest = manifest_for((1, 1, 1), 4, microbatches_per_step=PER_STEP)
+        outcome = SimSwarm(SimPlan(manifest, (1, 1, 1), seed=3)).run()
+    assert outcome.nodes["s0r0"].microbatches == {"done": 4 * PER_STEP}
+
+
+def test_a_replica_that_gives_itself_another_name_is_called_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = MicrobatchServer._reply
+
+    def reply(server: MicrobatchServer, key: AttemptKey, result: StageResult) -> Gradient:
+        done = right(server, key, result)
+        return replace(done, served=("s2r1",)) if server._node.me == "s2r0" else done
+
+    monkeypatch.setattr(MicrobatchServer, "_reply", reply)
+    assert set_aside(run.__wrapped__(("s2r0",), (1, 5, 5))) == {"s0r0": {"s2r0"}}
 
 
 def test_both_are_ordinary_microbatches_that_count() -> None:

@@ -119,7 +119,8 @@ def activation(
     mask: bool = False,
     run_id: str = RUN,
 ) -> Activation:
-    header = Header(run_id, MicrobatchId("A", (1 << 64) - 1, counter), Origin("A", 5, 1), 1, time_left_s)
+    origin, avoid = Origin("A", 5, 1), ("C", "D")
+    header = Header(run_id, MicrobatchId("A", (1 << 64) - 1, counter), origin, 1, time_left_s, avoid=avoid)
     return Activation(
         header,
         tensor("hidden", dtype, shape, seed=counter),

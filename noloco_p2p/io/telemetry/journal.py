@@ -41,7 +41,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "membership": ("counts",),
     "deserted": ("stages",),
     "distrusted": ("result", "peer"),
-    "gradient_pair": ("microbatch", "peer", "norm", "cosine", "outlier"),
+    "gradient_pair": ("microbatch", "peer", "route", "norm", "cosine", "outlier"),
     "warning": ("message",),
     "stuck": ("message", "well"),
 }

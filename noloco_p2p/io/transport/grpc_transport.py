@@ -32,12 +32,7 @@ from noloco_p2p.io.transport import callers, message_codec, service, servicer, s
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine, Rank, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
-<<<<<<< HEAD
 from noloco_p2p.io.transport.exchange import AnnouncedActivation, Fetched
-=======
-from noloco_p2p.io.transport.door import Door
-from noloco_p2p.io.transport.exchange import AnnouncedActivation, Ways, next_message
->>>>>>> b6a61a0 (Floods: noloco bench flood; microbatches of callers that nobody has announced are refused in open runs too, slowly; strangers' connections cannot use up a node's files)
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
@@ -97,15 +92,8 @@ class GrpcTransport:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
         if self._server is not None:
             return
-<<<<<<< HEAD
         self._server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
         await self._server.start()
-=======
-        server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
-        self._server = server
-        await server.start()
-        self._watch = asyncio.create_task(Door(self.port).watch())
->>>>>>> b6a61a0 (Floods: noloco bench flood; microbatches of callers that nobody has announced are refused in open runs too, slowly; strangers' connections cannot use up a node's files)
         self._line.unsent.set()
 
     async def serve(self, handler: Handler) -> None:
@@ -118,7 +106,6 @@ class GrpcTransport:
         self._closed = True
         await self._channels.close()
         if self._server is not None:
-            self._watch.cancel()
             await self._server.stop(grace=None)
 
     def announces(self, activation: Activation, peer: Advert) -> bool:

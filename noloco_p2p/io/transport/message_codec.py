@@ -15,6 +15,7 @@ import xxhash
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import (
     LARGEST_COUNT,
+    MOST_AVOIDED,
     PEER_ID_CHARACTERS,
     Activation,
     Gradient,
@@ -157,6 +158,7 @@ def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iter
         digest=wire.combined_digest(specs, digests, digest),
         patient=header.patient,
         label=header.label,
+        avoid=header.avoid,
     )
     return pb.ActivationMessage(header=head), wire.frames(tensors, digests)
 
@@ -178,6 +180,8 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         raise Violation(f"an activation for stage {sent.stage} with {sent.time_left_s} s left makes no sense")
     if not is_peer_id(sent.origin.peer):
         raise Violation("the origin's id in an activation is not short printable text")
+    if len(sent.avoid) > MOST_AVOIDED or not all(map(is_peer_id, sent.avoid)):
+        raise Violation("the peers to avoid in an activation are too many, or not short printable text")
     check_counts(sent.origin.step, sent.origin.index)
     specs = tuple(from_spec(spec) for spec in sent.specs[: MOST_SPECS + 1])
     wire.total_bytes(specs, max_bytes)
@@ -192,6 +196,7 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         digest=sent.digest,
         patient=sent.patient,
         label=sent.label,
+        avoid=tuple(sent.avoid),
     )
 
 

@@ -204,6 +204,7 @@ class ActivationHeader(google.protobuf.message.Message):
     PATIENT_FIELD_NUMBER: builtins.int
     STRIPE_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
+    AVOID_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run that it belongs to."""
     stage: builtins.int
@@ -217,7 +218,7 @@ class ActivationHeader(google.protobuf.message.Message):
     stripe: builtins.int
     """Not 0: calls of Stripe with this number may carry parts of the tensors."""
     label: builtins.bytes
-    """In a members-only run: until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
+    """Until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
     signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
     """
     @property
@@ -232,6 +233,12 @@ class ActivationHeader(google.protobuf.message.Message):
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """The tensors that follow, in order: hidden, targets, and mask where there is one."""
 
+    @property
+    def avoid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Peer ids of replicas of later stages that are to be left out where there are others, at most 8: the origin found their
+        gradients wrong.
+        """
+
     def __init__(
         self,
         *,
@@ -245,9 +252,10 @@ class ActivationHeader(google.protobuf.message.Message):
         patient: builtins.bool = ...,
         stripe: builtins.int = ...,
         label: builtins.bytes = ...,
+        avoid: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["microbatch", b"microbatch", "origin", b"origin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]) -> None: ...
 
 global___ActivationHeader = ActivationHeader
 

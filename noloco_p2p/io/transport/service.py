@@ -26,8 +26,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     # Calls may be silent for minutes: no connection ends for too many pings.
     ("grpc.http2.max_ping_strikes", 0),
-    # Nobody needs longer for a handshake, and peers close what they have not used for two minutes.
-    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Shorter, those who begin one and never end it would come back the more often. Peers close what they have not used
+    # for two minutes.
+    ("grpc.server_handshake_timeout_ms", 30_000),
     ("grpc.max_connection_idle_ms", 180_000),
 )
 """Of the server."""

@@ -44,10 +44,13 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 
 
 async def attack(ready: Callable[[int], None], kind: str, address: str, peer: PeerId, run_id: str) -> None:
-    """Do it until this process is killed; `ready` gets its process id."""
+    """Do it until this process is killed; `ready` gets its process id once all connections are there."""
     allow_many_files()
+    stranger = Stranger(address, peer, run_id)
+    flood = asyncio.create_task(KINDS[kind](stranger))
+    await asyncio.wait([flood, asyncio.create_task(stranger.complete.wait())], return_when=asyncio.FIRST_COMPLETED)
     ready(os.getpid())
-    await KINDS[kind](Stranger(address, peer, run_id))
+    await flood
 
 
 class Stranger:
@@ -58,6 +61,9 @@ class Stranger:
         self._port = int(port)
         self._peer, self._run_id = peer, run_id
         self._dialling = asyncio.Semaphore(DIALLED)
+        self._dialled = 0
+        self.complete = asyncio.Event()
+        """It has as many connections as it wants."""
 
     async def silent(self) -> None:
         """CONNECTIONS that never begin TLS, or whose first message comes byte by byte."""
@@ -86,6 +92,7 @@ class Stranger:
                     await reader.read(1)
                 writer.close()
 
+        self.complete.set()
         tasks, began, begun = set[asyncio.Task[None]](), time.monotonic(), 0
         while True:
             while begun < HANDSHAKES_PER_S * (time.monotonic() - began):
@@ -134,6 +141,7 @@ class Stranger:
 
         async with self._forwarder() as address, links.channel(address, self._peer, ()) as channel:
             method = channel.stream_stream("/noloco.v1.Node/Propagate")
+            self.complete.set()
             await _for_ever(STREAMS, call)
 
     def _header(self, links: Links, number: int) -> bytes:
@@ -153,7 +161,11 @@ class Stranger:
 
     async def _dial(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         async with self._dialling:
-            return await asyncio.open_connection(self._host, self._port, local_addr=(STRANGER, 0), **options)
+            ends = await asyncio.open_connection(self._host, self._port, local_addr=(STRANGER, 0), **options)
+        self._dialled += 1
+        if self._dialled == CONNECTIONS:
+            self.complete.set()
+        return ends
 
     @asynccontextmanager
     async def _forwarder(self) -> AsyncIterator[str]:

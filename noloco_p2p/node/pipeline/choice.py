@@ -1,6 +1,6 @@
 """Which replicas of the next stage a microbatch is offered to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class Attempts:
     """What one delivery has heard so far."""
 
     trains: bool
+    avoid: Set[PeerId]
+    """Replicas that the origin would rather not have: they are asked if there is no other."""
     busy: set[PeerId] = field(default_factory=set)
     failed: set[PeerId] = field(default_factory=set)
     skipped: int = 0
@@ -70,6 +72,7 @@ class ReplicaChoice:
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
         usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
+        usable = [peer for peer in usable if peer not in heard.avoid] or usable
         free = [peer for peer in usable if peer not in heard.busy] if policy in routing.FREE else usable
         if not free or (heard.busy and policy not in routing.FREE):
             return Choice([])

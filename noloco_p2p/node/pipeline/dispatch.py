@@ -137,7 +137,7 @@ class Dispatcher:
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
         """Call one replica of the next stage after the other until one answers, or `budget_s` have gone in vain."""
-        node, heard = self._node, Attempts(policy.trains)
+        node, heard = self._node, Attempts(policy.trains, frozenset(output.avoid))
         deadline = node.now() + budget_s
 
         def progressed() -> None:
@@ -165,7 +165,9 @@ class Dispatcher:
                 if await self._asking.until_may_ask(output.microbatch, longest_s):
                     progressed()
                 continue
-            activation = replace(activation, header=replace(header, patient=patient, label=output.label))
+            activation = replace(
+                activation, header=replace(header, patient=patient, label=output.label, avoid=output.avoid)
+            )
             call = partial(self._call, policy, activation, header_first, progressed)
             calls = {peer.peer_id: partial(call, peer) for peer in peers}
             left = self._asking.begin() if asks else _nothing

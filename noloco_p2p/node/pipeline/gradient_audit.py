@@ -1,9 +1,9 @@
-"""Now and then the same data goes through two replicas of stage 1 (ARCHITECTURE.md, "The same data twice")."""
+"""Now and then the same data goes over two routes (ARCHITECTURE.md, "The same data twice")."""
 
 from typing import NamedTuple
 
-from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs
-from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId, PeerId
+from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs, Route
+from noloco_p2p.core.messages import MOST_AVOIDED, Batch, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.status import Resource, for_microbatch
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.task import StageResult
@@ -15,8 +15,8 @@ TROUBLE = "gradients"
 
 class _TwinReply(NamedTuple):
     microbatch: MicrobatchId
-    peer: PeerId
     gradient: Gradient
+    route: Route
 
 
 class Twins:
@@ -47,21 +47,30 @@ class GradientAudit:
         may = len(swarm.view.following) > OTHERS and node.manifest.routing != "fixed"
         return Twins(batch) if may and self._pairs.repeats(microbatch) else None
 
+    def avoided(self) -> tuple[PeerId, ...]:
+        """Replicas of later stages that dissent: other nodes choose these, and leave them out for my microbatches."""
+        mine = self._swarm.view.following
+        return tuple(peer for peer in self._swarm.members.distrusted(self._node.now()) if peer not in mine)[
+            -MOST_AVOIDED:
+        ]
+
     async def ended(self, twins: Twins, microbatch: MicrobatchId, result: StageResult) -> None:
         """One of the two is back. After the second one both gradients are compared."""
         if result.finite and result.next_hop is not None and result.reply is not None:
-            twins.replies.append(_TwinReply(microbatch, result.next_hop, result.reply))
-        if len(twins.replies) == 2 and twins.replies[0].peer != twins.replies[1].peer:
+            route = result.next_hop, *result.reply.served[1 : self._node.manifest.stages - 1]
+            twins.replies.append(_TwinReply(microbatch, result.reply, route))
+        if len(twins.replies) == 2 and twins.replies[0].route != twins.replies[1].route:
             await self._compare(*twins.replies)
 
     async def _compare(self, one: _TwinReply, other: _TwinReply) -> None:
         node = self._node
         with self._waits.waiting("compared gradients", Resource.DEVICE, why=for_microbatch(other.microbatch)):
             likeness = await node.stage.compare(one.gradient, other.gradient)
-        outlier, dissenter = self._pairs.observe(one.peer, other.peer, likeness.apart)
+        outlier, dissenter = self._pairs.observe(one.route, other.route, likeness.apart)
         for each, norm in zip((one, other), likeness.norms, strict=True):
             found = {"norm": norm, "cosine": likeness.cosine, "outlier": outlier}
-            node.event("gradient_pair", microbatch=each.microbatch.counter, peer=each.peer, **found)
+            peer, *rest = each.route
+            node.event("gradient_pair", microbatch=each.microbatch.counter, peer=peer, route=" ".join(rest), **found)
         if dissenter is None:
             return
         self._swarm.members.distrust(dissenter, now=node.now())

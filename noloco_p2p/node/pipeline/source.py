@@ -75,9 +75,8 @@ class MicrobatchSource:
         """One microbatch contributes to the inner step, or is dropped with a count and a reason."""
         node, origin = self._node, Origin(self._node.me, self._node.step, index)
         try:
-            result = await self._dispatcher.train(
-                StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
-            )
+            task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask, avoid=self._audit.avoided())
+            result = await self._dispatcher.train(task)
         except (PeerError, asyncio.CancelledError) as error:
             node.event("microbatch", result="dropped", reason=self._reason(error), message=str(error))
             if isinstance(error, asyncio.CancelledError):

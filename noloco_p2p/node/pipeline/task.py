@@ -17,11 +17,13 @@ class StageInput:
     targets: HostTensor
     mask: HostTensor | None
     label: bytes = b""
+    avoid: tuple[PeerId, ...] = ()
 
     @classmethod
     def of(cls, sent: Activation) -> "StageInput":
         """At a later stage: of what the one before has sent."""
-        return cls(sent.header.microbatch, sent.header.origin, sent.hidden, sent.targets, sent.mask, sent.header.label)
+        h = sent.header
+        return cls(h.microbatch, h.origin, sent.hidden, sent.targets, sent.mask, h.label, h.avoid)
 
 
 class StageResult(NamedTuple):

@@ -104,8 +104,8 @@ def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.Monk
 
 
 def test_a_connection_without_a_handshake_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it has ten seconds."""
-    assert dict(service.OPTIONS)[DEADLINE] == 10_000
+    """By default it has half a minute."""
+    assert dict(service.OPTIONS)[DEADLINE] == 30_000
     monkeypatch.setattr(service, "OPTIONS", (*(one for one in service.OPTIONS if one[0] != DEADLINE), (DEADLINE, 300)))
 
     async def scenario() -> None:

@@ -111,8 +111,10 @@ def test_no_caller_bears_longer_without_progress_than_this_node() -> None:
         node = Node(echo)
         async with pair(node) as both:
             await both.a.propagate(both.peer, activation(time_left_s=1e300))
-        [(_, header)] = node.calls
-        assert header.time_left_s == 600.0
+            await both.a.propagate(both.peer, activation())
+        (_, header), (_, usual) = node.calls
+        assert (header.time_left_s, usual.time_left_s) == (600.0, pytest.approx(20.0))
+        assert header.avoid == usual.avoid == ("C", "D")
 
     run(scenario())
 
@@ -433,9 +435,18 @@ def many_tensors(header: pb.ActivationHeader) -> None:
     header.specs.extend([header.specs[0]] * 200)
 
 
-@pytest.mark.parametrize(
-    "fault", [long_microbatch, long_origin, odd_microbatch, odd_origin, nobody, far_step, many_tensors]
-)
+def many_avoided(header: pb.ActivationHeader) -> None:
+    header.avoid.extend(["B"] * 9)
+
+
+def odd_avoided(header: pb.ActivationHeader) -> None:
+    header.avoid.append(LONG)
+
+
+FAULTS = [long_microbatch, long_origin, odd_microbatch, odd_origin, nobody, far_step, many_tensors]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, many_avoided, odd_avoided])
 def test_names_and_counts_that_nobody_has_are_refused_on_the_header(
     fault: Callable[[pb.ActivationHeader], None],
 ) -> None:
