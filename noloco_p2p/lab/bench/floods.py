@@ -9,7 +9,7 @@ import os
 import ssl
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ class Stranger:
                 yield f"unix:{folder}/stranger"
 
 
-KINDS: dict[str, Callable[[Stranger], Awaitable[None]]] = {
+KINDS: dict[str, Callable[[Stranger], Coroutine[Any, Any, None]]] = {
     "silent": Stranger.silent,
     "handshakes": Stranger.handshakes,
     "connections": Stranger.connections,
