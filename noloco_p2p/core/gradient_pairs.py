@@ -11,9 +11,9 @@ from typing import NamedTuple
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 
-CALM, SUSPICIOUS = 1 / 100, 1 / 4
-"""The share of microbatches that go out twice: usually, and while there is an outlier among the last pairs."""
-SUSPICIOUS_PAIRS = 16
+EARLY, CALM, SUSPICIOUS = 1 / 10, 1 / 100, 1 / 2
+"""Share of the microbatches that go out twice: at first, usually, and with an outlier among the last pairs."""
+EARLY_PAIRS, SUSPICIOUS_PAIRS = 32, 16
 LEAST, FACTOR = 0.9, 3.0
 """An outlier is further apart than LEAST, and than FACTOR times what honest pairs are. Figures: METHOD.md."""
 COMPARED = 64
@@ -79,8 +79,8 @@ class GradientPairs:
     def repeats(self, microbatch: MicrobatchId) -> bool:
         """The one after this microbatch has the same data."""
         suspicious = any(pair.outlier for pair in list(self._pairs)[-SUSPICIOUS_PAIRS:])
-        draw = generator(self._secret, "repeats", *microbatch).random()
-        return draw < (SUSPICIOUS if suspicious else CALM)
+        share = SUSPICIOUS if suspicious else EARLY if len(self._pairs) < EARLY_PAIRS else CALM
+        return generator(self._secret, "repeats", *microbatch).random() < share
 
     def observe(self, one: Route, other: Route, apart: float) -> tuple[bool, PeerId | None]:
         """Whether a pair is an outlier, and who on the two routes dissents from all others of its stage.

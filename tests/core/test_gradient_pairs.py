@@ -7,7 +7,15 @@ from random import Random
 
 import pytest
 
-from noloco_p2p.core.gradient_pairs import CALM, SUSPICIOUS, GradientLikeness, GradientPairs
+from noloco_p2p.core.gradient_pairs import (
+    CALM,
+    EARLY,
+    EARLY_PAIRS,
+    SUSPICIOUS,
+    SUSPICIOUS_PAIRS,
+    GradientLikeness,
+    GradientPairs,
+)
 from noloco_p2p.core.messages import MicrobatchId
 
 SEEDS = range(30)
@@ -127,14 +135,17 @@ def test_what_counts_as_far_grows_with_what_is_usual() -> None:
     assert audit.observe(("a",), ("b",), inf)[0]
 
 
-def test_one_in_a_hundred_goes_out_twice_and_one_in_four_after_an_outlier() -> None:
+def test_one_in_a_hundred_goes_out_twice_and_more_at_first_and_after_an_outlier() -> None:
     ids = [MicrobatchId("me", 7, number) for number in range(20_000)]
     audit = GradientPairs(3)
+    assert sum(map(audit.repeats, ids)) == pytest.approx(EARLY * len(ids), rel=0.1)
+    for _ in range(EARLY_PAIRS):
+        audit.observe(("a",), ("b",), 0.1)
     calm = [one for one in ids if audit.repeats(one)]
     assert len(calm) == pytest.approx(CALM * len(ids), rel=0.25)
     audit.observe(("a",), ("b",), sqrt(2))
     assert sum(map(audit.repeats, ids)) == pytest.approx(SUSPICIOUS * len(ids), rel=0.05)
-    for _ in range(16):
+    for _ in range(SUSPICIOUS_PAIRS):
         audit.observe(("a",), ("b",), 0.1)
     assert [one for one in ids if audit.repeats(one)] == calm
 

@@ -41,7 +41,7 @@ def make(liars: tuple[PeerId, ...], manifest: RunManifest, index: int, me: PeerI
 def run(liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), routing: str = "random") -> Outcome:
     """With one in four microbatches sent twice, so that a run is short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_pairs, "CALM", 1 / 4)
+        patch.setattr(gradient_pairs, "EARLY", 1 / 4)
         manifest = manifest_for(replicas, STEPS, microbatches_per_step=PER_STEP, routing=routing)
         return SimSwarm(SimPlan(manifest, replicas, seed=3, stage_factory=partial(make, liars))).run()
 

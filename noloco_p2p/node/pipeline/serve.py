@@ -277,10 +277,9 @@ class MicrobatchServer:
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
         assert done.grad is not None, "a later stage has an input gradient"
-        served: tuple[PeerId, ...] = (self._node.me,)
-        if result.reply is not None and result.next_hop is not None:
-            # Who served it next is known here, whatever name it gives itself.
-            served = (*served, result.next_hop, *result.reply.served[1:])
+        # Who served it next is known here, whatever name it gives itself.
+        later = () if result.reply is None else (result.next_hop or "", *result.reply.served[1:])
+        served = (self._node.me, *later)
         return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
 
     def _gauge(self) -> None:
