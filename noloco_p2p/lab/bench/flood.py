@@ -119,8 +119,8 @@ def _cpu_s(pid: int) -> float:
 async def _take(ready: Callable[[int], None], cores: float) -> None:
     """Take so much of a core until this process is killed; `ready` gets its process id."""
     ready(os.getpid())
+    began_at, began_s = time.monotonic(), time.thread_time()
     while True:
-        began_at, began_s = time.monotonic(), time.thread_time()
-        while time.thread_time() - began_s < min(1.0, cores) * TICK_S:
+        while time.thread_time() - began_s < min(1.0, cores) * (time.monotonic() - began_at):
             pass
-        await asyncio.sleep(max(0.0, TICK_S - (time.monotonic() - began_at)))
+        await asyncio.sleep(TICK_S)
