@@ -82,8 +82,8 @@ def judged_routes(liar: str, seed: int, pairs: int = 400, *, framed: str | None 
             continue
         noise = abs(rng.gauss(0.25, 0.1))
         apart = sqrt(max(0.0, 2 - noise**2)) if (liar in one) != (liar in other) else noise
-        said = ((route[0], framed) if liar in route and framed else route for route in (one, other))
-        if (dissenter := audit.observe(*said, apart)[1]) is not None:
+        said, other_said = ((route[0], framed) if liar in route and framed else route for route in (one, other))
+        if (dissenter := audit.observe(said, other_said, apart)[1]) is not None:
             found[dissenter] = number + 1
     return found
 
