@@ -90,14 +90,12 @@ def test_only_the_hung_replica_is_set_aside(hung: str, routing: str) -> None:
         served = [h.at_s for h in outcome.trace.of("microbatch", hung) if h.get("result") == "done"]
         assert max(served) > HUNG_UNTIL_S, f"seed {seed}: it answers again and is not used"
         # A call to it fails, and a microbatch that is named for it waits until it answers again: 5.1 s in 16 seeds.
-        assert longest_stall_s(outcome) < HUNG_UNTIL_S - HUNG_FROM_S + 1.5, f"seed {seed}"
+        # Random routes go round it at once.
+        at_once = (hung, routing) == ("s1r1", "random")
+        assert longest_stall_s(outcome) < (2.0 if at_once else HUNG_UNTIL_S - HUNG_FROM_S + 1.5), f"seed {seed}"
         blamed += here
     healthy = {peer: times for peer, times in blamed.items() if peer != hung}
     assert sum(healthy.values()) <= BLAMED_ABOVE_ALL * blamed.total(), healthy
-
-
-def test_random_routes_go_round_a_hung_replica_at_once() -> None:
-    assert max(longest_stall_s(with_hung("s1r1", "random", seed)) for seed in range(3)) < 2.0
 
 
 def test_an_evaluation_goes_round_a_hung_replica() -> None:
