@@ -39,7 +39,8 @@ def test_64_replicas_without_spread_the_tree_takes_log2_of_them_as_long_as_a_pul
 def test_a_pull_takes_two_latencies_its_vector_and_the_slow_start_of_its_connection() -> None:
     found = _measured("bandwidth", 8, 0.0)
     doublings = np.log2(0.020 * BYTES_PER_S / FIRST_WINDOW_BYTES)
-    assert 0 < found["pull"]["last"]["mean_s"] - (2 * 0.010 + 1.0) < doublings * 0.020
+    how_far = 2 * 0.010  # It has never heard of its partner, and asks first.
+    assert 0 < found["pull"]["last"]["mean_s"] - (2 * 0.010 + 1.0 + how_far) < doublings * 0.020
     crowded = _measured("bandwidth", 8, 0.0, "random")
     assert crowded["pull"]["last"]["mean_s"] > 1.9, "somebody was chosen twice at least, and shares its access"
 
@@ -82,4 +83,4 @@ def test_the_report_names_what_it_compares() -> None:
     results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
     page = "\n".join(map(str, EXPERIMENT.report(results)))
     assert "tree (paper)" in page
-    assert "('bandwidth-bound', 'butterfly', '0 of 1 cases', 1.40" in page.replace("[", "(")
+    assert "('bandwidth-bound', 'butterfly', '0 of 1 cases', 1.37" in page.replace("[", "(")

@@ -61,7 +61,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
         assert node.state.advert.state == "training"
         serve = node.handler.propagate if call == "propagate" else node.handler.evaluate
         try:
-            await serve("stranger", header, body)
+            await serve("s0r0", header, body)  # who is announced is heard
         except PeerError as error:
             heard.append(error)
 
