@@ -22,8 +22,8 @@ from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
-VISITORS, EVERY_S, STAY_S = 1000, 0.2, 2.0
-FIRST_LOOK, SECOND_LOOK = 300, 900
+VISITORS, EVERY_S, STAY_S = 500, 0.2, 2.0
+FIRST_LOOK, SECOND_LOOK = 200, 450
 """Visitors that have come by then, of which some are there. What is bounded is full at the first."""
 GLANCES, GLANCE_S = 5, 0.37
 """Of each look, of which the least counts: what is in flight comes and goes within an inner step."""
@@ -86,7 +86,7 @@ def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
     yield from (process, process.world, *process.ports, *process.devices, *process.models)
 
 
-def test_a_thousand_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # So many are kept in any case; here they are not to hide what grows.
     monkeypatch.setattr(spent_ids, "SPENT_IDS", 64)
     monkeypatch.setattr(line_rate, "PEERS", 16)
