@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option, Typer
 
+from noloco_p2p.cli.options import WithArguments
 from noloco_p2p.errors import ConfigError
 
 keys = Typer(help="The key of a members-only run.", rich_markup_mode=None, no_args_is_help=True)
@@ -18,7 +19,7 @@ def key() -> None:
     """The key of a members-only run."""
 
 
-@keys.command("new")
+@keys.command("new", cls=WithArguments)
 def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; it must not exist yet.")]) -> None:
     """Make the key of a members-only run. Keep the file: whoever has it can admit others."""
     from noloco_p2p.launch import run_key
@@ -33,7 +34,9 @@ def invite_others(
         Path, Option(metavar="DIR", help="Directory of the node that others will join; it was started with --key.")
     ],
     uses: Annotated[int, Option(min=1, metavar="N", help="How many peers it admits.")] = 1,
-    lasts: Annotated[str, Option("--for", metavar="24h", help="Valid for minutes (m), hours (h) or days (d).")] = "24h",
+    lasts: Annotated[
+        str, Option("--for", metavar="TIME", help="Valid for minutes (m), hours (h) or days (d).")
+    ] = "24h",
     stage: Annotated[
         int | None, Option(metavar="N", min=0, help="Stage for them to hold; default: the neediest.")
     ] = None,
@@ -50,7 +53,7 @@ def invite_others(
 
 
 def revoke_peers(
-    peers: Annotated[list[str], Argument(metavar="PEER...", help="Peer ids, as noloco top --json has them.")],
+    peers: Annotated[list[str], Argument(metavar="PEER", help="Peer ids, as noloco top --json has them.")],
     dir: Annotated[Path, Option(metavar="DIR", help="Directory of a node of the run, best one that is running.")],
     key: KeyFile = None,
 ) -> None:

@@ -13,8 +13,8 @@ from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
-from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings
-from noloco_p2p.cli.watch import Tracker, diagnose_machine, track_run, watch, write_report
+from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, WithArguments
+from noloco_p2p.cli.watch import TRACKERS, Tracker, diagnose_machine, track_run, watch, write_report
 
 app = Typer(
     help="Train a language model on a swarm of peers (NoLoCo).",
@@ -61,7 +61,9 @@ def swarm(
     ] = False,
     plain: Annotated[bool, Option("--plain", help="Print lines instead of a live table.")] = False,
     sample: Annotated[bool, Option("--sample/--no-sample", help="Let the model write a sample at the end.")] = True,
-    track: Annotated[Tracker | None, Option(help="Also write the swarm's figures there, as one run.")] = None,
+    track: Annotated[
+        Tracker | None, Option(metavar=TRACKERS, help="Also write the swarm's figures there, as one run.")
+    ] = None,
 ) -> None:
     """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
 
@@ -98,7 +100,7 @@ def resume(dir: NodeDir) -> None:
     print("\n".join(f"asked to resume: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
 
 
-@app.command()
+@app.command(cls=WithArguments)
 def configs(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one to print; without a name: the list.")] = None,
 ) -> None:
@@ -128,7 +130,10 @@ def export_model(
     ] = None,
     merge: Annotated[
         Literal["mean", "trimmed", "one"],
-        Option(help="Of each stage: the mean of all replicas, that without the outermost quarters, or one replica."),
+        Option(
+            metavar="mean|trimmed|one",
+            help="Of each stage: the mean of all replicas, that without the outermost quarters, or one replica.",
+        ),
     ] = "mean",
     replicas: Annotated[
         bool, Option("--replicas/--no-replicas", help="With a mean, also write each replica, for noloco eval.")
@@ -147,7 +152,7 @@ def export_model(
     run_export(join or (), from_ or (), out, merge=merge, replicas=replicas, tokenizer_dir=tokenizer_dir)
 
 
-@app.command("eval")
+@app.command("eval", cls=WithArguments)
 def evaluate_model(
     out: ExportDir,
     data: Annotated[
@@ -179,7 +184,7 @@ def evaluate_model(
         print(line)
 
 
-@app.command("generate")
+@app.command("generate", cls=WithArguments)
 def generate_text(
     out: ExportDir,
     prompt: Annotated[str, Option(metavar="TEXT", help="The text to continue.")],
@@ -197,7 +202,7 @@ def generate_text(
     print()
 
 
-@app.command("sim")
+@app.command("sim", cls=WithArguments)
 def simulate(
     scenario: Annotated[
         Path | None,
@@ -225,7 +230,7 @@ def simulate(
     raise Exit(run_sim(options))
 
 
-@app.command()
+@app.command(cls=WithArguments)
 def experiment(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name, list them.")] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
@@ -249,13 +254,13 @@ def experiment(
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="key")
 app.command("invite")(invite_others)
-app.command("revoke")(revoke_peers)
-app.command("report")(write_report)
+app.command("revoke", cls=WithArguments)(revoke_peers)
+app.command("report", cls=WithArguments)(write_report)
 app.command("doctor")(diagnose_machine)
 app.command("top")(watch)
 app.command("track")(track_run)
-app.command("finetune")(finetune_model)
-app.command("tasks")(make_tasks)
+app.command("finetune", cls=WithArguments)(finetune_model)
+app.command("tasks", cls=WithArguments)(make_tasks)
 
 
 def main() -> None:

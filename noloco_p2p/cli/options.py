@@ -1,9 +1,10 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the help of commands with arguments."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
+from typer.core import TyperCommand
 
 ConfigFile = Annotated[
     Path | None,
@@ -23,3 +24,22 @@ NodeUrl = Annotated[
 ]
 Device = Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if there is any.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+
+
+class WithArguments(TyperCommand):
+    """A command whose help names arguments like options, by their metavars; versions of Typer add types or brackets."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Of the usage line: OUT is required, [NAME] optional, PEER... repeatable."""
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        names = [f"{one.metavar}{'...' if one.nargs != 1 else ''}" for one in arguments]
+        named = zip(arguments, names, strict=True)
+        return ["[OPTIONS]", *(name if one.required else f"[{name}]" for one, name in named)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The lists of arguments and of options."""
+        for title, kind in (("Arguments", "argument"), ("Options", "option")):
+            found = [(one, one.get_help_record(ctx)) for one in self.get_params(ctx) if one.param_type_name == kind]
+            if rows := [(one.metavar if kind == "argument" else row[0], row[1]) for one, row in found if row]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)

@@ -9,6 +9,7 @@ from typer import Argument, Exit, Option
 from noloco_p2p.cli.options import ConfigFile, Json, NodeUrl, Settings, SwarmAddresses
 
 Tracker = Literal["tensorboard", "wandb"]
+TRACKERS = "tensorboard|wandb"
 
 
 def write_report(
@@ -53,7 +54,7 @@ def watch(
 
 
 def track_run(
-    to: Annotated[Tracker, Option(help="Its package is needed: pip install tensorboard, or wandb.")],
+    to: Annotated[Tracker, Option(metavar=TRACKERS, help="Its package is needed: pip install tensorboard, or wandb.")],
     join: SwarmAddresses = None,
     url: NodeUrl = None,
     dir: Annotated[Path | None, Option(metavar="DIR", help="Directory; default: noloco-track/NAME-RUN.")] = None,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,12 +64,22 @@ def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
         yield from commands(each, *words, name)
 
 
+VALUE = r"[A-Z][^<>{}]*|[a-z]+(\|[a-z]+)+"
+"""How a value is named: FILE, or all that it may be, mean|one."""
+
+
 @pytest.mark.parametrize("app", [main.app, node.app])
 def test_every_help_fits_80_columns_and_names_its_values(app: typer.Typer) -> None:
     for words in commands(typer.main.get_command(app)):
         text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--help"]).output
         assert max(map(len, text.splitlines())) <= 80, words
-        assert " range>" not in text, words
+        usage = text.partition("\n\n")[0].split("[OPTIONS]")[1].split()
+        assert all(re.fullmatch(r"\[?[A-Z|]+\]?(\.\.\.\]?)?", name) for name in usage), usage
+        lists = re.findall(r"^(?:Arguments|Options):\n((?:  .*\n)+)", text, re.MULTILINE)
+        names = [name for each in lists for name in re.findall(r"^  (\S+(?: \S+)*)", each, re.MULTILINE)]
+        assert "-h, --help" in names
+        for word in (word for name in names for word in name.split() if word != "/" and not word.startswith("-")):
+            assert re.fullmatch(VALUE, word), (words, word)
 
 
 def test_a_shell_completes_commands_and_options() -> None:
