@@ -115,7 +115,9 @@ def bench_fuzz(
 
 @bench.command("flood")
 def bench_flood(
-    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Windows with each kind of flood and without.")] = 3,
+    pairs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How often each kind of flood is compared with none.")
+    ] = 3,
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of a window.")] = 20.0,
     kinds: Annotated[
         str, typer.Option(metavar="KIND,...", help="silent, handshakes, connections, streams, bodies.")

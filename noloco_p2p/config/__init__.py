@@ -6,11 +6,9 @@ command line; here are only the values and their checks.
 
 from noloco_p2p.config.base import Positive, Seconds, Settings
 from noloco_p2p.config.manifest import (
-    HUB_NAME,
     MANIFEST_LIMIT_BYTES,
     DataSettings,
     EvaluationSettings,
-    HubName,
     InnerSettings,
     ModelSettings,
     RunManifest,
@@ -29,14 +27,12 @@ from noloco_p2p.config.node_config import (
 from noloco_p2p.config.outer_settings import OuterSettings
 
 __all__ = [
-    "HUB_NAME",
     "MANIFEST_LIMIT_BYTES",
     "AuditSettings",
     "CheckpointSettings",
     "DataSettings",
     "DirectorySettings",
     "EvaluationSettings",
-    "HubName",
     "InnerSettings",
     "LimitSettings",
     "ListenSettings",

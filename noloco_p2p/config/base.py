@@ -1,12 +1,26 @@
 """What all settings have in common."""
 
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def matching(pattern: str, form: str) -> AfterValidator:
+    """For a text that matches the pattern as a whole; `form` says in words what that is."""
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if compiled.fullmatch(text) is None:
+            raise PydanticCustomError("form", "must be {form}", {"form": form})
+        return text
+
+    return AfterValidator(check)
 
 
 class Settings(BaseModel):

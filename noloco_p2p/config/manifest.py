@@ -2,23 +2,25 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from math import inf, sqrt
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_p2p.config.base import Positive, Settings
+from noloco_p2p.config.base import Positive, Settings, matching
 from noloco_p2p.config.outer_settings import OuterSettings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.outer_rules import state_kinds
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
-
-HubName = Annotated[str, Field(pattern=f"^{HUB_NAME.pattern}$")]
+HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
+HubName = Annotated[str, matching(HUB_NAME, "NAME or OWNER/NAME of the hub")]
+TokenizerName = Annotated[
+    str, matching(HUB_NAME, "bytes, or NAME or OWNER/NAME of the hub (tokenizer_dir takes a folder)")
+]
+RunName = Annotated[str, matching("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "up to 64 letters, digits, '.', '_' or '-'")]
 
 OPEN = "open"
 
@@ -37,7 +39,7 @@ TINY_LLAMA: ModelConfig = {
 class ModelSettings(Settings):
     """The model, in the terms of Hugging Face transformers."""
 
-    family: Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")] = "llama"
+    family: Annotated[str, matching("[a-z0-9_-]{1,40}", "a family of transformers, such as llama")] = "llama"
     """Model type of transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start."""
     config: ModelConfig = Field(default=TINY_LLAMA)
     """Fields of the family's configuration class; a field that is left out has the default of that class."""
@@ -52,7 +54,7 @@ class DataSettings(Settings):
     """Name of a data set on the Hugging Face hub, read as a stream; none: the node reads its `data_files`."""
     subset: HubName | None = None
     """Configuration name of the hub data set (for C4: `en`)."""
-    tokenizer: HubName = "bytes"
+    tokenizer: TokenizerName = "bytes"
     """`bytes` (ByT5's 384 ids, no file) or a hub name for AutoTokenizer; the node's `tokenizer_dir` replaces it."""
 
 
@@ -116,7 +118,7 @@ class EvaluationSettings(Settings):
 class SecuritySettings(Settings):
     """Who may take part (ARCHITECTURE.md, "Members")."""
 
-    root_key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    root_key: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")] | None = None
     """Public key of the root of a members-only run; `--key FILE` on the first node sets it; none: the run is open to
     everybody. A first node that others can reach makes its own key unless `security: open` is set."""
 
@@ -130,7 +132,7 @@ class SecuritySettings(Settings):
 class RunManifest(Settings):
     """The immutable settings of a run: equal on all nodes; their hash is the run id."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "tiny"
+    name: RunName = "tiny"
     """Name of the run, and of its directory under `noloco swarm`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, routes and pairs."""

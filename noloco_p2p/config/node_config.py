@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from noloco_p2p.config.base import Positive, Seconds, Settings
+from noloco_p2p.config.base import Positive, Seconds, Settings, matching
 from noloco_p2p.core.hours import SPAN, one_or_more
 
 
@@ -54,7 +54,7 @@ class LimitSettings(Settings):
     relay_mbit_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Most that this node relays between nodes behind NAT, Mbit/s, on top of the caps above; 0: nothing; none: a
     twentieth of its line in a members-only run, nothing in an open one."""
-    hours: Annotated[tuple[Annotated[str, Field(pattern=f"^{SPAN}$")], ...], BeforeValidator(one_or_more)] = ()
+    hours: Annotated[tuple[Annotated[str, matching(SPAN, "HH:MM-HH:MM")], ...], BeforeValidator(one_or_more)] = ()
     """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans. Outside them the node
     pauses, and a node started then joins when they begin; none: always."""
     linger_s: Seconds = 30.0
@@ -91,7 +91,7 @@ class NodeConfig(Settings):
 
     listen: ListenSettings = ListenSettings()
     """Addresses and ports."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, matching("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")] = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
     threads: Positive | None = None
     """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""

@@ -35,7 +35,7 @@ from noloco_p2p.io.telemetry.journal import FileJournal
 from noloco_p2p.io.telemetry.log import start as start_log
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.io.transport.allocator import tune_allocator
-from noloco_p2p.io.transport.door import Door, allow_many_files
+from noloco_p2p.io.transport.connection_limit import ConnectionLimit, allow_many_files
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
@@ -102,7 +102,7 @@ async def run(options: NodeOptions) -> None:
         standing = await run_key.of_node(options.dir, options.identity, options.key, manifest, libp2p)
         heard = local.model_copy(update={"listen": listen})
         ports = await _open_ports(closing, libp2p, heard, manifest, options, standing)
-        closing.callback(asyncio.create_task(Door(ports.transport.port).watch()).cancel)
+        closing.callback(asyncio.create_task(ConnectionLimit(ports.transport.port).watch()).cancel)
         run_files.store_manifest(options.dir, manifest)
         run_files.store_local_files(options.dir, local)
         journal = FileJournal(options.dir, ports.telemetry.counters)

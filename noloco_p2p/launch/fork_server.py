@@ -73,8 +73,8 @@ class ForkServer:
         """
         if threads := [path.read_text().strip() for path in sorted(Path("/proc/self/task").glob("[0-9]*/comm"))][1:]:
             sys.exit(
-                f"error: nodes cannot be forked beside a thread ({', '.join(threads)}), which something that Python"
-                " imports at its start has begun (a tracing agent?): do without it, or start each node with noloco-node"
+                f"error: nodes cannot be forked beside a thread ({', '.join(threads)}): something that Python imports"
+                " at start-up, such as a tracing agent, started it; disable that, or start each node with noloco-node"
             )
         control = self._control.fileno()
         self._tell(control, READY)

@@ -80,7 +80,7 @@ class ForkServerProcess:
     def start(self, environment: Mapping[str, str]) -> None:
         """Start it; it then imports for seconds. Raises LocalError."""
         if not hasattr(os, "pidfd_open"):
-            raise LocalError("nodes are forked by means of Linux 5.3 or newer; elsewhere start each with noloco-node")
+            raise LocalError("forking nodes needs Linux 5.3 or newer; on other systems start each with noloco-node")
         self.environment = environment
         self._control, theirs = socket.socketpair()
         command = [sys.executable, "-m", "noloco_p2p.launch.fork_server"]

@@ -31,17 +31,8 @@ WANTED = {
 """First word of pydantic's error types → what the key must do."""
 
 LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
-LIMITS |= {"expected": "be"}
+LIMITS |= {"expected": "be", "form": "be"}
 """What pydantic calls the limit that a value does not keep to → what the key must do."""
-SHAPES = {
-    "device": "auto, cpu, cuda or cuda:N",
-    "family": "a family of transformers, such as llama",
-    "hours": "HH:MM-HH:MM",
-    "name": "up to 64 letters, digits, '.', '_' or '-'",
-    "root_key": "64 hexadecimal digits",
-    "tokenizer": "bytes, or NAME or OWNER/NAME of the hub (tokenizer_dir takes a folder)",
-}
-"""Last part of a key whose text has a form → that form; of all others it is NAME or OWNER/NAME on the hub."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
 CHOICES = (("inner", "optimizer"), ("outer", "rule"))
@@ -187,8 +178,6 @@ def in_words(key: Key, error: dict[str, Any]) -> str:
     if kind == "value_error":
         return str(context.get("error", error["msg"]))
     limit = next((f"{words} {context[limit]}" for limit, words in LIMITS.items() if limit in context), None)
-    if "pattern" in context:
-        limit = f"be {SHAPES.get(key[-1], 'NAME or OWNER/NAME of the hub')}"
     wanted = limit or WANTED.get(kind.split("_")[0])
     value = "" if isinstance(error.get("input"), dict) else f", not {error.get('input')!r}"
     return f"{name} must {wanted}{value}" if wanted else f"{name}: {error['msg']}"

@@ -8,7 +8,7 @@ from transport_fixture import Node, hang, run
 
 from noloco_p2p.io.transport import sockets
 from noloco_p2p.io.transport.callers import CALLS
-from noloco_p2p.io.transport.door import Door
+from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.lab.bench import floods
 from noloco_p2p.lab.bench.floods import STRANGER, Stranger
 from noloco_p2p.lab.bench.transport import FAR, MIB, PEER, RUN, make_transport
@@ -24,10 +24,10 @@ def test_a_flood_arrives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         node, transport = Node(hang), make_transport(FAR, MIB)
         await transport.serve(node)
-        door, held = Door(transport.port), transport._servicer.callers._held
+        limit, held = ConnectionLimit(transport.port), transport._servicer.callers._held
 
         def has_arrived() -> bool:
-            here = sum(end[0] == STRANGER for end in door.accepted())
+            here = sum(end[0] == STRANGER for end in limit.accepted())
             calls = held[CALLS.what, STRANGER]
             return {
                 "silent": here == 5,

@@ -22,7 +22,7 @@ Read = Callable[..., Awaitable[Any]]
 Rank = tuple[Precedence, tuple[int, int]]
 """What a message goes before: its kind, and its age."""
 OTHER: Rank = (Precedence.OTHER, (0, 0))
-AT_THE_DOOR: Rank = (Precedence.GRADIENT, (-1, 0))
+FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
 """The first message of a call, before everything: its sender asks soon whether its header has come."""
 BUFFERED_S = 0.001
 """A message that comes sooner was here already: it says nothing of the line."""

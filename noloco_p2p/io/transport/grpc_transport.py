@@ -196,7 +196,8 @@ class GrpcTransport:
         if size >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
             await self.describe(peer)
         async with self._calling(peer, what, seconds) as (channel, left_s):
-            number, beside = self._beside(channel, peer, size, (what, left_s, partial(self._ways, due=due)), comes=True)
+            others = channel.at_most(self.line.connections(peer.peer_id, size, comes=True)) - 1
+            number, beside = self._beside(peer, others, (what, left_s, partial(self._ways, due=due)))
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
@@ -231,20 +232,20 @@ class GrpcTransport:
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
-        far = not whole and self.line.connections(peer.peer_id, size) > 1
-        async with self._calling(peer, what, LONGEST_CALL_S, control=far) as (channel, seconds):
+        most = 1 if whole else self.line.connections(peer.peer_id, size)
+        async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             line.measured.up.carries("activation", size)
             leaves = partial(self._count, direction="out", kind="activation", bytes=size)
             if not whole:
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
                 ways = partial(self._ways, ranks=(there, back))
-                number, beside = self._beside(channel, peer, size, (what, seconds, ways))
+                number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
                 turn = self._turns.of(peer.peer_id, size, leaves)
                 call = channel.send_stream(method, **options)
-                most = stripe_bytes(size) if number else line.message_bytes
+                longest = stripe_bytes(size) if number else line.message_bytes
                 head, body = message_codec.announced(activation, number)
-                sent = head, lambda wanted_bytes: body(min(most, line.agreed(wanted_bytes)))
+                sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
                 return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
@@ -256,12 +257,11 @@ class GrpcTransport:
             return result
 
     def _beside(
-        self, channel: PeerChannel, peer: Advert, nbytes: int, call: CallBeside, *, comes: bool = False
+        self, peer: Advert, connections: int, call: CallBeside
     ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
-        """A number, and the calls that carry so many bytes, or some of those that come; 0: there are none."""
-        most = channel.at_most(self.line.connections(peer.peer_id, nbytes, comes=comes))
-        number = next(self._numbers) if most > 1 else 0
-        return number, [self._stripe(peer, number, part, *call) for part in range(1, most + (not comes)) if number]
+        """A number, and that many calls, each on a connection of its own, which carry parts; 0 if there are none."""
+        number = next(self._numbers) if connections else 0
+        return number, [self._stripe(peer, number, part, *call) for part in range(1, connections + 1)]
 
     @asynccontextmanager
     async def _stripe(

@@ -88,7 +88,7 @@ class Links:
     def calling(self, peer: PeerId, closed: Callable[[], bool] = lambda: False) -> AbstractAsyncContextManager[None]:
         """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked.
 
-        `cut` looks whether this end has `closed`: gRPC leaves a call waiting whose first message has not left.
+        `cut` also ends it once this end has `closed`: gRPC leaves a call waiting if its first message has not left.
         """
         return self._until(lambda: closed() or self._credentials.revoked.names(peer))
 

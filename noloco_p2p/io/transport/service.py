@@ -15,7 +15,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, NO_STREAMS, Caller
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
-from noloco_p2p.io.transport.door import room
+from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler

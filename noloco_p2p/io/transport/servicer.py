@@ -34,7 +34,7 @@ from noloco_p2p.io.transport.callers import (
     least_rate,
     wanted_bytes,
 )
-from noloco_p2p.io.transport.capped_line import AT_THE_DOOR, OwnersLine, Write, rank_of
+from noloco_p2p.io.transport.capped_line import FIRST_MESSAGE, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
@@ -268,7 +268,7 @@ class GrpcServicer:
         return self._line.agreed(wanted_bytes(context))
 
     async def _first_message(self, context: Any) -> Any:
-        return await self._line.receiver(Patience().reading(context.read), AT_THE_DOOR)()
+        return await self._line.receiver(Patience().reading(context.read), FIRST_MESSAGE)()
 
     async def _incoming(self, context: Any, caller: Caller, leaving: ExitStack) -> tuple[Header, IncomingActivation]:
         patience = leaving.enter_context(self.callers.sending(caller))

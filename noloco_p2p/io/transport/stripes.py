@@ -52,7 +52,7 @@ class Stripes:
         self._replying = asyncio.Event()
         """The reply is being sent, or none will be."""
         self._group: asyncio.TaskGroup | None = None
-        """Those who send it."""
+        """Those who send it; None also while it ends, when it takes nobody any more."""
         self._messages: Iterator[bytes] = iter(())
         """What is left of it."""
         self._sent = asyncio.Event()
@@ -103,17 +103,24 @@ class Stripes:
         del messages  # A traceback would keep them.
         await write(next(self._messages))
         try:
-            async with asyncio.TaskGroup() as self._group:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
                 self._replying.set()
-                await (self._sent.wait() if self._calls else self._send(write))
+                try:
+                    await (self._sent.wait() if self._calls else self._send(write))
+                finally:
+                    self._group = None
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._group, self._messages = None, iter(())
+            self._messages = iter(())
 
     async def _send(self, write: Write) -> None:
-        for message in self._messages:
-            await write(message)
+        try:
+            for message in self._messages:
+                await write(message)
+        finally:
+            self._group = None
         self._sent.set()
 
     def end(self) -> None:

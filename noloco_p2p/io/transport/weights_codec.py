@@ -92,9 +92,15 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
         """The one request."""
         r = self._request
         bounds, chunks = (r.lattice.bounds, r.lattice.some) if r.lattice else (None, ())
-        request = pb.SnapshotRequest(round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights, stripe=stripe)
-        request.MergeFrom(pb.SnapshotRequest(bounds=bounds, chunks=chunks))
-        return request
+        return pb.SnapshotRequest(
+            round=r.round,
+            wait_s=r.wait_s,
+            stage=r.stage,
+            weights=r.weights,
+            bounds=bounds,
+            chunks=chunks,
+            stripe=stripe,
+        )
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header

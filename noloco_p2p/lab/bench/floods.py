@@ -27,7 +27,7 @@ from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.door import allow_many_files
+from noloco_p2p.io.transport.connection_limit import allow_many_files
 from noloco_p2p.io.transport.peer_links import Links
 
 STRANGER = "127.0.0.2"

@@ -22,8 +22,8 @@ class StageInput:
     @classmethod
     def of(cls, sent: Activation) -> "StageInput":
         """At a later stage: of what the one before has sent."""
-        h = sent.header
-        return cls(h.microbatch, h.origin, sent.hidden, sent.targets, sent.mask, h.label, h.avoid)
+        header = sent.header
+        return cls(header.microbatch, header.origin, sent.hidden, sent.targets, sent.mask, header.label, header.avoid)
 
 
 class StageResult(NamedTuple):

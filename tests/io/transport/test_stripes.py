@@ -490,3 +490,36 @@ def test_a_reply_whose_other_call_is_lost_fails_at_once() -> None:
         assert not await Stripes().carry(broken, body), "nobody has been granted a place"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_call_that_comes_while_a_reply_ends_carries_nothing(lost: bool) -> None:
+    """Whenever that is: here at each turn of the loop."""
+
+    async def story(turns: int) -> None:
+        stripes, sent = Stripes(), list[bytes]()
+
+        async def ended() -> bytes:
+            return NO_MORE
+
+        async def late() -> bytes:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return NO_MORE
+
+        async def write(message: bytes) -> None:
+            await asyncio.sleep(0)
+            if lost and message != b"header":
+                raise ConnectionError("lost")
+            sent.append(message)
+
+        first = asyncio.create_task(stripes.carry(write, ended))
+        await asyncio.sleep(0)
+        reply = asyncio.create_task(stripes.reply([b"header", b"one", b"two"], write))
+        results = await asyncio.gather(first, reply, stripes.carry(write, late), return_exceptions=True)
+        stripes.end()
+        assert [results[0], results[2]] == [True, True]
+        assert isinstance(results[1], ConnectionError) if lost else sent == [b"header", b"one", b"two"]
+
+    for turns in range(16):
+        run(story(turns))

@@ -42,7 +42,7 @@ def room() -> int:
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
 
 
-class Door:
+class ConnectionLimit:
     """Ends connections to a port while there are more than `room`: of the hosts with the most, the newest first.
 
     If no host has more than FEW, the newest end. To gRPC it looks as if the other end had closed them.

@@ -1,4 +1,4 @@
-"""Too many connections, as the node that accepts them sees it (`io/transport/door`)."""
+"""Too many connections, as the node that accepts them sees it (`io/transport/connection_limit`)."""
 
 import os
 import resource
@@ -11,8 +11,8 @@ import pytest
 from machine import at_most
 from transport_fixture import Node, activation, echo, pair, run
 
-from noloco_p2p.io.transport import door, service, sockets
-from noloco_p2p.io.transport.door import Door
+from noloco_p2p.io.transport import connection_limit, service, sockets
+from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 
 DEADLINE = "grpc.server_handshake_timeout_ms"
 
@@ -48,14 +48,14 @@ class Crowd:
 
 @pytest.fixture
 def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
-    monkeypatch.setattr(door, "MOST_CONNECTIONS", 12)
-    monkeypatch.setattr(door, "FEW", 4)
+    monkeypatch.setattr(connection_limit, "MOST_CONNECTIONS", 12)
+    monkeypatch.setattr(connection_limit, "FEW", 4)
     with ExitStack() as leaving:
         yield Crowd(leaving)
 
 
 def test_whoever_has_most_loses_the_newest(crowd: Crowd) -> None:
-    here = Door(crowd.port)
+    here = ConnectionLimit(crowd.port)
     crowd.come("127.0.0.1", 3)
     crowd.come("127.0.0.2", 6)
     here.look()
@@ -72,7 +72,7 @@ def test_whoever_has_most_loses_the_newest(crowd: Crowd) -> None:
 
 
 def test_many_hosts_with_little_each_do_not_push_out_those_that_are_in(crowd: Crowd) -> None:
-    here = Door(crowd.port)
+    here = ConnectionLimit(crowd.port)
     crowd.come("127.0.0.1", 4)
     here.look()
     for host in range(2, 14):
@@ -85,7 +85,7 @@ def test_many_hosts_with_little_each_do_not_push_out_those_that_are_in(crowd: Cr
 def test_another_port_is_nobodys_business(crowd: Crowd) -> None:
     crowd.come("127.0.0.2", 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        Door(other.getsockname()[1]).look()
+        ConnectionLimit(other.getsockname()[1]).look()
     assert crowd.left() == [20]
 
 
@@ -96,8 +96,8 @@ def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: asked.append(wanted))
     rooms = []
     while limits:
-        rooms.append(door.room())
-        door.allow_many_files()
+        rooms.append(connection_limit.room())
+        connection_limit.allow_many_files()
         limits.pop(0)
     assert rooms == [512, 128, 4096]
     assert asked == [(4096, 4096), (512, 512)]
