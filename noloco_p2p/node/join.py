@@ -9,7 +9,8 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.exchanges import sample
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Resource
-from noloco_p2p.node.membership import Membership, MembershipLoop
+from noloco_p2p.node.directory_loop import MembershipLoop
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.restore import TRANSFER_DEADLINE_S, WeightRestorer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits

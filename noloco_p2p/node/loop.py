@@ -16,9 +16,10 @@ from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.core.status import AnyReplica, Resource, Status
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.device_stage import DeviceStage
+from noloco_p2p.node.directory_loop import MembershipLoop
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.join import Joining, Rebalancer
-from noloco_p2p.node.membership import Membership, MembershipLoop
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pauses import Pauses
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
@@ -52,9 +53,7 @@ class Node:
         self.swarm = Membership(self.state, self.waits)
         self._world = world
         self._incarnation = incarnation
-        self._membership_loop = MembershipLoop(
-            self.state, self.swarm, self.waits, world.directory, self._membership_was_read
-        )
+        self._membership_loop = MembershipLoop(self.state, self.swarm, self.waits, world.directory, self._members_read)
         self._rebalancer = Rebalancer(self.state, self.swarm)
         self._guardian = Guardian(self.state, self.swarm, self.waits, world.transport)
         self.handler = RpcHandler(self.state, self.swarm, self._guardian)
@@ -242,7 +241,7 @@ class Node:
             await self._rounds.at_border(server.close)
             await self._checkpointer.save_if_due()
 
-    def _membership_was_read(self) -> None:
+    def _members_read(self) -> None:
         self._server.drop_departed()
         self._rebalancer.consider()
         self._guardian.membership_was_read()

@@ -1,27 +1,14 @@
-"""What a node knows about the others, and the one task that uses the directory (ARCHITECTURE.md, "Membership")."""
+"""What a node knows about the others (ARCHITECTURE.md, "Membership")."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from noloco_p2p.core import members, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
-from noloco_p2p.core.status import AnyReplica, Resource
-from noloco_p2p.errors import PeerError
+from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
-from noloco_p2p.ports import Directory
-
-BRISK_S = 0.5
-"""Seconds between two readings of the membership while the node does not train."""
-ADVERTS_PER_S = 200
-"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
-FIRST_S = 2.0
-"""Seconds between two readings at stage 0 until the first inner steps have been timed."""
-QUIET_S = 1.0
-"""A node in training reads the membership again if no microbatch or gradient has arrived for this long, and for longer
-than an inner step with its outer round takes."""
-RENEWALS_PER_TTL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +43,8 @@ class Membership:
         """Stages that nobody serves, as far as this node knows, and since when, on the loop's clock."""
         self.run_ended = False
         """Some node of stage 0 has finished; it may have left since."""
+        self.unlisted_called = False
+        """Since the last reading a peer has called that is not listed in the stage before."""
 
     def read(self, adverts: Sequence[Advert]) -> None:
         """Take over a reading of the directory."""
@@ -111,6 +100,17 @@ class Membership:
         limit = schedule.furthest(advert.step, age_s, self._node.advert.steps_per_s, m)
         self.members.heard(replace(origin, step=min(origin.step, int(limit))), now=self.heard_at)
 
+    def refused_unlisted(self) -> None:
+        """A microbatch came from a peer that is not listed in the stage before. It may be new there."""
+        if not self.unlisted_called:
+            self.unlisted_called = True
+            self._waits.pulse()
+
+    def looks_for_unlisted(self) -> bool:
+        """A reading begins. Whether there is somebody to look for in it."""
+        called, self.unlisted_called = self.unlisted_called, False
+        return called
+
     def first_stage_is_done(self) -> bool:
         """Some node of stage 0 has finished, and all that are listed as at work have fallen silent."""
         at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
@@ -160,141 +160,3 @@ class Membership:
 
     def _later_deserted(self) -> list[int]:
         return [stage for stage in self.deserted if stage > self._node.index]
-
-
-class MembershipLoop:
-    """Announces this node and reads the membership, on a schedule and whenever this node's state changes.
-
-    `changed` is called after every reading.
-    """
-
-    def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, directory: Directory, changed: Callable[[], None]
-    ) -> None:
-        self._node = node
-        self._swarm = swarm
-        self._waits = waits
-        self._directory = directory
-        self._changed = changed
-        self._announced: tuple[object, ...] = ()
-        self._announced_at = float("-inf")
-        self._read_at = float("-inf")
-        self._readings = 0
-
-    async def run(self) -> None:
-        """The one task that uses the directory; everything else works with what it has read."""
-        while True:
-            reading = self._reading_is_due()
-            if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):
-                await self._announce()
-            if reading:
-                await self._read()
-            calm = not self._swarm.deserted
-            await self._waits.until(
-                lambda calm=calm: self._has_news() or (calm and bool(self._swarm.deserted)),  # type: ignore[misc]
-                "time to look",
-                Resource.DIRECTORY,
-                self._sleep_s(),
-                idle=True,
-            )
-
-    async def withdraw(self) -> None:
-        """Tell the others that this node has left."""
-        try:
-            with self._waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
-                await self._directory.withdraw()
-        except PeerError as error:
-            self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
-
-    async def next_reading(self) -> None:
-        """Wait for the next reading of the membership."""
-        before = self._readings
-        await self._waits.until(
-            lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
-        )
-
-    # --- when -------------------------------------------------------------------------------------------------------
-
-    def _reading_is_due(self) -> bool:
-        """Every `refresh_s` in training, and at stage 0 every outer interval. More often if nobody calls any more, or
-        while a stage is deserted, to notice soon that a node takes it.
-
-        Clocks are projected by at most two outer intervals, and may be one interval old when they are announced; older
-        ones would hold everybody back. Later stages learn the clocks from the labels of their microbatches.
-        """
-        now = self._node.now()
-        if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
-            return now - self._read_at >= self._tick_s
-        return now - self._read_at >= self._refresh_s()
-
-    @property
-    def _is_brisk(self) -> bool:
-        return bool(self._swarm.deserted) or self._node.advert.state != "training"
-
-    @property
-    def _tick_s(self) -> float:
-        """Shortest time between two readings."""
-        return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
-
-    def _quiet_s(self) -> float:
-        # Two of them may have been unusual: an evaluation, a stall.
-        usual = sorted(self._node.step_seconds)[:-2]
-        return max(QUIET_S, usual[-1]) if usual else QUIET_S
-
-    def _refresh_s(self) -> float:
-        """Time between two readings in training."""
-        node = self._node
-        due_s = node.config.directory.refresh_s
-        if node.index == 0:
-            speed = node.advert.steps_per_s
-            due_s = min(due_s, node.manifest.outer.inner_steps / speed if speed else FIRST_S)
-        return max(due_s, self._tick_s)
-
-    @property
-    def _renewal_s(self) -> float:
-        return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
-
-    def _sleep_s(self) -> float:
-        """Seconds until something may be due. News, or a stage that becomes deserted, end the sleep."""
-        if self._is_brisk:
-            return self._tick_s
-        quiet_at, read_at = self._swarm.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
-        return max(self._tick_s, min(quiet_at, read_at, self._announced_at + self._renewal_s) - self._node.now())
-
-    def _renewal_is_due(self, reading: bool) -> bool:
-        """Adverts of stage 0 carry its clocks; those of other stages only have to stay alive."""
-        carries_the_clock = self._node.index == 0 and self._node.advert.state == "training"
-        return (carries_the_clock and reading) or self._node.now() - self._announced_at >= self._renewal_s
-
-    def _has_news(self) -> bool:
-        """Something that others should know at once has changed since the last announcement."""
-        return self._node.chosen_stage is not None and self._shown() != self._announced
-
-    def _shown(self) -> tuple[object, ...]:
-        a = self._node.advert
-        return a.stage, a.state, a.settled, a.evaluated, a.partner_from_round, a.moving_to, a.holds
-
-    # --- the directory ----------------------------------------------------------------------------------------------
-
-    async def _announce(self) -> None:
-        node, ttl_s = self._node, self._node.config.directory.ttl_s
-        self._announced, self._announced_at = self._shown(), node.now()
-        try:
-            with self._waits.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
-                await self._directory.announce(node.advert, ttl_s)
-        except PeerError as error:
-            self._announced_at = float("-inf")
-            node.event("warning", message=f"this node could not be announced: {error}")
-
-    async def _read(self) -> None:
-        self._read_at = self._node.now()
-        try:
-            with self._waits.waiting("membership", Resource.DIRECTORY, self._node.config.directory.ttl_s, idle=True):
-                adverts = await self._directory.peers()
-        except PeerError as error:
-            self._node.event("warning", message=f"the membership could not be read: {error}")
-            return
-        self._swarm.read(adverts)
-        self._readings += 1
-        self._changed()
-        self._waits.pulse()

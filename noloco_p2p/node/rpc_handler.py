@@ -93,6 +93,7 @@ class RpcHandler:
             raise Declined(f"{node.replica} is {'leaving' if node.draining else state}")
         seen = self._swarm.members.get(caller)
         if seen is None or seen.stage != node.index - 1:
+            self._swarm.refused_unlisted()
             raise Busy(f"{node.replica} has not seen the caller in stage {node.index - 1} yet", late=True)
         rows = (node.manifest.microbatch_size, node.manifest.sequence_length)
         expected = (node.stage.state.hidden, TensorSpec("targets", "int32", rows), TensorSpec("mask", "uint8", rows))

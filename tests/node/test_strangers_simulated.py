@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from elastic import TTL_S, plan_of
+from elastic import TTL_S, config_for, plan_of
 
 from noloco_p2p.core.messages import (
     Activation,
@@ -241,3 +241,40 @@ def test_only_the_stage_before_is_heard() -> None:
     # Its own tensors are missing: that is asked after who calls.
     assert heard == {"s1r0": "Violation"} | dict.fromkeys(("s0r0", "s2r1", "s2r0", "nobody"), "late")
     assert steps(outcome) == {STEPS}
+
+
+REFRESH_S = 5.0
+
+
+def rarely_read(steps: int) -> SimPlan:
+    """A swarm that reads the membership as seldom as by default."""
+    return replace(plan_of((2, 2), steps=steps), config=config_for(directory={"ttl_s": 30.0, "refresh_s": REFRESH_S}))
+
+
+@pytest.mark.parametrize("at_s", [6.0, 7.3])
+def test_a_newcomer_of_stage_0_is_served_after_the_reading_that_its_first_call_brings(at_s: float) -> None:
+    """Without that reading it took up to `refresh_s`."""
+    swarm = FaultySwarm(rarely_read(25))
+    swarm.at(at_s, lambda: swarm.start(0, 2))
+    outcome = check(swarm)
+    began = next(one.at_s for one in outcome.trace.of("state", "s0r2") if one.get("state") == "training")
+    served = next(one.at_s for one in outcome.trace.of("microbatch", "s0r2") if one.get("result") == "done")
+    assert "out" in {one.get("direction") for one in outcome.trace.of("busy", "s0r2") if one.at_s < served}
+    assert served < began + 1.0
+
+
+@pytest.mark.parametrize("every_s", [0.05, REFRESH_S + 0.6])
+def test_callers_that_nobody_lists_at_most_double_the_readings(every_s: float) -> None:
+    """However many there are. The second kind calls just after each reading that was due anyway."""
+    swarm, until_s = FaultySwarm(rarely_read(45)), 28.0
+
+    def call(number: int) -> None:
+        node = swarm.process("s1r0").node
+        header = Header(node.state.run_id, MicrobatchId("x", 1, 1), Origin("x", 1, 0), 1, 5.0)
+        with pytest.raises(Busy):
+            node.handler._check(f"x{number}", header)
+
+    for number in range(int((until_s - 8.0) / every_s)):
+        swarm.at(8.0 + every_s * number, lambda number=number: call(number))  # type: ignore[misc]
+    read = [one.at_s for one in check(swarm).trace.of("membership", "s1r0")]
+    assert sum(8.0 <= at_s < until_s for at_s in read) <= 2 * (until_s - 8.0) / REFRESH_S + 1

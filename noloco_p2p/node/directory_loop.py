@@ -1,0 +1,170 @@
+"""The one task of a node that uses the directory (ARCHITECTURE.md, "Membership")."""
+
+from collections.abc import Callable
+
+from noloco_p2p.core.status import Resource
+from noloco_p2p.errors import PeerError
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Directory
+
+BRISK_S = 0.5
+"""Seconds between two readings of the membership while the node does not train."""
+ADVERTS_PER_S = 200
+"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
+FIRST_S = 2.0
+"""Seconds between two readings at stage 0 until the first inner steps have been timed."""
+QUIET_S = 1.0
+"""A node in training reads the membership again if no microbatch or gradient has arrived for this long, and for longer
+than an inner step with its outer round takes."""
+RENEWALS_PER_TTL = 3
+
+
+class MembershipLoop:
+    """Announces this node and reads the membership, on a schedule and whenever this node's state changes.
+
+    `changed` is called after every reading.
+    """
+
+    def __init__(
+        self, node: NodeState, swarm: Membership, waits: Waits, directory: Directory, changed: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._swarm = swarm
+        self._waits = waits
+        self._directory = directory
+        self._changed = changed
+        self._announced: tuple[object, ...] = ()
+        self._announced_at = float("-inf")
+        self._read_at = float("-inf")
+        self._sought_at = float("-inf")
+        """When callers that were not listed were last looked for."""
+        self._readings = 0
+
+    async def run(self) -> None:
+        """The one task that uses the directory; everything else works with what it has read."""
+        while True:
+            reading = self._reading_is_due()
+            if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):
+                await self._announce()
+            if reading:
+                await self._read()
+            before = self._alarms()
+            await self._waits.until(
+                lambda before=before: self._has_news() or self._alarms() > before,  # type: ignore[misc]
+                "time to look",
+                Resource.DIRECTORY,
+                self._sleep_s(),
+                idle=True,
+            )
+
+    async def withdraw(self) -> None:
+        """Tell the others that this node has left."""
+        try:
+            with self._waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
+                await self._directory.withdraw()
+        except PeerError as error:
+            self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
+
+    async def next_reading(self) -> None:
+        """Wait for the next reading of the membership."""
+        before = self._readings
+        await self._waits.until(
+            lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
+        )
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def _alarms(self) -> int:
+        """How many reasons there are to read before that is due otherwise."""
+        return bool(self._swarm.deserted) + self._swarm.unlisted_called
+
+    def _reading_is_due(self) -> bool:
+        """Every `refresh_s` in training, and at stage 0 every outer interval. More often if nobody calls any more, or
+        while a stage is deserted, to notice soon that a node takes it.
+
+        Clocks are projected by at most two outer intervals, and may be one interval old when they are announced; older
+        ones would hold everybody back. Later stages learn the clocks from the labels of their microbatches.
+        """
+        now = self._node.now()
+        if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
+            return now - self._read_at >= self._tick_s
+        return now - self._read_at >= self._refresh_s()
+
+    @property
+    def _is_brisk(self) -> bool:
+        return bool(self._swarm.deserted) or self._node.advert.state != "training"
+
+    @property
+    def _tick_s(self) -> float:
+        """Shortest time between two readings."""
+        return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
+
+    def _quiet_s(self) -> float:
+        # Two of them may have been unusual: an evaluation, a stall.
+        usual = sorted(self._node.step_seconds)[:-2]
+        return max(QUIET_S, usual[-1]) if usual else QUIET_S
+
+    def _refresh_s(self) -> float:
+        """Time between two readings in training. Callers that are not listed can bring one forward, whoever they are,
+        but not two within `refresh_s`: so strangers at most double the number of readings."""
+        node = self._node
+        due_s = usual_s = node.config.directory.refresh_s
+        if node.index == 0:
+            speed = node.advert.steps_per_s
+            due_s = min(due_s, node.manifest.outer.inner_steps / speed if speed else FIRST_S)
+        if self._swarm.unlisted_called:
+            due_s = min(due_s, self._sought_at + usual_s - self._read_at)
+        return max(due_s, self._tick_s)
+
+    @property
+    def _renewal_s(self) -> float:
+        return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
+
+    def _sleep_s(self) -> float:
+        """Seconds until something may be due. News and alarms end the sleep."""
+        if self._is_brisk:
+            return self._tick_s
+        quiet_at, read_at = self._swarm.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
+        return max(self._tick_s, min(quiet_at, read_at, self._announced_at + self._renewal_s) - self._node.now())
+
+    def _renewal_is_due(self, reading: bool) -> bool:
+        """Adverts of stage 0 carry its clocks; those of other stages only have to stay alive."""
+        carries_the_clock = self._node.index == 0 and self._node.advert.state == "training"
+        return (carries_the_clock and reading) or self._node.now() - self._announced_at >= self._renewal_s
+
+    def _has_news(self) -> bool:
+        """Something that others should know at once has changed since the last announcement."""
+        return self._node.chosen_stage is not None and self._shown() != self._announced
+
+    def _shown(self) -> tuple[object, ...]:
+        a = self._node.advert
+        return a.stage, a.state, a.settled, a.evaluated, a.partner_from_round, a.moving_to, a.holds
+
+    # --- the directory ----------------------------------------------------------------------------------------------
+
+    async def _announce(self) -> None:
+        node, ttl_s = self._node, self._node.config.directory.ttl_s
+        self._announced, self._announced_at = self._shown(), node.now()
+        try:
+            with self._waits.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
+                await self._directory.announce(node.advert, ttl_s)
+        except PeerError as error:
+            self._announced_at = float("-inf")
+            node.event("warning", message=f"this node could not be announced: {error}")
+
+    async def _read(self) -> None:
+        self._read_at = self._node.now()
+        if self._swarm.looks_for_unlisted():
+            self._sought_at = self._read_at
+        try:
+            with self._waits.waiting("membership", Resource.DIRECTORY, self._node.config.directory.ttl_s, idle=True):
+                adverts = await self._directory.peers()
+        except PeerError as error:
+            self._node.event("warning", message=f"the membership could not be read: {error}")
+            return
+        self._swarm.read(adverts)
+        self._readings += 1
+        self._changed()
+        self._waits.pulse()
