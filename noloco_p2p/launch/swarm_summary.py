@@ -59,13 +59,13 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     """The summary for a person; `path`: where it was written."""
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
     found = [
-        f"{'completed' if summary['completed'] else 'not completed'}: {summary['inner_steps'] or 0} inner steps, "
-        f"{summary['outer_rounds']} outer rounds, {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
+        f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
+        f"{summary['inner_steps'] or 0} inner steps, {summary['outer_rounds']} outer rounds"
     ]
     if loss is not None:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
-    if rate is not None:
-        found.append(f"{rate:,.0f} tokens/s while training")
+    speed = "" if rate is None else f", {rate:,.0f} tokens/s while training"
+    found.append(f"{summary['tokens']:,} tokens{speed}")
     return [*found, "keeping the earlier summary, which has more" if path is None else f"summary: {path}"]
 
 

@@ -205,6 +205,9 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
     assert summary["replica_std"] == [pytest.approx(0.1), 0.3]
     assert summary["completed"] is False, "one node wrote nothing"
     assert summary["nodes"][3]["peer_id"] is None
+    lines = swarm_summary.summary_lines(summary, Path("noloco-runs/tiny-1/summary.json"))
+    assert lines[0] == "not completed after 30 s: 10 inner steps, 3 outer rounds"
+    assert max(map(len, lines)) <= 60, "a narrow terminal"
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:

@@ -7,7 +7,8 @@ def tune_allocator() -> None:
     """Keeps freed message buffers in the process instead of giving them back to the system page by page.
 
     Doubles the transfer rate (else every message is mapped and page-faulted again). For the entry point of a process;
-    does nothing where the C library is not glibc.
+    does nothing where the C library is not glibc. Threads keep arenas of their own: a single one would take 20 MiB off
+    a tiny node's 450, and a fifth off the rate of snapshots (473 to 381 MiB/s, medians of ten runs in turns).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
