@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
-FORMATS = {"loss": ".3f", "tokens/s": ",.0f"}
+FORMATS = {"inner step": ",", "outer round": ",", "loss": ".3f", "tokens/s": ",.0f"}
 MOST_ROWS = 12
 """Of more nodes than these a line is one stage."""
 STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
@@ -162,7 +162,7 @@ class RunProgress:
         if not width:
             return "  ".join([head, *parts])
         for least in (so_far, speed):
-            if least in parts and len(head) + len(" · ".join(parts)) + LEAST_BAR + 2 > width:
+            if least in parts and len(head) + len(" · ".join(parts)) + LEAST_BAR + 3 > width:
                 parts.remove(least)
         tail = " · ".join(parts)
         cells = min(MOST_BAR, width - len(head) - len(tail) - 3)

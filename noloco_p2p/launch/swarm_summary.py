@@ -60,7 +60,7 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
     found = [
         f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
-        f"{summary['inner_steps'] or 0} inner steps, {summary['outer_rounds']} outer rounds"
+        f"{summary['inner_steps'] or 0:,} inner steps, {summary['outer_rounds']:,} outer rounds"
     ]
     if loss is not None:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")

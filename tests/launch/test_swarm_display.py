@@ -45,6 +45,8 @@ def test_one_line_says_how_far_it_is_and_how_long_it_takes(clock: Clock) -> None
     assert progress.line(rows).split("  ") == ["step 230/1,000", *tail.split(" · ")]
     assert progress.line(rows, 80) == f"step 230/1,000 ━━━╌╌╌╌╌╌╌╌╌╌╌╌ {tail}"
     assert progress.line(rows, 60) == "step 230/1,000 ━━━╌╌╌╌╌╌╌╌╌╌╌╌ 23 % · loss 2.41 · 3:51 left"
+    lines = {width: progress.line(rows, width) for width in range(60, 121)}
+    assert all(len(line) <= width and "━╌" in line for width, line in lines.items()), "a bar at every width"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
