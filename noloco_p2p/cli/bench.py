@@ -41,7 +41,8 @@ def bench_transport(as_json: Json = False) -> None:
 @bench.command("baseline")
 def bench_baseline(
     kind: Annotated[
-        Literal["ddp", "fsdp", "diloco"], typer.Option(metavar="ddp|fsdp|diloco", help="Of torch.distributed.")
+        Literal["ddp", "fsdp", "diloco", "opendiloco", "opendiloco-nowait"],
+        typer.Option(metavar="KIND", help="ddp, fsdp, diloco, opendiloco or opendiloco-nowait."),
     ] = "ddp",
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes in the swarm.")] = 4,
     config: ConfigFile = None,
@@ -51,8 +52,9 @@ def bench_baseline(
 ) -> None:
     """What users would otherwise run, beside a swarm of as many processes: tokens/s and loss at equal steps and data.
 
-    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps. Both sides train with
-    AdamW, and the swarm by the rule noloco unless outer.rule is set.
+    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps, by an all-reduce or, as
+    in OpenDiLoCo, by hivemind's averager. Both sides train with AdamW, and the swarm by the rule noloco unless
+    outer.rule is set.
     """
     from noloco_p2p.lab.bench import baseline
     from noloco_p2p.launch import settings

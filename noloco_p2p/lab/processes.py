@@ -1,6 +1,7 @@
 """Processes for measurements: newly started, and ended with the command, however that ends."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -46,6 +47,12 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
             os.environ.pop(name, None)
         os.environ.update(own)
     pool.shutdown()
+
+
+def allow_forks() -> None:
+    """In a worker that has nothing of gRPC: a library may fork processes of its own. They end with the worker."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.util.register_after_fork(_as_a_worker, lambda begin: begin())
 
 
 @contextmanager

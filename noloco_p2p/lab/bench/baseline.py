@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -86,7 +87,7 @@ def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfi
     """
     if manifest.inner.optimizer != "adamw":
         raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
-    if kind == "diloco" and manifest.outer.inner_steps == 1:
+    if "diloco" in kind and manifest.outer.inner_steps == 1:
         raise ConfigError("outer.inner_steps is 1, but DiLoCo needs several inner steps between its outer steps")
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):
         if number % manifest.stages:
@@ -132,7 +133,8 @@ DEFINITIONS = {
     "mean over its stage-0 replicas, each on fixed routes",
     "loss_above": "validation_loss of the swarm less that of the baseline. The swarm clips gradients over each stage, "
     "the baseline over the whole model",
-    "kind": "ddp: DistributedDataParallel; fsdp: fully_shard (FSDP2); diloco: an outer step every outer.inner_steps",
+    "kind": "ddp: DistributedDataParallel; fsdp: fully_shard (FSDP2); diloco: an outer step every outer.inner_steps; "
+    "opendiloco: the same by hivemind's averager in float16, -nowait: with whoever is there in time",
 }
 
 
@@ -170,7 +172,7 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
     ):
         store = Path(scratch) / "store"
         ranks = results([pool.submit(train, plan, rank, streams, store) for rank in range(plan.processes)])
-    # After the last step all processes have the same weights.
+    # After the last step all processes have the same weights (`opendiloco`: but for rounding to float16).
     tokens, loss = sum(rank.tokens for rank in ranks), ranks[0].validation_loss
     return {
         "tokens_per_s": tokens / max(rank.seconds for rank in ranks),
@@ -211,7 +213,7 @@ def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path)
 def _trained(plan: BaselinePlan, rank: int, batches: ThreadedBatches, device: torch.device) -> RankFigures:
     model, (_, mine) = KINDS[plan.kind](plan.manifest, device), plan.share(rank)
     tokens = 0
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, closing(model):
         distributed.barrier()
         began = time.perf_counter()
         for step in range(1, plan.manifest.steps + 1):

@@ -1,4 +1,4 @@
-"""One process of `noloco bench baseline`: the whole model, trained under plain torch.distributed in three ways.
+"""One process of `noloco bench baseline`: the whole model, under plain torch.distributed or hivemind's averager.
 
 The model is built like our stages, from the same seed, in one piece. Inner steps are those of METHOD.md, "Inner step",
 except that the clip is over the whole model. Only benches use torch.distributed: a node has no collectives (a rule of
@@ -27,9 +27,16 @@ from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.core.schedule import learning_rate
+from noloco_p2p.errors import LocalError
+from noloco_p2p.lab.processes import allow_forks
 
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 """DiLoCo's (arXiv 2311.08105)."""
+LOOPBACK = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "auto_nat": False, "nat_port_map": False}
+LONGEST_ADDRESS = 256
+MATCHMAKING_S, REQUEST_S, GROUP_S = 2.0, 1.0, 60.0
+"""How long an average waits for the processes that are not there yet (hivemind needs the second to be shorter than the
+first), and for one that can be made at all."""
 
 
 class BaselineReplica:
@@ -97,6 +104,9 @@ class BaselineReplica:
     def _meet(self, step: int) -> None:
         """Called after inner step `step`."""
 
+    def close(self) -> None:
+        """End what was started."""
+
 
 class Ddp(BaselineReplica):
     """torch.nn.parallel.DistributedDataParallel: every process holds everything."""
@@ -144,14 +154,87 @@ class DilocoBaseline(BaselineReplica):
         if step % self._manifest.outer.inner_steps and step < self._manifest.steps:
             return
         self._slow.grad = self._slow - parameters_to_vector(self._fast)
-        distributed.all_reduce(self._slow.grad)
-        self._slow.grad /= distributed.get_world_size()
+        self._average(self._slow.grad)
         self._outer.step()
         # A copy, because the parameters become views of the given vector.
         vector_to_parameters(self._slow.clone(), self._fast)
 
+    def _average(self, gradient: Tensor) -> None:
+        """Replace this process's pseudo-gradient by the mean over all processes."""
+        distributed.all_reduce(gradient)
+        gradient /= distributed.get_world_size()
 
-KINDS: dict[str, type[BaselineReplica]] = {"ddp": Ddp, "fsdp": Fsdp, "diloco": DilocoBaseline}
+
+class OpenDilocoBaseline(DilocoBaseline):
+    """DiLoCo whose mean is made by hivemind's DecentralizedAverager: OpenDiLoCo, arXiv 2407.07852.
+
+    Its matchmaking over a DHT forms the group, and a butterfly all-reduce in float16 gives the mean, so the processes'
+    weights differ by its rounding. DHT and averager are processes that hivemind forks.
+    """
+
+    waits_for_all = True
+    """A mean is of all processes. Else of those, at least two, that are there within MATCHMAKING_S."""
+
+    def __init__(self, manifest: RunManifest, device: torch.device) -> None:
+        super().__init__(manifest, device)
+        from hivemind.averaging.averager import DecentralizedAverager
+        from hivemind.compression import Float16Compression
+        from hivemind.dht import DHT
+
+        allow_forks()
+        count = distributed.get_world_size()
+        if distributed.get_rank() == 0:
+            self._dht = DHT(start=True, **LOOPBACK)
+            _from_the_first(str(self._dht.get_visible_maddrs()[0]), device)
+        else:
+            self._dht = DHT(start=True, initial_peers=[_from_the_first("", device)], **LOOPBACK)
+        self._averager = DecentralizedAverager(
+            [torch.zeros(self._slow.shape)],
+            self._dht,
+            start=True,
+            prefix=manifest.run_id,
+            target_group_size=count,
+            min_group_size=count if self.waits_for_all else 2,
+            min_matchmaking_time=MATCHMAKING_S,
+            request_timeout=REQUEST_S,
+            compression=Float16Compression(),
+        )
+
+    def close(self) -> None:
+        """End hivemind's processes."""
+        self._averager.shutdown()
+        self._dht.shutdown()
+
+    def _average(self, gradient: Tensor) -> None:
+        with self._averager.get_tensors() as (shared,):
+            shared.copy_(gradient)
+        group = self._averager.step(timeout=GROUP_S)
+        if group is None:
+            raise LocalError(f"hivemind has made no average of the processes within {GROUP_S:g} s")
+        with self._averager.get_tensors() as (shared,):
+            gradient.copy_(shared)
+
+
+class OpenDilocoWithoutWaiting(OpenDilocoBaseline):
+    """The same with whoever is there."""
+
+    waits_for_all = False
+
+
+KINDS: dict[str, type[BaselineReplica]] = {
+    "ddp": Ddp,
+    "fsdp": Fsdp,
+    "diloco": DilocoBaseline,
+    "opendiloco": OpenDilocoBaseline,
+    "opendiloco-nowait": OpenDilocoWithoutWaiting,
+}
+
+
+def _from_the_first(text: str, device: torch.device) -> str:
+    """A short text of the first process."""
+    bytes_ = torch.tensor(list(text.encode().ljust(LONGEST_ADDRESS, b"\0")), dtype=torch.uint8, device=device)
+    distributed.broadcast(bytes_, 0)
+    return bytes(bytes_.tolist()).rstrip(b"\0").decode()
 
 
 def _tokens(batch: Batch) -> int:
