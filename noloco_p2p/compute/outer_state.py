@@ -16,7 +16,7 @@ from noloco_p2p.compute.dct_tiles import DctTiles
 from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import agreement, outer_update
-from noloco_p2p.core.guard import PairDistances
+from noloco_p2p.core.guard import PairDistances, moved_by
 from noloco_p2p.core.lattice_format import LATTICE_BITS
 from noloco_p2p.core.outer_rules import Dct, Offer, OuterRule
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, largest_accepted
@@ -104,7 +104,8 @@ class OuterState:
 
     def radii(self) -> tuple[float, ...]:
         """How far a partner's vector may be from the one just frozen, by group of tensors."""
-        return self._pairs.radii(self.learning_rate)
+        radii = self._pairs.radii(self.learning_rate)
+        return moved_by(radii, self.rule.gain) if self.rule.gain else radii
 
     def met(self, theirs: Sequence[PartnerVector]) -> None:
         """Record how far merged vectors of others were; later bounds and radii follow from that."""

@@ -60,6 +60,17 @@ class PairDistances:
             self._scaled.append([distance / learning_rate for distance in distances])
 
 
+def moved_by(radii: Sequence[float], gain: float) -> tuple[float, ...]:
+    """Radii of the groups of two values, if the second moves the first, in the end by `gain` times its length.
+
+    Replicas begin with the same first value, and partners leave each round with it. So in the first rounds its own
+    distances are far too small, or 0.
+    """
+    half = len(radii) // 2
+    first, second = radii[:half], radii[half:]
+    return (*(max(one, gain * other) for one, other in zip(first, second, strict=True)), *second)
+
+
 def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, ...] | None:
     """What each group's difference is multiplied by, 1 at most; None: refused, also if a distance is not finite."""
     pairs = list(zip(distances, radii, strict=True))

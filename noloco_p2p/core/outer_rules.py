@@ -38,6 +38,11 @@ class OuterRule(Protocol):
     """Alone it moves nothing: a round may last until the partner's vector is there, beyond others that are due."""
 
     @property
+    def gain(self) -> float:
+        """How far the second value offered moves the first in the end, per unit of its length; 0: not at all."""
+        return 0.0
+
+    @property
     def instability(self) -> str | None:
         """Why replicas would drift apart with these settings, in one line; None: they do not."""
         return None
@@ -98,6 +103,11 @@ class Averaged(OuterRule):
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
+
+    @property
+    def gain(self) -> float:
+        """Momentum adds up to 1 + α + α² + …"""
+        return 1 / (1 - self.alpha)
 
     def offer(self, own: Values) -> Offer:
         """φ, and α·δ + β·Δ."""

@@ -74,6 +74,19 @@ def test_who_is_far_is_merged_as_if_it_were_at_the_radius(rule: str) -> None:
     assert at == len(values(mine))
 
 
+def test_slow_weights_may_be_as_far_as_the_momentum_that_moves_them_can_bring_them() -> None:
+    """They begin equal, so that their own distances say little in the first rounds."""
+    stage, other = replicas("averaged", "me", "other")
+    for round in range(1, 4):
+        mine, theirs = pulled(stage, other, round)
+        apart = theirs.apart
+        assert not any(apart[: len(apart) // 2]) or round > 1, "the same initial weights"
+        stage.merge(mine, [theirs])
+    radii = stage.snapshot(4, 0).radii
+    slow, momentum = radii[: len(radii) // 2], radii[len(radii) // 2 :]
+    assert all(one >= 2 * other > 0 for one, other in zip(slow, momentum, strict=True)), "α is ½"
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_out_of_all_proportion_is_refused_from_the_first_round_on(rule: str) -> None:
     stage, other = replicas(rule, "me", "other")

@@ -4,7 +4,17 @@ from math import inf, nan
 
 import pytest
 
-from noloco_p2p.core.guard import FEWEST, LARGEST_NORM, NORMS_KEPT, RADIUS, REFUSED, NormClip, PairDistances, factors
+from noloco_p2p.core.guard import (
+    FEWEST,
+    LARGEST_NORM,
+    NORMS_KEPT,
+    RADIUS,
+    REFUSED,
+    NormClip,
+    PairDistances,
+    factors,
+    moved_by,
+)
 from noloco_p2p.core.guard import group_of as group
 from noloco_p2p.core.messages import TensorSpec
 
@@ -26,6 +36,15 @@ def test_the_radius_is_a_multiple_of_the_median_and_follows_the_learning_rate() 
 def test_few_distances_or_no_learning_rate_tell_nothing() -> None:
     assert usual(*[(1.0,)] * (FEWEST - 1)).radii(1.0) == ()
     assert usual(*[(1.0,)] * FEWEST, learning_rate=0.0).radii(1.0) == ()
+
+
+def test_what_begins_equal_may_be_as_far_as_what_moves_it_can_bring_it() -> None:
+    """Under `averaged` φ is equal at first, and with a partner of an earlier round; δ moves it by up to δ / (1 − α)."""
+    pairs = usual((0.0, 1.0, 2.0, 3.0), (0.0, 2.0, 2.0, 3.0), (1.0, 3.0, 2.0, 3.0))
+    assert pairs.radii(1.0) == (0.0, 2 * RADIUS, 2 * RADIUS, 3 * RADIUS)
+    assert moved_by(pairs.radii(1.0), 2.0) == (4 * RADIUS, 6 * RADIUS, 2 * RADIUS, 3 * RADIUS)
+    assert moved_by((9.0, 1.0), 2.0) == (9.0, 1.0), "and further, if that is usual"
+    assert moved_by((), 2.0) == ()
 
 
 def test_who_is_far_is_clipped_to_the_radius_and_who_is_much_too_far_refused() -> None:

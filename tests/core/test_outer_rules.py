@@ -35,6 +35,17 @@ def test_averaged(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> Non
     assert met(rule, own(*one), own(*other)) == (expected, expected), "the two of a pair leave it equal"
 
 
+@given(st.fractions(0, Fraction(7, 8), max_denominator=8), fractions)
+def test_averaged_lets_the_second_value_move_the_first_by_its_gain(alpha: Fraction, momentum: Fraction) -> None:
+    """In rounds alone without training, φ ends where the first round's α·δ, times the gain, takes it."""
+    rule = Averaged(alpha, Fraction(1, 2))  # type: ignore[arg-type]
+    one = own(Fraction(0), Fraction(0), momentum)
+    [_, moves] = rule.offer(one)
+    for _ in range(200):
+        one = {kind: float(value) for kind, value in rule.merge(one, [rule.offer(one)], 0, 0).items()}  # type: ignore[misc]
+    assert float(one["slow"]) == pytest.approx(float(moves * rule.gain), abs=1e-6)
+
+
 @given(triples, triples, st.integers(0, 20))
 def test_gossip(one: tuple[Fraction, ...], other: tuple[Fraction, ...], lag: int) -> None:
     rule = Gossip(Fraction(1, 2), 4)  # type: ignore[arg-type]

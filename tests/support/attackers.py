@@ -1,9 +1,12 @@
 """Replicas that send what is not so, in runs with real weights: 8 replicas of each of two stages in one process.
 
-An attacker's own node is honest, and so are its weights: what it gives others is changed on its way out. As a program
-it says the held-out loss of each: `python tests/support/attackers.py STEPS SEEDS [ATTACK[*COUNT] …]`.
+An attacker's own node is honest, and so are its weights: what it gives others is changed on its way out. Nodes may also
+come and go. As a program it says the held-out loss of each, and how many rounds were clipped:
+
+    python tests/support/attackers.py STEPS SEEDS [ATTACK[*COUNT][/RULE][@FAULTS] …]
 """
 
+import random
 import sys
 import time
 from collections import Counter
@@ -16,16 +19,20 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
+from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.snapshots import Snapshot
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.experiments import real_swarm
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage
-from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
+from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary, small_manifest
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import peer_id
 
 Change = Callable[[Tensor], Tensor]
+STEP_S = {"noloco": 0.123, "averaged": 0.123, "gossip": 0.2}
+"""Virtual seconds of a step, by outer rule."""
 
 
 def noise(values: Tensor) -> Tensor:
@@ -88,7 +95,25 @@ def changed(tensor: HostTensor, change: Change) -> HostTensor:
     return host_tensor.from_torch(tensor.name, change(host_tensor.to_torch(tensor)))
 
 
-def train(attack: str, seed: int, steps: int, attackers: int = 1, replicas: int = 8) -> tuple[TrainingSummary, Trace]:
+def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fault, ...]:
+    """`churn`: eight nodes are killed one by one, and come back; `partition`: the swarm is split in halves for
+    three tenths of the time; `restart`: all are killed at once and continue from their checkpoints."""
+    everybody = [peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas)]
+    match kind:
+        case "churn":
+            drawn = enumerate(random.Random(seed).sample(everybody, 8))
+            return tuple(Fault(length_s * (0.15 + 0.08 * k), "bounce", (p,), length_s * 0.05) for k, p in drawn)
+        case "partition":
+            half = tuple(peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas // 2))
+            return (Fault(length_s * 0.3, "split", half, length_s * 0.3),)
+        case "restart":
+            return tuple(Fault(length_s * 0.4, "bounce", (peer,), length_s * 0.03) for peer in everybody)
+    return ()
+
+
+def train(
+    attack: str, seed: int, steps: int, attackers: int = 1, replicas: int = 8, rule: str = "noloco", faults: str = ""
+) -> tuple[TrainingSummary, Trace]:
     """A run in which the last replicas of each stage attack, so many of them; and its trace."""
     manifest = small_manifest(
         32,
@@ -99,12 +124,18 @@ def train(attack: str, seed: int, steps: int, attackers: int = 1, replicas: int 
         steps=steps,
         routing="random",
         inner={"peak_learning_rate": 4e-3, "warmup_steps": 10**6},
-        outer={"rule": "noloco", "inner_steps": 5},
+        outer={"rule": rule, "inner_steps": 1 if rule == "gossip" else 5},
         evaluation={"every_steps": None, "microbatches": 32},
     )
     liars = {peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas - attackers, replicas)}
     kind = type("Attacking", (AttackingStage,), {"attack": attack, "attackers": liars})
-    with patch.object(real_swarm, "InstrumentedStage", kind):
+    happens = faults_of(faults, replicas, steps * STEP_S[rule], seed)
+    saves = NodeConfig.model_validate({"checkpoint": {"every_steps": 1}, "rebalance": False})
+    with (
+        patch.object(real_swarm, "InstrumentedStage", kind),
+        patch.object(real_swarm, "SimSwarm", lambda plan: FaultySwarm(plan, happens)),
+        patch.object(real_swarm, "CONFIG", saves if faults == "restart" else CONFIG),
+    ):
         done = real_swarm._run(TrainingPlan(manifest, (replicas, replicas), seed))
         return done.summary(), done.outcome.trace
 
@@ -113,9 +144,11 @@ def main(steps: int, seeds: int, attacks: list[str]) -> None:
     """A line for each attack and seed."""
     for seed in range(1, seeds + 1):
         for attack in attacks:
-            name, _, count = attack.partition("*")
+            rest, _, faults = attack.partition("@")
+            rest, _, rule = rest.partition("/")
+            name, _, count = rest.partition("*")
             began = time.process_time()
-            done, trace = train(name, seed, steps, int(count or 1))
+            done, trace = train(name, seed, steps, int(count or 1), rule=rule or "noloco", faults=faults)
             verdicts = Counter(str(event.get("result")) for event in trace.of("distrusted"))
             took = time.process_time() - began
             losses = f"loss {done.validation_loss:.4f} merged {done.merged_loss:.4f}"
