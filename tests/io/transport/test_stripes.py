@@ -286,7 +286,12 @@ def test_weights_from_far_come_over_all_connections(carried: Carried, what: str,
             assert carried.received["Stripe"] > CONNECTIONS
             sent = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "out"]
             assert sent == 2 * [sum(spec.nbytes for spec in LONG_SPECS)]
-        assert both.b._servicer.callers.holds_nothing
+
+        async def all_have_ended() -> None:
+            while not both.b._servicer.callers.holds_nothing:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+        await soon(all_have_ended())
 
     run(scenario())
 
