@@ -243,7 +243,7 @@ def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: i
     async def main() -> None:
         link = Link(LATENCY_S, window_bytes=float(MIB), slow_start_after_idle=False)
         network = Network(1, Geography(link, Access(100 * FAST, None)))
-        body = Payload("a", "b", "activation", 200 * MIB, connections=connections)
+        body = Payload("a", "b", "activation", 400 * MIB, connections=connections)
         network.traffic.depart(body)
         await asyncio.sleep(10 * ROUND_TRIP_S)
         alone = body.moved_bytes(now())
@@ -283,7 +283,7 @@ def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
             await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, weights=weights), 60.0, SNAPSHOT_SPECS)
         await transport.propagate(CALLEE, activation())
 
-    play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST), longest_s=60.0)
+    play(script, with_body, Link(LATENCY_S, bytes_per_s=4 * FAST, slow_start_after_idle=False), longest_s=60.0)
     assert used == [1, 1, 1, CONNECTIONS, CONNECTIONS, CONNECTIONS]
     assert apart_from_bodies[:3] == [False, False, True], "header, grant and answer"
     assert apart_from_bodies[-3:] == [True] * 3

@@ -24,7 +24,7 @@ PROTOCOL = "6"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set. Without a limit a call could hold memory forever."""
-MAX_CALLS = 4096
+MAX_CALLS = 6144
 """Calls served at once; a further one is refused as Busy."""
 LONGEST_TRANSFER_S = 1800.0
 """Time in which a complete state must arrive, seconds."""
@@ -46,7 +46,7 @@ class Share(NamedTuple):
     of_host: int
 
 
-CALLS = Share("calls", 1536, 2048)
+CALLS = Share("calls", 2816, 3072)
 """Half of those that a node serves at once. An activation takes one for each connection that carries it."""
 ACTIVATIONS = Share("activations", 160, 192)
 """Out of at most 256 headers that wait in line."""

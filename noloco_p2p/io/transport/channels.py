@@ -23,7 +23,7 @@ CHANNELS_PER_PEER = 2
 """A second connection is opened while the first one is in use."""
 CONTROL_SLOT = CHANNELS_PER_PEER
 """The number of the connection for short questions and announcements. Those that carry parts of bodies follow it."""
-MAX_CHANNELS = 256
+MAX_CHANNELS = 512
 """Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
 """Longest wait for one address to accept a connection; one that refuses answers in a millisecond."""
