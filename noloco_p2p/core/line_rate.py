@@ -42,8 +42,8 @@ much after each round trip, and never more than its buffers hold: twice as many 
 earlier."""
 LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is cut into at least STRIPES messages, unless these would be too small, so that all connections end at
-about the same time. There are not more, because messages cost CPU: 33.5 MB and a reply as large took both ends 184 ms in
-64 messages each way, and 204 ms in 128."""
+about the same time. There are not more, because messages cost CPU: 33.5 MB and a reply as large took both ends 184 ms
+in 64 messages each way, and 204 ms in 128."""
 PEERS = 256
 """Peers whose round trips are remembered."""
 

@@ -44,7 +44,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def plan(replicas: tuple[int, ...] = (2, 2), *, steps: int = 24, overlap: bool = True) -> SimPlan:
     outer = {"rule": "noloco", "inner_steps": M, "deadline_s": 3.0, "overlap": overlap}
-    return plan_of(replicas, steps=steps, outer=outer)
+    return plan_of(replicas, steps=steps, outer=outer, seed=2)
 
 
 def rounds(outcome: Outcome, peer: PeerId = WHO) -> list[TraceEvent]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import routing
+from noloco_p2p.core.line_rate import FAR_S, MeasuredLine
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
@@ -57,18 +58,28 @@ class Choice(NamedTuple):
     """They may keep the question in their line; False: there are others to ask, Busy is the better answer."""
 
 
+class Hands(NamedTuple):
+    """The replicas that were dealt to each microbatch of a step."""
+
+    step: int
+    dealt: list[list[PeerId]]
+
+
 class ReplicaChoice:
     """Chooses for one node."""
 
-    def __init__(self, node: NodeState, swarm: Membership) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, line: MeasuredLine) -> None:
         self._node = node
         self._swarm = swarm
+        self._line = line
+        self._hands = Hands(-1, [])
 
     def by_policy(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
         """Training: the replica that the run's policy chooses.
 
         Where any may serve, two are drawn, if only the header goes to the one that comes too late: loads even out.
-        Under `weighted` they may be the same, else the fastest would be drawn too seldom.
+        Under `weighted` they may be the same, else the fastest would be drawn too seldom. Under `random` those of a
+        step of stage 0 are dealt, and the first microbatches get the pairs that are farthest away.
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
         usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
@@ -76,7 +87,9 @@ class ReplicaChoice:
         free = [peer for peer in usable if peer not in heard.busy] if policy in routing.FREE else usable
         if not free or (heard.busy and policy not in routing.FREE):
             return Choice([])
-        first = self._draw(origin, heard, free)
+        dealt = self._dealt(origin, usable) if policy == "random" and node.index == 0 else []
+        pair = [advert for peer in dealt if peer in free and (advert := members.get(peer)) is not None]
+        first = pair[0] if pair else self._draw(origin, heard, free)
         header_first = announced(first)
         if policy not in routing.FREE:
             return Choice([first], header_first)
@@ -85,8 +98,19 @@ class ReplicaChoice:
         others = free if policy == "weighted" else [peer for peer in free if peer != first.peer_id]
         if not (header_first and others):
             return Choice([first], header_first, patient)
-        second = self._draw(origin, heard, others)
+        second = pair[1] if len(pair) > 1 else self._draw(origin, heard, others)
         return Choice([first] if second == first else [first, second], header_first, patient)
+
+    def _dealt(self, origin: Origin, usable: Sequence[PeerId]) -> Sequence[PeerId]:
+        """The two replicas that this microbatch of the step was dealt. The nearer one is first to grant a place."""
+
+        def far(hand: Sequence[PeerId]) -> int:
+            return int(min(self._line.round_trip_s(peer) or 0.0 for peer in hand) / FAR_S)
+
+        if self._hands.step != origin.step:
+            dealt = routing.hands(self._node.manifest.microbatches_per_step, 2, usable, self._node.rng)
+            self._hands = Hands(origin.step, sorted(dealt, key=far, reverse=True))
+        return self._hands.dealt[origin.index]
 
     def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
         """One of `usable`, which are not none, by the run's policy."""

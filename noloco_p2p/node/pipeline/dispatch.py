@@ -72,7 +72,7 @@ class Dispatcher:
         """Held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
         """Since when a replica of the next stage has served nothing and said Busy."""
-        choice = ReplicaChoice(node, swarm)
+        choice = ReplicaChoice(node, swarm, transport.line)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
 

@@ -1,0 +1,81 @@
+"""Which replicas a microbatch is offered to under `random`."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from noloco_p2p.core.line_rate import FAR_S, MeasuredLine
+from noloco_p2p.core.messages import Advert, Origin, PeerId
+from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
+
+PER_STEP = 6
+ROUND_TRIPS_S = {"far": 20 * FAR_S, "further": 21 * FAR_S, "farthest": 22 * FAR_S, "near": FAR_S / 2, "nearby": 0.0}
+
+
+class Chooser:
+    """Of a node of some stage; of the next one there are the replicas of ROUND_TRIPS_S."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.gone: set[PeerId] = set()
+        adverts = {peer: Advert(peer, "run", index + 1, ()) for peer in ROUND_TRIPS_S}
+        members = SimpleNamespace(
+            usable=lambda stage, now, without: sorted(adverts.keys() - self.gone - without), get=adverts.get
+        )
+        view = SimpleNamespace(origins=(), mates=(), following=(), shares={})
+        manifest = SimpleNamespace(routing="random", seed=1, microbatches_per_step=PER_STEP)
+        node = SimpleNamespace(index=index, manifest=manifest, me="me", rng=random.Random(3), now=lambda: 0.0)
+        line = MeasuredLine()
+        for peer, seconds in ROUND_TRIPS_S.items():
+            line.answered(peer, seconds)
+        swarm: Any = SimpleNamespace(members=members, view=view)
+        self._of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
+
+    def choose(self, step: int, index: int, *, busy: tuple[PeerId, ...] = (), announced: bool = True) -> Choice:
+        heard = Attempts(True, frozenset(), busy=set(busy))
+        return self._of.by_policy(Origin("me", step, index), heard, lambda advert: announced)
+
+    def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
+        return [advert.peer_id for advert in self.choose(step, index, **options).replicas]
+
+
+def test_the_pairs_of_a_step_are_spread_over_all_and_the_farthest_go_first() -> None:
+    chooser = Chooser()
+    for step in range(20):
+        pairs = [chooser.pair(step, index) for index in range(PER_STEP)]
+        assert all(len({*pair}) == 2 for pair in pairs)
+        times = Counter(peer for pair in pairs for peer in pair)
+        assert {*times.values()} <= {2, 3}, "of twelve places each of five has two or three"
+        nearest = [min(ROUND_TRIPS_S[peer] for peer in pair) // FAR_S for pair in pairs]
+        assert nearest == sorted(nearest, reverse=True)
+
+
+def test_who_asks_again_in_a_step_gets_the_same_pair() -> None:
+    chooser = Chooser()
+    pairs = [chooser.pair(3, index) for index in range(PER_STEP)]
+    assert [chooser.pair(3, index) for index in reversed(range(PER_STEP))] == pairs[::-1]
+    assert [chooser.pair(4, index) for index in range(PER_STEP)] != pairs
+
+
+def test_another_one_stands_in_for_who_is_busy_or_gone() -> None:
+    chooser = Chooser()
+    first, second = chooser.pair(0, 0)
+    assert first not in chooser.pair(0, 0, busy=(first,))
+    assert second in chooser.pair(0, 0, busy=(first,))
+    chooser.gone = {first, second}
+    assert len({*chooser.pair(0, 0)} - {first, second}) == 2
+    everybody = tuple(ROUND_TRIPS_S)
+    chooser.gone = set()
+    assert chooser.pair(0, 0, busy=everybody) == []
+    assert chooser.pair(0, 0, busy=everybody[1:]) == ["far"]
+
+
+def test_a_small_body_goes_to_one_of_the_pair() -> None:
+    chooser = Chooser()
+    assert chooser.pair(0, 0, announced=False) == chooser.pair(0, 0)[:1]
+
+
+def test_a_later_stage_draws_for_each() -> None:
+    chooser = Chooser(1)
+    pairs = {tuple(chooser.pair(0, 0)) for _ in range(50)}
+    assert len(pairs) > 10
