@@ -34,7 +34,7 @@ def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interval(stage: int) -> None:
     swarm = FaultySwarm(plan_of((2, 2, 2), steps=32))
-    swarm.at(7.0, lambda: swarm.start(stage, 2))
+    swarm.at(6.6, lambda: swarm.start(stage, 2))
     outcome = check(swarm)
     newcomer = outcome.nodes[f"s{stage}r2"]
     (came,) = [one for one in swarm.resumptions if one.peer == newcomer.peer]

@@ -166,14 +166,20 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
 
 
 def test_a_hung_ward_holds_nobody_up() -> None:
-    swarm = SimSwarm(plan_for((2, 2), steps=60))
-    swarm.at(5.029, lambda: swarm.network.hold("s1r0"))  # in the midst of a pull
-    swarm.at(14.0, lambda: swarm.network.release("s1r0"))
-    outcome = swarm.run(limit_s=200)
+    plan = plan_for((2, 2), steps=60)
+    for pulled_at_s, _, _ in guarded(SimSwarm(plan).run(limit_s=200).trace, 1):
+        if not 5.0 < pulled_at_s < 10.0:
+            continue
+        swarm = SimSwarm(plan)
+        swarm.at(pulled_at_s - 0.005, lambda swarm=swarm: swarm.network.hold("s1r0"))  # type: ignore[misc]
+        swarm.at(14.0, lambda swarm=swarm: swarm.network.release("s1r0"))  # type: ignore[misc]
+        outcome = swarm.run(limit_s=200)
+        warnings = [(h.at_s, h.peer, str(h.get("message"))) for h in outcome.trace.of("warning")]
+        if failures := [(at_s, peer) for at_s, peer, message in warnings if "from s1r0 to guard" in message]:
+            break  # that pull was one from s1r0, not from the other
     done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 14.0)
     pulled = [round for at_s, _, round in guarded(outcome.trace, 1) if 5.0 < at_s < 14.0]
     assert done - max(pulled) <= BEHIND, "the other replica gives its snapshots"
-    failures = [(h.at_s, h.peer) for h in outcome.trace.of("warning") if "from s1r0 to guard" in str(h.get("message"))]
     (failed_at_s, guardian), *_ = failures
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
     assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"
