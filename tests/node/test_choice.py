@@ -24,10 +24,7 @@ class Chooser:
         )
         view = SimpleNamespace(origins=(), mates=(), following=(), shares={})
         manifest = SimpleNamespace(routing="random", seed=1, microbatches_per_step=PER_STEP)
-        self._node = node = SimpleNamespace(
-            index=index, manifest=manifest, me="me", rng=random.Random(3), inner_steps=0
-        )
-        node.now = lambda: 0.0
+        node = SimpleNamespace(index=index, manifest=manifest, me="me", rng=random.Random(3), now=lambda: 0.0)
         line = MeasuredLine()
         for peer, seconds in ROUND_TRIPS_S.items():
             line.answered(peer, seconds)
@@ -35,10 +32,8 @@ class Chooser:
         self._of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
 
     def choose(self, step: int, index: int, *, busy: tuple[PeerId, ...] = (), announced: bool = True) -> Choice:
-        """In inner step `step`; the clock, which two of them may share, is half of it."""
-        self._node.inner_steps = step
         heard = Attempts(True, frozenset(), busy=set(busy))
-        return self._of.by_policy(Origin("me", step // 2, index), heard, lambda advert: announced)
+        return self._of.by_policy(Origin("me", step, index), heard, lambda advert: announced)
 
     def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
         return [advert.peer_id for advert in self.choose(step, index, **options).replicas]
@@ -57,9 +52,9 @@ def test_the_pairs_of_a_step_are_spread_over_all_and_the_farthest_go_first() -> 
 
 def test_who_asks_again_in_a_step_gets_the_same_pair() -> None:
     chooser = Chooser()
-    pairs = [chooser.pair(2, index) for index in range(PER_STEP)]
-    assert [chooser.pair(2, index) for index in reversed(range(PER_STEP))] == pairs[::-1]
-    assert [chooser.pair(3, index) for index in range(PER_STEP)] != pairs
+    pairs = [chooser.pair(3, index) for index in range(PER_STEP)]
+    assert [chooser.pair(3, index) for index in reversed(range(PER_STEP))] == pairs[::-1]
+    assert [chooser.pair(4, index) for index in range(PER_STEP)] != pairs
 
 
 def test_another_one_stands_in_for_who_is_busy_or_gone() -> None:

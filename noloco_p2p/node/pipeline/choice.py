@@ -59,9 +59,9 @@ class Choice(NamedTuple):
 
 
 class Hands(NamedTuple):
-    """The replicas that were dealt to each microbatch of an inner step."""
+    """The replicas that were dealt to each microbatch of a step of the clock."""
 
-    inner_step: int
+    step: int
     dealt: list[list[PeerId]]
 
 
@@ -107,10 +107,9 @@ class ReplicaChoice:
         def far(hand: Sequence[PeerId]) -> int:
             return int(min(self._line.round_trip_s(peer) or 0.0 for peer in hand) / FAR_S)
 
-        node = self._node
-        if self._hands.inner_step != node.inner_steps:
-            dealt = routing.hands(node.manifest.microbatches_per_step, 2, usable, node.rng)
-            self._hands = Hands(node.inner_steps, sorted(dealt, key=far, reverse=True))
+        if self._hands.step != origin.step:
+            dealt = routing.hands(self._node.manifest.microbatches_per_step, 2, usable, self._node.rng)
+            self._hands = Hands(origin.step, sorted(dealt, key=far, reverse=True))
         return self._hands.dealt[origin.index]
 
     def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
