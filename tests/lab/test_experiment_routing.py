@@ -32,7 +32,7 @@ def test_balanced_loads_are_equal_and_wait_for_the_slowest() -> None:
 def test_random_routes_send_less_to_the_slow_replica() -> None:
     found = serve("random", "one 3 times slower")
     others = [count for peer, count in found["load"].items() if peer != "s1r0"]
-    assert found["load"]["s1r0"] < 0.75 * sum(others) / len(others)
+    assert found["load"]["s1r0"] < 0.85 * sum(others) / len(others)
     assert found["busy"] > 0
     assert 0 < found["waited_share"] <= 1
 

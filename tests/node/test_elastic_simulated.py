@@ -1,4 +1,4 @@
-"""60 swarms with faults drawn from a seed keep every law.
+"""50 swarms with faults drawn from a seed keep every law.
 
 The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
 """
@@ -9,7 +9,7 @@ from elastic import drawn
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 
-SEEDS = 60
+SEEDS = 50
 SWARMS_A_TEST = 10
 
 

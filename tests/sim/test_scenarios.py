@@ -22,8 +22,8 @@ from noloco_p2p.sim.simulation import build, sizes_of
 
 FILES = Path(__file__).parents[2] / "configs" / "sim"
 NAMES = ("lan", "continents", "consumer", "home-200", "protocol-nanogpt", "stragglers", "churn", "partition")
-SEEDS_A_TEST = 12
-MOST_SEEDS, FEW_SEEDS = 24, 12
+SEEDS_A_TEST = 8
+MOST_SEEDS, FEW_SEEDS = 16, 8
 CALM = ("lan", "home-200", "protocol-nanogpt", "stragglers")
 """Where little depends on the seed, FEW_SEEDS are run."""
 SHORT = (
