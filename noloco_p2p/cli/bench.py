@@ -126,7 +126,7 @@ def bench_flood(
     ] = ("silent,handshakes,connections,streams,bodies"),
     as_json: Json = False,
 ) -> None:
-    """What strangers who flood one node take from a swarm: connections, handshakes, calls, and bodies drop by drop."""
+    """What strangers who flood one node take from a swarm: connections, handshakes, calls, and dripping bodies."""
     from noloco_p2p.lab.bench import flood
 
     plan = flood.FloodPlan.of(kinds, pairs, seconds)

@@ -60,19 +60,19 @@ def drawn(usable: Sequence[PeerId], odds: Mapping[PeerId, float], rng: random.Ra
     return rng.choices(peers, [odds.get(peer, mean) for peer in peers])[0]
 
 
-def hands(count: int, size: int, usable: Sequence[PeerId], rng: random.Random) -> list[list[PeerId]]:
-    """`count` hands of `size` different replicas, or of all if there are fewer, dealt from shuffled decks.
+def candidate_sets(count: int, size: int, usable: Sequence[PeerId], rng: random.Random) -> list[list[PeerId]]:
+    """`count` sets of `size` different replicas, or of all if there are fewer, drawn without replacement.
 
-    All of `usable` are dealt before any is dealt again, so that the microbatches of a step are spread over them.
+    All of `usable` are drawn before any is drawn again, so that the microbatches of a step are spread over them.
     """
-    dealt, deck = [], list[PeerId]()
+    sets, left = [], list[PeerId]()
     for _ in range(count):
-        if len(deck) < min(size, len(usable)):
-            # Those that are left from the deck before come last in the next one: no hand gets them twice.
-            deck += sorted(rng.sample(sorted(usable), len(usable)), key=deck.__contains__)
-        dealt.append(deck[:size])
-        del deck[:size]
-    return dealt
+        if len(left) < min(size, len(usable)):
+            # Those that are still left come last in the next permutation: no set gets them twice.
+            left += sorted(rng.sample(sorted(usable), len(usable)), key=left.__contains__)
+        sets.append(left[:size])
+        del left[:size]
+    return sets
 
 
 def _permutation(seed: int, stage: int, step: int, block: int, replicas: Sequence[PeerId]) -> list[PeerId]:

@@ -50,7 +50,7 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def allow_forks() -> None:
-    """In a worker that has nothing of gRPC: a library may fork processes of its own. They end with the worker."""
+    """For a worker that does not use gRPC: libraries may fork processes of their own, which end with it."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.util.register_after_fork(_as_a_worker, lambda begin: begin())
 

@@ -156,7 +156,7 @@ class MembershipLoop:
 
     async def _read(self) -> None:
         self._read_at = self._node.now()
-        if self._swarm.looks_for_unlisted():
+        if self._swarm.take_unlisted_call():
             self._sought_at = self._read_at
         try:
             with self._waits.waiting("membership", Resource.DIRECTORY, self._node.config.directory.ttl_s, idle=True):

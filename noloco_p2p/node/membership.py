@@ -106,8 +106,8 @@ class Membership:
             self.unlisted_called = True
             self._waits.pulse()
 
-    def looks_for_unlisted(self) -> bool:
-        """A reading begins. Whether there is somebody to look for in it."""
+    def take_unlisted_call(self) -> bool:
+        """A reading begins. Whether such a peer has called since the one before."""
         called, self.unlisted_called = self.unlisted_called, False
         return called
 

@@ -15,7 +15,7 @@ from noloco_p2p.core.routing import (
     SLOWEST,
     balanced_owner,
     balanced_slots,
-    hands,
+    candidate_sets,
     next_hop,
     odds,
     target,
@@ -99,20 +99,20 @@ def test_random_is_uniform_over_the_usable() -> None:
 
 
 @given(small, st.integers(min_value=1, max_value=3), small, seeds)
-def test_hands_hold_different_replicas_and_all_come_before_any_comes_again(
+def test_a_set_holds_different_replicas_and_all_come_before_any_comes_again(
     count: int, size: int, replicas: int, seed: int
 ) -> None:
     usable = _peers("r", replicas)
-    dealt = hands(count, size, usable, random.Random(seed))
-    assert [len(set(hand)) for hand in dealt] == [min(size, replicas)] * count
+    sets = candidate_sets(count, size, usable, random.Random(seed))
+    assert [len(set(each)) for each in sets] == [min(size, replicas)] * count
     for until in range(count + 1):
-        times = Counter(peer for hand in dealt[:until] for peer in hand)
+        times = Counter(peer for each in sets[:until] for peer in each)
         assert max(times[peer] for peer in usable) - min(times[peer] for peer in usable) <= 1
 
 
-def test_hands_are_uniform() -> None:
+def test_candidates_are_uniform() -> None:
     rng, usable = random.Random(4), _peers("r", 5)
-    firsts = Counter(hand[0] for _ in range(2_000) for hand in hands(3, 2, usable, rng))
+    firsts = Counter(each[0] for _ in range(2_000) for each in candidate_sets(3, 2, usable, rng))
     assert all(abs(firsts[peer] - 1_200) < 120 for peer in usable)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from concurrent.futures import Future
+from datetime import timedelta
 from itertools import product
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -28,7 +29,7 @@ from noloco_p2p.compute.host_tensor import to_torch
 from noloco_p2p.config import InnerSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.lab.bench import baseline, node_fleet
+from noloco_p2p.lab.bench import baseline, baseline_replica, node_fleet
 from noloco_p2p.lab.bench.baseline_replica import KINDS
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import settings
@@ -179,6 +180,29 @@ def hold_hivemind(store: Path) -> tuple[int, list[int]]:
 
 
 kept: list[Any] = []
+
+
+def average_alone(store: Path) -> tuple[bool, str]:
+    """Whether a process that nobody joins keeps its own gradient, and what it says where all have to be there."""
+    distributed.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
+    model: Any = KINDS["opendiloco-nowait"](MANIFEST, torch.device("cpu"))
+    gradient = torch.arange(float(model._slow.numel()))
+    model._average(gradient)
+    model.waits_for_all, baseline_replica.WAIT = True, timedelta(seconds=3)
+    try:
+        model._average(gradient)
+    except LocalError as error:
+        return torch.equal(gradient, torch.arange(float(len(gradient)))), str(error)
+    finally:
+        model.close()
+    return False, ""
+
+
+def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(tmp_path: Path) -> None:
+    with workers(1, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
+        kept_its_own, message = pool.submit(average_alone, tmp_path / "store").result()
+    assert kept_its_own
+    assert message.startswith("hivemind has not averaged the processes within 0:00:03: ")
 
 
 def test_what_hivemind_has_started_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import ThreadedBatches, make_batches
-from noloco_p2p.lab.bench.baseline_replica import KINDS
+from noloco_p2p.lab.bench.baseline_replica import KINDS, WAIT
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds
@@ -40,8 +39,6 @@ from noloco_p2p.launch.yaml_entries import Key
 TARGET = 1.0
 DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
 """Defaults: the optimizer of the baselines, and rounds as far apart as DiLoCo's steps."""
-WAIT = timedelta(minutes=10)
-"""Longest wait of one process for the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ Shape legend: B microbatch, T sequence, V vocabulary, N = B·T.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 """DiLoCo's (arXiv 2311.08105)."""
 LOOPBACK = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "auto_nat": False, "nat_port_map": False}
 LONGEST_ADDRESS = 256
-MATCHMAKING_S, REQUEST_S, GROUP_S = 2.0, 1.0, 60.0
-"""How long an average waits for the processes that are not there yet (hivemind needs the second to be shorter than the
-first), and for one that can be made at all."""
+"""Bytes."""
+MATCHMAKING_S, REQUEST_S = 2.0, 1.0
+"""How long hivemind waits for processes that are not there yet, and for the answer of one; the second must be less."""
+WAIT = timedelta(minutes=10)
+"""Longest wait of one process for the others."""
 
 
 class BaselineReplica:
@@ -173,7 +176,7 @@ class OpenDilocoBaseline(DilocoBaseline):
     """
 
     waits_for_all = True
-    """A mean is of all processes. Else of those, at least two, that are there within MATCHMAKING_S."""
+    """A mean is of all processes. Else of those that are there within MATCHMAKING_S; who is alone goes on alone."""
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
         super().__init__(manifest, device)
@@ -206,11 +209,17 @@ class OpenDilocoBaseline(DilocoBaseline):
         self._dht.shutdown()
 
     def _average(self, gradient: Tensor) -> None:
+        from hivemind.averaging.allreduce import AllreduceException
+        from hivemind.averaging.matchmaking import MatchmakingException
+
         with self._averager.get_tensors() as (shared,):
             shared.copy_(gradient)
-        group = self._averager.step(timeout=GROUP_S)
-        if group is None:
-            raise LocalError(f"hivemind has made no average of the processes within {GROUP_S:g} s")
+        try:
+            self._averager.step(timeout=WAIT.total_seconds() if self.waits_for_all else 2 * MATCHMAKING_S)
+        except (AllreduceException, MatchmakingException) as error:
+            if self.waits_for_all:
+                raise LocalError(f"hivemind has not averaged the processes within {WAIT}: {error}") from error
+            return
         with self._averager.get_tensors() as (shared,):
             gradient.copy_(shared)
 

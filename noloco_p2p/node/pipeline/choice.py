@@ -58,11 +58,11 @@ class Choice(NamedTuple):
     """They may keep the question in their line; False: there are others to ask, Busy is the better answer."""
 
 
-class Hands(NamedTuple):
-    """The replicas that were dealt to each microbatch of a step of the clock."""
+class StepCandidates(NamedTuple):
+    """The candidates of each microbatch of a step of the clock."""
 
     step: int
-    dealt: list[list[PeerId]]
+    sets: list[list[PeerId]]
 
 
 class ReplicaChoice:
@@ -72,14 +72,14 @@ class ReplicaChoice:
         self._node = node
         self._swarm = swarm
         self._line = line
-        self._hands = Hands(-1, [])
+        self._candidates = StepCandidates(-1, [])
 
     def by_policy(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
         """Training: the replica that the run's policy chooses.
 
         Where any may serve, two are drawn, if only the header goes to the one that comes too late: loads even out.
-        Under `weighted` they may be the same, else the fastest would be drawn too seldom. Under `random` those of a
-        step of stage 0 are dealt, and the first microbatches get the pairs that are farthest away.
+        Under `weighted` they may be the same, else the fastest would be drawn too seldom. Under `random` stage 0
+        draws those of a step together, and the first microbatches get the pairs that are farthest away.
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
         usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
@@ -87,8 +87,8 @@ class ReplicaChoice:
         free = [peer for peer in usable if peer not in heard.busy] if policy in routing.FREE else usable
         if not free or (heard.busy and policy not in routing.FREE):
             return Choice([])
-        dealt = self._dealt(origin, usable) if policy == "random" and node.index == 0 else []
-        pair = [advert for peer in dealt if peer in free and (advert := members.get(peer)) is not None]
+        drawn = self._drawn_together(origin, usable) if policy == "random" and node.index == 0 else []
+        pair = [advert for peer in drawn if peer in free and (advert := members.get(peer)) is not None]
         first = pair[0] if pair else self._draw(origin, heard, free)
         header_first = announced(first)
         if policy not in routing.FREE:
@@ -101,16 +101,17 @@ class ReplicaChoice:
         second = pair[1] if len(pair) > 1 else self._draw(origin, heard, others)
         return Choice([first] if second == first else [first, second], header_first, patient)
 
-    def _dealt(self, origin: Origin, usable: Sequence[PeerId]) -> Sequence[PeerId]:
-        """The two replicas that this microbatch of the step was dealt. The nearer one is first to grant a place."""
+    def _drawn_together(self, origin: Origin, usable: Sequence[PeerId]) -> Sequence[PeerId]:
+        """The two candidates of this microbatch, drawn together with those of the others of its step."""
 
-        def far(hand: Sequence[PeerId]) -> int:
-            return int(min(self._line.round_trip_s(peer) or 0.0 for peer in hand) / FAR_S)
+        def far(candidates: Sequence[PeerId]) -> int:
+            """By the nearer one, because it is first to grant a place."""
+            return int(min(self._line.round_trip_s(peer) or 0.0 for peer in candidates) / FAR_S)
 
-        if self._hands.step != origin.step:
-            dealt = routing.hands(self._node.manifest.microbatches_per_step, 2, usable, self._node.rng)
-            self._hands = Hands(origin.step, sorted(dealt, key=far, reverse=True))
-        return self._hands.dealt[origin.index]
+        if self._candidates.step != origin.step:
+            sets = routing.candidate_sets(self._node.manifest.microbatches_per_step, 2, usable, self._node.rng)
+            self._candidates = StepCandidates(origin.step, sorted(sets, key=far, reverse=True))
+        return self._candidates.sets[origin.index]
 
     def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
         """One of `usable`, which are not none, by the run's policy."""
