@@ -59,6 +59,8 @@ class LineRate:
         self._as_of = 0.0
         self._parts: deque[tuple[float, float]] = deque(maxlen=PARTS)
         """(bytes per second, bytes) of each."""
+        self._counts = False
+        """They are the system's own counts."""
         self.measured_at: float | None = None
         """When the last of them ended."""
         self.sizes: dict[str, int] = {}
@@ -79,9 +81,17 @@ class LineRate:
         self._advance(now)
         self._moving -= 1
         seconds = self._shared_s - began
-        if nbytes > 0 and seconds > 0:
+        if nbytes > 0 and seconds > 0 and not self._counts:
             self._parts.append((nbytes / seconds, nbytes))
             self.measured_at = now
+
+    def counted(self, nbytes: int, seconds: float, now: float) -> None:
+        """The system has counted so many bytes in so many seconds. From then on only its counts matter."""
+        if not self._counts:
+            self._parts.clear()
+            self._counts = True
+        self._parts.append((nbytes / seconds, nbytes))
+        self.measured_at = now
 
     @property
     def bytes_per_s(self) -> float | None:

@@ -73,6 +73,15 @@ def test_a_line_that_becomes_slower_is_measured_anew_and_memory_is_bounded() -> 
     assert len(line._parts) == PARTS
 
 
+def test_the_systems_own_counts_replace_what_writes_suggest() -> None:
+    line = LineRate(1.0)
+    line.ended(line.began(0.0), 100 * RATE, 1.0)
+    line.counted(int(RATE), 1.0, 2.0)
+    assert line.bytes_per_s == RATE
+    line.ended(line.began(3.0), 100 * RATE, 4.0)
+    assert (line.bytes_per_s, line.measured_at) == (RATE, 2.0)
+
+
 def test_what_is_broken_off_counts_with_what_of_it_has_moved() -> None:
     line = LineRate(0.75)
     began = line.began(0.0)

@@ -15,7 +15,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
-from noloco_p2p.io.transport.sockets import UnsentLimit
+from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
 
 Write = Callable[[bytes], Awaitable[object]]
 Read = Callable[..., Awaitable[Any]]
@@ -90,6 +90,7 @@ class OwnersLine:
         """By the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
         """Of every connection."""
+        self._acked = AckedBytes(self.measured.up)
 
     def agreed(self, wanted_bytes: int) -> int:
         """Most tensor bytes in one message to a peer that would like no more; 0: it does not mind."""
@@ -107,6 +108,7 @@ class OwnersLine:
                     way.charge(nbytes)
                 await write(message)
                 return
+            self._acked.follow(clock())
             began, sent = rate.began(clock()), 0
             try:
                 if way is not None:

@@ -13,7 +13,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.reach import RELAY, STREAM
@@ -84,19 +83,16 @@ class PeerChannel:
 
 
 class Turns:
-    """Large bodies to the same peer go one after the other: side by side, all of them would arrive late."""
+    """Announced bodies to the same peer go one after the other, and so do the gradients that answer them: side by
+    side, all of them would arrive late."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, tuple[asyncio.Lock, int]] = {}
         """With the number of bodies that use it or wait for it."""
 
     @asynccontextmanager
-    async def of(self, peer: Hashable, nbytes: int, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
-        """Wait for the turn of a body of so many bytes, and call `begins`; a small one goes at once."""
-        if nbytes <= wire.PACK_BYTES:
-            begins()
-            yield
-            return
+    async def of(self, peer: Hashable, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+        """Wait for the turn of a body, and call `begins`."""
         lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
         self._queues[peer] = lock, users + 1
         try:

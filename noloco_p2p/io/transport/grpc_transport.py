@@ -241,7 +241,7 @@ class GrpcTransport:
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
                 ways = partial(self._ways, ranks=(there, back))
                 number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
-                turn = self._turns.of(peer.peer_id, size, leaves)
+                turn = self._turns.of(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
                 longest = stripe_bytes(size) if number else line.message_bytes
                 head, body = message_codec.announced(activation, number)

@@ -7,7 +7,7 @@ this node waits for them, is in `callers`.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -109,7 +109,7 @@ class GrpcServicer:
             self._replies[reply] = None
             leaving.callback(self._replies.pop, reply)
             try:
-                async with self._turns.of(caller, size):
+                async with self._turns.of(caller) if kind == "gradient" and not incoming.whole else nullcontext():
                     await self._send(context, incoming, reply, messages_of, size)
             except (grpc.aio.BaseError, Unreachable) as error:
                 # gRPC could not write: a link to the caller is broken, or it does not read.

@@ -1,7 +1,9 @@
 """The gRPC transport on loopback: what is sent arrives bit for bit, and every way to fail is one error, soon."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -26,7 +28,8 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, Progress, TensorSpec
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
-from noloco_p2p.ports import Body, Claim
+from noloco_p2p.io.transport.channels import Turns
+from noloco_p2p.ports import ALONE, Body, Claim
 
 
 @pytest.fixture
@@ -212,3 +215,31 @@ def test_a_microbatch_is_in_hand_until_its_reply_has_left() -> None:
             assert known[-1] >= wire.REPLYING
 
     run(scenario())
+
+
+def test_announced_bodies_to_a_peer_and_their_replies_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that would fit in one message: on a slow line, side by side, all of them would arrive late."""
+    taken: list[tuple[Turns, Hashable]] = []
+    moving: list[tuple[Turns, Hashable]] = []
+    original = Turns.of
+
+    @asynccontextmanager
+    async def watched(turns: Turns, peer: Hashable, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+        async with original(turns, peer, begins):
+            assert (turns, peer) not in moving
+            moving.append((turns, peer))
+            taken.append((turns, peer))
+            yield
+            moving.remove((turns, peer))
+
+    monkeypatch.setattr(Turns, "of", watched)
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            sent = [activation((4, 64, 512), counter=number) for number in range(4)]
+            assert all(message_codec.fits_one_message(one) for one in sent)
+            await asyncio.gather(*(both.a.propagate(both.peer, one, ALONE) for one in sent))
+            await both.a.evaluate(both.peer, activation((4, 64, 512), counter=9), ALONE)
+
+    run(scenario())
+    assert sorted(Counter(taken).values()) == [4, 5], "a loss is no body, and waits for none"

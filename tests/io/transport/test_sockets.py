@@ -12,7 +12,7 @@ from transport_fixture import LARGE, Node, activation, echo, pair, run
 
 from noloco_p2p.core.line_rate import FAST_BYTES_PER_S, MORE_UNSENT_BYTES, UNSENT_BYTES, LineRate, unsent_bytes
 from noloco_p2p.io.transport import sockets
-from noloco_p2p.io.transport.sockets import LOOK_S, UnsentLimit
+from noloco_p2p.io.transport.sockets import COUNT_S, LEAST_COUNT_BYTES, LOOK_S, AckedBytes, UnsentLimit
 
 pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
 
@@ -106,6 +106,59 @@ def test_the_limit_follows_the_speed_of_the_line() -> None:
         assert after(FAST_BYTES_PER_S / 2, 0.0) == UNSENT_BYTES
         assert after(FAST_BYTES_PER_S, LOOK_S / 2) == UNSENT_BYTES, "looked at not long ago"
         assert after(FAST_BYTES_PER_S, LOOK_S) == MORE_UNSENT_BYTES
+
+
+def test_what_waits_in_the_buffers_has_not_left() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+        server.accept()[0] as far,
+    ):
+
+        def acked() -> int:
+            return sockets._of_each(sockets._counted)[os.fstat(near.fileno()).st_ino][0]
+
+        total = taken(near)
+        assert acked() < total
+        near.settimeout(30.0)
+        near.shutdown(socket.SHUT_WR)
+        while far.recv(1 << 20):
+            pass
+        far.sendall(b"x")  # with the acknowledgement of all that came
+        assert near.recv(1) == b"x"
+        assert total <= acked() <= total + 2, "beginning and end count as a byte each"
+
+
+def test_the_line_is_measured_by_what_the_other_ends_have_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {1: (10**9, 10**9)}
+    monkeypatch.setattr(sockets, "_of_each", lambda found: dict(counts))
+    rate = LineRate(1.0)
+    acked = AckedBytes(rate)
+    acked.follow(0.0)
+    assert rate.bytes_per_s is None, "what was before the first look may be long ago"
+    counts |= {1: (10**9 + 500_000, 10**9 + 100_000), 2: (500_000, 200_000), 3: (LEAST_COUNT_BYTES - 1, 10**7)}
+    acked.follow(COUNT_S / 2)
+    assert rate.bytes_per_s is None, "looked at not long ago"
+    acked.follow(COUNT_S)
+    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "as long as the busiest connection that carried a body"
+    counts[1] = counts[1][0] + LEAST_COUNT_BYTES - 1, counts[1][1]
+    acked.follow(2 * COUNT_S)
+    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "no body moved"
+
+
+def test_a_transport_measures_its_line_by_them() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            rate = both.a.line.up
+            both.a._line._acked.follow(asyncio.get_running_loop().time() - COUNT_S)
+            await both.a.propagate(both.peer, activation(LARGE))
+            both.a._line._acked.follow(asyncio.get_running_loop().time() + COUNT_S)
+            counted = rate.bytes_per_s
+            rate.ended(rate.began(0.0), 1e15, 1.0)
+            assert counted is not None
+            assert rate.bytes_per_s == counted, "what writing takes does not count any more"
+
+    run(scenario())
 
 
 def test_a_transport_on_a_fast_line_lets_more_wait() -> None:
