@@ -231,9 +231,12 @@ def test_a_list_comes_to_all_by_their_adverts_and_to_whoever_joins(
                 # What noloco revoke writes.
                 (a.home / "revoked").write_bytes(club.revoking(1, c.me))
                 while not all(node.records.revoked.names(c.me) for node in nodes):
-                    for node in nodes:
+                    for node in (a, b):
                         await node.look()
+                    await c.directory.peers()
                     await asyncio.sleep(0.1)
+                with pytest.raises(Unreachable, match="no peer stored it"):
+                    await c.look()
                 seen = await b.look()
                 assert (seen[c.me].state, seen[c.me].step) == ("left", 0.0)
                 assert seen[a.me].state == "training"
