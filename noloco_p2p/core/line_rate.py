@@ -17,6 +17,10 @@ UP_SHARE, DOWN_SHARE = 0.75, 1.0
 """The rate is this quantile of theirs, weighted by bytes. The connection or the other end may have slowed down any of
 them, so the faster ones show what this line can do. Downloads depend so much on the lines of others that only the
 fastest one shows it."""
+LEAST_DOWN_S = 0.25
+"""What comes is measured over at least so long: a message may have waited in a buffer for most of the time that it took
+to arrive, and a single one then passes for much too fast.
+"""
 SMALL_BYTES = 1 << 16
 SMALL_S = 0.02
 """A body of at most so many bytes, or that takes at most so long to send, is sent without asking, however near its peer
@@ -51,8 +55,11 @@ PEERS = 256
 class LineRate:
     """One direction of a line."""
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, least_s: float = 0.0) -> None:
+        """`share`: the quantile that counts; `least_s`: shorter transfers are put together to one part."""
+        self._share, self._least_s = share, least_s
+        self._together = (0.0, 0.0)
+        """Bytes and seconds of the transfers since the last part."""
         self._moving = 0
         self._shared_s = 0.0
         """Seconds that a part moving since the beginning would have had to itself: with n at once, 1/n of the time."""
@@ -82,16 +89,16 @@ class LineRate:
         self._moving -= 1
         seconds = self._shared_s - began
         if nbytes > 0 and seconds > 0 and not self._counts:
-            self._parts.append((nbytes / seconds, nbytes))
-            self.measured_at = now
+            self._together = (self._together[0] + nbytes, self._together[1] + seconds)
+            if self._together[1] >= self._least_s:
+                self._append(*self._together, now)
 
     def counted(self, nbytes: int, seconds: float, now: float) -> None:
         """The system has counted so many bytes in so many seconds. From then on only its counts matter."""
         if not self._counts:
             self._parts.clear()
             self._counts = True
-        self._parts.append((nbytes / seconds, nbytes))
-        self.measured_at = now
+        self._append(nbytes, seconds, now)
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -102,6 +109,10 @@ class LineRate:
         """What one body of each of these kinds takes; 0 where nothing has been measured."""
         rate = self.bytes_per_s
         return sum(self.sizes.get(kind, 0) for kind in kinds) / rate if rate else 0.0
+
+    def _append(self, nbytes: float, seconds: float, now: float) -> None:
+        self._parts.append((nbytes / seconds, nbytes))
+        self._together, self.measured_at = (0.0, 0.0), now
 
     def _advance(self, now: float) -> None:
         if self._moving:
@@ -114,7 +125,7 @@ class MeasuredLine:
 
     def __init__(self) -> None:
         self.up = LineRate(UP_SHARE)
-        self.down = LineRate(DOWN_SHARE)
+        self.down = LineRate(DOWN_SHARE, LEAST_DOWN_S)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def answered(self, peer: PeerId, seconds: float) -> None:

@@ -228,6 +228,8 @@ class Holding(NamedTuple):
     """Floor of the replica's clock."""
 
 
+STREAM = "p2p"
+"""The address of a peer that others reach by opening a stream over a link that it keeps."""
 NO_STAGE = -1
 """`Advert.stage` of a node that has not chosen one yet; such an advert is never announced."""
 
@@ -241,7 +243,7 @@ class Advert:
     stage: int
     addresses: tuple[str, ...]
     """gRPC addresses, best first: `host:port`; of a node behind NAT `p2p`, over a link that it keeps to the caller, and
-    `relay/<peer id>` of relays. Of a node's own: where it listens."""
+    `relay/<peer id>` of relays. Of a node's own: where it listens, and `p2p` if nobody can dial it there."""
     metrics: str = ""
     """`http://host:port/metrics`, empty when it serves none."""
     libp2p_metrics: str = ""
@@ -271,6 +273,15 @@ class Advert:
     version: str = ""
     announced_at: float = 0.0
     """When it was announced, on the clock of the event loop that read it; filled in by the directory, never sent."""
+
+    @property
+    def is_hidden(self) -> bool:
+        """Nobody can dial it. Two such nodes reach each other only through a relay."""
+        return STREAM in self.addresses
+
+    def needs_relay(self, peer: "Advert") -> bool:
+        """Whether the two reach each other only through a relay."""
+        return self.is_hidden and peer.is_hidden
 
 
 @dataclass(frozen=True, slots=True)

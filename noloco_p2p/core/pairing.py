@@ -1,19 +1,29 @@
 """Which replica pulls which one's snapshot in an outer round (METHOD.md, "Pairing")."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 
 
-def matching(seed: int, round: int, members: Sequence[PeerId]) -> dict[PeerId, PeerId]:
-    """A perfect matching, both ways round, from (seed, round, set of ids) only; with an odd count one is left out."""
+def matching(
+    seed: int, round: int, members: Sequence[PeerId], hidden: Set[PeerId] = frozenset()
+) -> dict[PeerId, PeerId]:
+    """A perfect matching, both ways round, from the arguments as sets only; with an odd count one is left out.
+
+    Two `hidden` replicas would need a relay, so such a pair swaps partners with one that has none, if there is one.
+    """
     order = sorted(set(members))
     generator(seed, "pairing", round, *order).shuffle(order)
-    pairs = list(zip(order[0::2], order[1::2], strict=False))
-    return dict(pairs) | {b: a for a, b in pairs}
+    found = dict(zip(order[0::2], order[1::2], strict=False))
+    relayed = [pair for pair in found.items() if hidden >= {*pair}]
+    direct = [pair for pair in found.items() if hidden.isdisjoint(pair)]
+    for (one, other), (left, right) in zip(relayed, direct, strict=False):
+        del found[left]
+        found |= {one: left, other: right}
+    return found | {other: one for one, other in found.items()}
 
 
 def partner(
@@ -23,16 +33,22 @@ def partner(
     members: Sequence[PeerId],
     me: PeerId,
     rng: random.Random,
+    hidden: Set[PeerId] = frozenset(),
 ) -> tuple[PeerId | None, str]:
     """My partner among the live replicas of my stage, and why: `matched`, `odd`, `random` or `nobody`.
 
     `members` may or may not name me and need not be sorted. `matched` does not touch `rng`; `random` draws from it,
-    uniformly among the others. None: I go alone.
+    uniformly among the others, or among those that need no relay if there are any. None: I go alone.
     """
     others = sorted(set(members) - {me})
     if not others:
         return None, "nobody"
     if kind == "random":
-        return rng.choice(others), "random"
-    found = matching(seed, round, [*others, me]).get(me)
+        return rng.choice(without_relay(others, me, hidden)), "random"
+    found = matching(seed, round, [*others, me], hidden).get(me)
     return (None, "odd") if found is None else (found, "matched")
+
+
+def without_relay(peers: Sequence[PeerId], me: PeerId, hidden: Set[PeerId]) -> Sequence[PeerId]:
+    """Those that I reach without a relay; all, if there are none."""
+    return [peer for peer in peers if peer not in hidden] or peers if me in hidden else peers

@@ -94,9 +94,9 @@ def restore_sources(
     living = [a for a in mates if a.state in TRAINED]
     if living:
         usual = median_low([a.outer_round for a in living])
-        # The boldest come last: they may lie.
-        living.sort(key=lambda a: (a.outer_round > usual + BOLD_ROUNDS, -a.outer_round, a.peer_id))
-        ahead = living[0].outer_round
+        # The boldest come last, because they may lie; relays are slow.
+        living.sort(key=lambda a: (a.outer_round > usual + BOLD_ROUNDS, me.needs_relay(a), -a.outer_round, a.peer_id))
+        ahead = max(a.outer_round for a in living if a.outer_round <= usual + BOLD_ROUNDS)
         pulls = [RestoreSource("peer", "a living replica has it", peer) for peer in living]
         near = [
             _own_checkpoint(h, "hardly behind the others") for h in checkpoints[:1] if ahead - h.round <= NEAR_ROUNDS

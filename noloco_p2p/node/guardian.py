@@ -175,7 +175,11 @@ class Guardian:
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now, leaving = node.now(), self._leaving(replicas)
         aside = {a.peer_id: self._swarm.members.is_aside(a.peer_id, now=now) for a in turned}
-        return sorted(turned, key=lambda a: (aside[a.peer_id], a.state == "draining", leaving and -a.step))
+        mine = node.advert
+        return sorted(
+            turned,
+            key=lambda a: (aside[a.peer_id], a.state == "draining", leaving and -a.step, mine.needs_relay(a)),
+        )
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Raises as Transport.fetch_snapshot, and Violation if the weights are not the donor's own."""

@@ -15,7 +15,7 @@ the pull has ended merges.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
@@ -40,6 +40,7 @@ class PartnerChoice(NamedTuple):
     """The replicas that could be asked, the one that will be, and why."""
 
     mates: Mapping[PeerId, Advert]
+    hidden: Set[PeerId]
     partner: PeerId | None
     reason: str
 
@@ -225,12 +226,14 @@ class OuterRounds:
         mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
         is_matched = outer.pairing == "matched" and node.advert.partner_from_round <= round
         kind: Literal["matched", "random"] = "matched" if is_matched else "random"
-        return PartnerChoice(mates, *pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng))
+        hidden = {advert.peer_id for advert in (node.advert, *mates.values()) if advert.is_hidden}
+        chosen = pairing.partner(kind, node.manifest.seed, round, sorted(mates), node.me, node.rng, hidden)
+        return PartnerChoice(mates, hidden, *chosen)
 
     async def _pull(self, mine: FrozenRound, choice: PartnerChoice, goes_on: bool) -> Pull:
         """The partner's snapshot of my round, else its newest, else another replica's, else none."""
         node, members = self._node, self._swarm.members
-        mates, chosen, reason = choice
+        mates, hidden, chosen, reason = choice
         if chosen is None:
             return Pull(reason)
         failure = "aside"
@@ -244,7 +247,7 @@ class OuterRounds:
             return Pull(failure)
         self._gave &= mates.keys()
         # Peers that have given one before exist; others may only be listed.
-        likely = [p for p in others if p in self._gave] or others
+        likely = pairing.without_relay([p for p in others if p in self._gave] or others, node.me, hidden)
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 

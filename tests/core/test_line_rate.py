@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from noloco_p2p.core.line_rate import (
     ASKED_S,
+    DOWN_SHARE,
     LEAST_ASKED,
+    LEAST_DOWN_S,
     PARTS,
     PEERS,
     SMALL_BYTES,
@@ -71,6 +73,15 @@ def test_a_line_that_becomes_slower_is_measured_anew_and_memory_is_bounded() -> 
             line.ended(line.began(now), rate, now := now + 1.0)
         assert line.bytes_per_s == pytest.approx(rate)
     assert len(line._parts) == PARTS
+
+
+def test_messages_that_waited_in_a_buffer_do_not_make_the_line_faster() -> None:
+    """Every second message was there already for the most part: 1 ms, and 19 ms for the next."""
+    line, now = LineRate(DOWN_SHARE, LEAST_DOWN_S), 0.0
+    for number in range(4 * PARTS):
+        line.ended(line.began(now), RATE * 0.01, now := now + (0.001 if number % 2 else 0.019))
+        assert (line.bytes_per_s is None) == (now < LEAST_DOWN_S)
+    assert line.bytes_per_s == pytest.approx(RATE, rel=0.05)
 
 
 def test_the_systems_own_counts_replace_what_writes_suggest() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.pairing import matching, partner
+from noloco_p2p.core.pairing import matching, partner, without_relay
 
 peers = st.lists(st.text(alphabet="abcdef123", min_size=1, max_size=6), unique=True, max_size=12)
 seeds = st.integers(min_value=0, max_value=2**63 - 1)
@@ -63,3 +63,32 @@ def test_random_is_uniform_among_the_others() -> None:
     assert set(drawn) == {("a", "random"), ("c", "random"), ("d", "random")}
     assert all(abs(times - 1000) < 120 for times in drawn.values())
     assert partner("random", 0, 0, ["b"], "b", rng) == (None, "nobody")
+
+
+@given(seeds, peers, st.data())
+def test_two_hidden_replicas_meet_only_if_there_are_more_of_them_than_others(
+    seed: int, members: list[str], data: st.DataObject
+) -> None:
+    hidden = set(data.draw(st.lists(st.sampled_from(members), unique=True) if members else st.just([])))
+    found = matching(seed, 7, members, hidden)
+    pairs = {frozenset(pair) for pair in found.items()}
+    assert len(found) == 2 * len(pairs) == len(members) // 2 * 2
+    assert all(found[other] == one for one, other in found.items())
+    assert set(found) == set(matching(seed, 7, members)), "being hidden leaves nobody alone more often"
+    kinds = Counter(len(pair & hidden) for pair in pairs)
+    assert not (kinds[2] and kinds[0])
+
+
+def test_the_hidden_meet_all_others_equally_often() -> None:
+    members, rounds = [f"peer-{i}" for i in range(6)], 3000
+    hidden = set(members[:2])
+    pairs = Counter(pair for round in range(rounds) for pair in matching(5, round, members, hidden).items())
+    assert pairs[members[0], members[1]] == 0
+    assert all(abs(pairs[one, other] - rounds / 4) < 0.15 * rounds / 4 for one in hidden for other in members[2:])
+
+
+def test_a_hidden_replica_draws_one_that_can_be_dialled_where_there_is_one() -> None:
+    rng = random.Random(3)
+    assert {partner("random", 0, 0, "abcd", "a", rng, {"a", "b"})[0] for _ in range(50)} == {"c", "d"}
+    assert {partner("random", 0, 0, "abcd", "c", rng, {"a", "b"})[0] for _ in range(50)} == {"a", "b", "d"}
+    assert without_relay(["b"], "a", {"a", "b"}) == ["b"]

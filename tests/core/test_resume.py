@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.messages import STREAM, Advert, Holding
 from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, restore_sources, run_has_begun
 
 STAGES = 3
@@ -112,3 +112,15 @@ def test_fresh_weights_are_what_is_left_when_there_is_nothing() -> None:
 def test_the_boldest_donor_is_asked_last() -> None:
     living = [advert(peer, 1, round=round) for peer, round in (("a", 4), ("b", 10**6), ("c", 5), ("d", 6))]
     assert kinds(restore_sources(ME, living, [], STAGES)) == [("peer", peer) for peer in "dcab"]
+
+
+def test_a_donor_that_needs_a_relay_is_asked_after_the_others() -> None:
+    def hidden(one: Advert) -> Advert:
+        return replace(one, addresses=(STREAM, "relay/r"))
+
+    near, far, bold = advert("b", 1, round=4), hidden(advert("c", 1, round=5)), advert("d", 1, round=10**6)
+    asked = [source.peer for source in restore_sources(hidden(ME), [near, far, bold], [], STAGES)]
+    assert asked == [near, far, bold]
+    assert restore_sources(ME, [near, far, bold], [], STAGES)[0].peer == far
+    found = restore_sources(hidden(ME), [near, far], held(1, 5 - NEAR_ROUNDS), STAGES)
+    assert found[0].kind == "shard", "how far the others are does not depend on how they are reached"

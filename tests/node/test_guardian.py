@@ -8,7 +8,7 @@ from typing import cast
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.guardians import guardians_of
-from noloco_p2p.core.messages import Advert, Holding, NodeDescription, TensorSpec
+from noloco_p2p.core.messages import STREAM, Advert, Holding, NodeDescription, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
@@ -174,6 +174,19 @@ def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own(
             place.members.answered("v")
             place.members.answered("w")
         assert all(kind in ("warning", "guarded") for kind, _ in place.events)
+
+    at(scenario)
+
+
+def test_a_guardian_that_nobody_can_dial_asks_first_whom_it_reaches_without_a_relay() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(addresses=("127.0.0.1:1", STREAM))
+        hidden = replace(place.advert("v", WARD), addresses=(STREAM,))
+        for round in (4, 5):
+            place.asked.clear()
+            place.goes_on(round)
+            await place.sees(hidden, place.advert("w", WARD))
+            assert [peer for peer, _, _ in place.asked] == ["w", "v"], "whose turn it is counts less"
 
     at(scenario)
 

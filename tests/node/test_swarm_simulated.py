@@ -11,7 +11,8 @@ from noloco_p2p.config import (
     DirectorySettings,
     NodeConfig,
 )
-from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.core.messages import STREAM, Advert, MicrobatchId, PeerId
+from noloco_p2p.sim import world
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -153,3 +154,17 @@ def test_a_faster_origin_takes_more_inner_steps() -> None:
     outcome = SimSwarm(CLOCKS["one of stage 0 three times faster"]).run(limit_s=3000)
     steps: dict[str, SimProcess] = outcome.nodes
     assert steps["s0r0"].inner_steps > 1.5 * steps["s0r1"].inner_steps
+
+
+def test_nodes_that_nobody_can_dial_exchange_snapshots_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {peer_id(1, 0), peer_id(1, 2)}
+
+    def advert(peer: PeerId, run_id: str, stage: int, addresses: tuple[str, ...]) -> Advert:
+        return Advert(peer, run_id, stage, (*addresses, STREAM) if peer in hidden else addresses)
+
+    monkeypatch.setattr(world, "Advert", advert)
+    manifest = manifest_for((1, 4), steps=24, outer={"rule": "noloco", "inner_steps": 2, "deadline_s": 2.0})
+    outcome = SimSwarm(SimPlan(manifest, (1, 4), config=NodeConfig(limits=LIMITS))).run()
+    met = [(e.peer, str(e.get("partner"))) for e in outcome.trace.of("outer_round") if e.get("partner")]
+    assert hidden <= {one for one, _ in met}
+    assert not [pair for pair in met if hidden.issuperset(pair)]

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import STREAM, PeerId
 from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.reach import STREAM, endpoint, joined
+from noloco_p2p.io.dht.reach import endpoint, joined
 from noloco_p2p.io.dht.ways_in import WaysIn
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]

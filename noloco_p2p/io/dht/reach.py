@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import PEER_ID_CHARACTERS, Advert, PeerId
+from noloco_p2p.core.messages import PEER_ID_CHARACTERS, STREAM, Advert, PeerId
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import public_key_of
 
@@ -24,8 +24,6 @@ LOOKUP_S = 2.0
 NAMES_AT_ONCE = 32
 NAMES_KEPT, KEPT_S = 256, 60.0
 """Names whose addresses are remembered, and for how long, seconds."""
-STREAM = "p2p"
-"""The address of a peer that others reach by opening a stream over a link that it keeps."""
 RELAY = "relay/"
 """Followed by the peer id of a relay: the address of a peer to which that relay splices streams."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"

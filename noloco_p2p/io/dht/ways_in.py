@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import STREAM, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
-from noloco_p2p.io.dht.reach import RELAY, STREAM, joined
+from noloco_p2p.io.dht.reach import RELAY, joined
 from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
 RELAYS = 2

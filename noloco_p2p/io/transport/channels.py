@@ -13,9 +13,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.reach import RELAY, STREAM
+from noloco_p2p.io.dht.reach import RELAY
 from noloco_p2p.io.transport.peer_links import Links, target
 
 CHANNELS_PER_PEER = 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
-from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht import join_handshake
@@ -16,7 +16,7 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.dht.reach import STREAM, endpoint, joined
+from noloco_p2p.io.dht.reach import endpoint, joined
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
