@@ -52,6 +52,8 @@ class ConnectionLimit:
         self._port = port
         self._known: set[End] = set()
         """Those that there were at the last look."""
+        self._ends: dict[tuple[int, int], End | None] = {}
+        """Of each file open then, by device and inode: the other end, None if it is no accepted connection."""
 
     async def watch(self) -> None:
         """Look again and again."""
@@ -77,13 +79,22 @@ class ConnectionLimit:
 
     def accepted(self) -> dict[End, int]:
         """The other ends of all connections to the port, and which files they are here."""
-        found = dict[End, int]()
+        found, known, self._ends = dict[End, int](), self._ends, {}
         for number in map(int, os.listdir(OPEN_FILES)):
-            with suppress(OSError), _copied(number) as one:  # else it is something else, or gone
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
-                    host, port, *_ = one.getpeername()
-                    found[host.removeprefix(MAPPED), port] = number
+            with suppress(OSError):  # gone
+                file = os.fstat(number)
+                key = file.st_dev, file.st_ino
+                self._ends[key] = end = known[key] if key in known else self._other_end(number)
+                if end is not None:
+                    found[end] = number
         return found
+
+    def _other_end(self, number: int) -> End | None:
+        with suppress(OSError), _copied(number) as one:  # else it is something else
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
+                host, port, *_ = one.getpeername()
+                return host.removeprefix(MAPPED), port
+        return None
 
 
 @contextmanager

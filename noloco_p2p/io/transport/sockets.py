@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import thread_time
 from typing import TypeVar
 
 from noloco_p2p.core.line_rate import LineRate, unsent_bytes
@@ -26,7 +27,10 @@ OPEN_FILES = Path("/proc/self/fd")
 LOOK_S = 1.0
 """Time between two looks at how fast the line is, seconds."""
 COUNT_S = 0.25
-"""Time between two looks at what has been acknowledged, seconds."""
+"""Least time between two looks at what has been acknowledged, seconds."""
+COUNT_SHARE = 0.01
+"""The looks take at most this share of the time: each takes 10 µs of the event loop's thread for every open file, and
+strangers may open thousands of connections."""
 LEAST_COUNT_BYTES = 1 << 14
 """A connection with less than this between two looks carried no body, only short messages. On a far line it may have
 waited for their acknowledgements most of the time."""
@@ -69,8 +73,9 @@ class AckedBytes:
         """Count what has left since the last look, unless that was just now."""
         if now < self._looks_at:
             return
-        self._looks_at = now + COUNT_S
-        before, self._counts = self._counts, _of_each(_counted)
+        before, began = self._counts, thread_time()
+        self._counts = _of_each(_counted)
+        self._looks_at = now + max(COUNT_S, (thread_time() - began) / COUNT_SHARE)
         if before is None:
             return
         moved = [

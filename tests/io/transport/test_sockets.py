@@ -171,3 +171,22 @@ def test_a_transport_on_a_fast_line_lets_more_wait() -> None:
         assert set(ours) == {MORE_UNSENT_BYTES}
 
     run(scenario())
+
+
+def test_counting_takes_a_hundredth_of_the_time_however_many_connections_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, spent_s = list[float](), 0.0
+
+    def slow(found: object) -> dict[int, tuple[int, int]]:
+        nonlocal spent_s
+        looks.append(now)
+        spent_s += 0.04
+        return {}
+
+    monkeypatch.setattr(sockets, "_of_each", slow)
+    monkeypatch.setattr(sockets, "thread_time", lambda: spent_s)
+    acked = AckedBytes(LineRate(1.0))
+    for now in range(20):
+        acked.follow(float(now))
+    assert looks == [0, 4, 8, 12, 16]
