@@ -212,7 +212,8 @@ def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
         assert line.measured.up.bytes_per_s == pytest.approx(2e6, rel=0.3), "two at once"
         await receive()
         assert line.measured.down.bytes_per_s is None, "what was before the first message was no transfer"
-        await receive()
+        for _ in range(6):
+            await receive()
         assert line.measured.down.bytes_per_s == pytest.approx(4e6, rel=0.3)
         assert taken == [LEAST_MESSAGE_BYTES, 100_000, 100_000]
         assert line.grpc_options == ()
