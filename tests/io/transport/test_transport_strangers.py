@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from machine import at_most
-from transport_fixture import LARGE, Node, Pair, activation, advert, bare, echo, hang, pair, run, soon, tensor
+from transport_fixture import LARGE, SOON_S, Node, Pair, activation, advert, bare, echo, hang, pair, run, soon, tensor
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
@@ -40,8 +40,8 @@ ME = callers.metadata()
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes lose patience after a second, or after as much longer as this machine is slow."""
-    patience_s = at_most(1.0)
+    """Nodes lose patience after a second, or after as much longer as this machine is slow, well before `soon` does."""
+    patience_s = min(at_most(1.0), SOON_S / 2)
     monkeypatch.setattr(callers, "RESERVE_S", patience_s)
     monkeypatch.setattr(callers, "STATE_RESERVE_S", patience_s)
 
