@@ -36,7 +36,7 @@ def _names(nodes: Nodes) -> list[str]:
 def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     nodes = swarm()
     assert _found(nodes) == []
-    expected = "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
+    expected = "training: step 1,234 of 5,000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
     assert diagnose(list(nodes.values())).sentence == expected
 
 
@@ -323,7 +323,7 @@ def test_a_stage_with_one_replica() -> None:
 def test_a_run_that_has_ended_lacks_nobody() -> None:
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] == "0"}
     assert _found(nodes) == []
-    assert diagnose(list(nodes.values())).sentence == "finished: step 5000 of 5000 (100 %), 3 nodes, loss 2.31"
+    assert diagnose(list(nodes.values())).sentence == "finished: step 5,000 of 5,000 (100 %), 3 nodes, loss 2.31"
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] != "0"}
     assert _found(nodes) == [], "stage 0 has left first"
 

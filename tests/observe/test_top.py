@@ -56,7 +56,7 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     assert found.sentence == found.progress
     assert found.severity == "ok"
     drawn = _drawn(found)
-    assert drawn[0] == "training: step 1234 of 5000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
+    assert drawn[0] == "training: step 1,234 of 5,000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
     assert drawn[2:4] == ["stage replicas tokens/s states", "    0        3    6.15k 3 training"]
     assert drawn[7].split() == ["node", "st", "state", "step", "inner", "rate", *top.COLUMNS[6:11], "waits", "for"]
     rows = [row.split() for row in drawn[8:17]]
@@ -88,7 +88,7 @@ def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
         console.print(top.render(found, None))
     first, second = captured.get().splitlines()[:2]
     assert first.startswith("\x1b[1;31mnode"), "bold and red"
-    assert second.startswith("tiny: training: step 1234"), "how far it has come is shown all the same"
+    assert second.startswith("tiny: training: step 1,234"), "how far it has come is shown all the same"
 
 
 def test_at_most_three_findings_and_the_others_counted() -> None:
@@ -187,7 +187,7 @@ def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         url = f"{served.urls['S1R1']}/metrics"
         code, out, err = _run(["--url", url, "--once"], monkeypatch, capsys)
         assert (code, err) == (0, "")
-        assert out.startswith("training: step 1234 of 5000 (25 %), 4 nodes, 4.1k tokens/s")
+        assert out.startswith("training: step 1,234 of 5,000 (25 %), 4 nodes, 4.1k tokens/s")
         code, piped, _ = _run(["--url", url], monkeypatch, capsys)
         assert piped == out, "without a terminal it prints once"
         code, out, err = _run(["--url", url, "--json"], monkeypatch, capsys)
@@ -235,7 +235,7 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             await top.show((f"@{join_file}",), None, once=True, as_json=True, interval_s=2.0)
         shown = json.loads(capsys.readouterr().out)
         assert [(node["peer"], node["answers"]) for node in shown["nodes"]] == [(libp2p.peer_id, True)]
-        assert shown["sentence"].startswith("training: step 1234 of 5000 (25 %), 1 node")
+        assert shown["sentence"].startswith("training: step 1,234 of 5,000 (25 %), 1 node")
 
     run(test)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from noloco_p2p.core import health
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import AnyReplica
-from noloco_p2p.humanize import compact, elapsed, plural, short_id
+from noloco_p2p.humanize import compact, count, elapsed, plural, short_id
 from noloco_p2p.observe.diagnosis.causes import WaitPaths, broken_links
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Cause, Finding, Place, Report, at_node, line
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
@@ -66,7 +66,7 @@ def _progress(swarm: SwarmView) -> str:
     if not swarm.begun:
         return f"starting: {nodes}"
     share = f" ({100 * min(1.0, swarm.step / swarm.steps):.0f} %)" if swarm.steps > 0 else ""
-    words = [f"step {swarm.step:.0f} of {swarm.steps:.0f}{share}", nodes]
+    words = [f"step {count(swarm.step)} of {count(swarm.steps)}{share}", nodes]
     if not swarm.ended:
         words.append(f"{compact(swarm.tokens_per_s)} tokens/s")
     if (loss := swarm.mean("loss")) is not None:

@@ -132,7 +132,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
         "Network": [
             ("Bytes by kind", ("direction and kind", "bytes"), _counts(run.total("bytes"), humanize.size_text)),
             ("Microbatches re-routed, by reason", ("what", "count"), _counts(run.total("rerouted"))),
-            ("Not taken as it came, by what came of it", ("what", "count"), _counts(run.total("distrusted"))),
+            ("Distrusted data, by result", ("result", "count"), _counts(run.total("distrusted"))),
             ("Microbatches by result", ("what", "count"), _counts(run.total("microbatches"))),
             ("Microbatches dropped, by reason", ("what", "count"), _counts(run.total("dropped"))),
         ],
