@@ -19,7 +19,7 @@ CODE_LINES = 30_902
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
-"""What trains, without what measures, watches and launches it: at most 13,824 lines."""
+"""What trains, without what measures, watches and launches it: at most 13,863 lines."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
