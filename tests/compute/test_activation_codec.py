@@ -79,7 +79,7 @@ def test_a_channel_with_a_large_mean_costs_the_others_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "codec"), CODED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 130)),
     st.integers(0, 2**32 - 1),

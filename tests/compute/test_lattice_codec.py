@@ -97,7 +97,7 @@ def steps_of(replica: Replica, bits: int) -> Tensor:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(1, 2 * CHUNK + 3),
     seed=st.integers(0, 2**32 - 1),
@@ -192,7 +192,7 @@ def test_both_of_a_pair_find_the_same_chunks_wrong(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), narrower=st.integers(3, 12), far=st.sampled_from([1.0, 30.0, 1e4]))
 def test_what_a_bound_that_is_too_small_decodes_is_found_wrong(
     bits: int, dtype: torch.dtype, seed: int, narrower: int, far: float
@@ -241,7 +241,7 @@ def test_wrong_chunks_are_asked_for_wider_alone_and_plain_in_the_end(bits: int) 
 
 
 @pytest.mark.parametrize("bits", BITS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_bit_is_found(bits: int, data: st.DataObject) -> None:
     """Of digests and codes: the chunk is found wrong. Of a bound: a Violation, or the chunk is found wrong."""

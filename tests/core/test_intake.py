@@ -371,7 +371,7 @@ class BalancedDoor(MicrobatchServer):
 
 TestDoor = MicrobatchServer.TestCase
 TestBalancedDoor = BalancedDoor.TestCase
-TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("seed", range(20))

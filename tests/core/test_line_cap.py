@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.core.line_cap import HELD_S, LEAST_MESSAGE_BYTES, SHARE, LineCap, LineTurn, Precedence
@@ -110,7 +110,6 @@ def test_gradients_go_first_and_of_a_kind_the_oldest() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(5_000, 100_000), min_size=3, max_size=3), st.sets(st.sampled_from(Precedence), min_size=1))
 def test_no_kind_starves(sizes: list[int], kinds: set[Precedence]) -> None:
     """Whatever keeps asking, each kind that waits gets a tenth of the line, but for a message or two."""

@@ -206,7 +206,7 @@ REPORTS = st.lists(
 
 
 @given(reports=REPORTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_whatever_nodes_say_the_diagnosis_does_not_raise(reports: list[Report]) -> None:
     found = diagnose(reports)
     advice = (finding.advice for finding in found.findings)

@@ -117,7 +117,7 @@ def test_one_seed_gives_one_bound() -> None:
 # --- never more than there is -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=4),
     st.integers(1, 8),

@@ -21,7 +21,7 @@ def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
     return now
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(0.01, 100.0), st.floats(0.0, 1.0))
 def test_a_steady_stream_has_its_rate_at_any_moment(gap_s: float, phase: float) -> None:
     """Whether amounts come a hundred times a second or every 100 s, and just after a lump as well as just before."""

@@ -113,7 +113,7 @@ def spoilt(**changes: object) -> bytes:
     return json.dumps(json.loads(status_json.encode(STATUS)) | changes).encode()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(statuses, st.none() | texts)
 def test_what_is_told_reads_back_the_same(status: Status, health: str | None) -> None:
     assert status_json.decode(status_json.encode(status, health)) == status
@@ -240,7 +240,7 @@ def test_what_strangers_make_up_is_refused_in_one_line(content: bytes) -> None:
     assert len(line) < 300
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_any_value_of_a_field_is_taken_or_refused(value: object) -> None:
     """Nothing but Violation comes out of whatever is in one of the fields."""
