@@ -13,7 +13,7 @@ from diagnosed import (
     with_figures,
     with_status,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.core.members import STATES
@@ -206,7 +206,7 @@ REPORTS = st.lists(
 
 
 @given(reports=REPORTS)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 def test_whatever_nodes_say_the_diagnosis_does_not_raise(reports: list[Report]) -> None:
     found = diagnose(reports)
     advice = (finding.advice for finding in found.findings)
