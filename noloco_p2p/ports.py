@@ -42,6 +42,8 @@ class Claim:
     """A peer has asked: may it leave for this one? False: another peer was faster, the call is over."""
     left: Callable[[], None]
     """All of it has been sent."""
+    replying: Callable[[], None] = lambda: None
+    """The reply begins to come."""
 
 
 ALONE = Claim(lambda: True, lambda: None)
@@ -54,6 +56,9 @@ class Body(Protocol):
     @property
     def received(self) -> int:
         """Bytes that have come so far."""
+
+    def reply_soon(self) -> None:
+        """The reply follows within a few round trips: connections that have rested are made fast for it."""
 
     async def __call__(self) -> Activation:
         """Ask for them and take them in. Raises Violation (digest, length, order) or Unreachable."""
@@ -100,6 +105,10 @@ class Transport(Protocol):
 
     def announces(self, activation: Activation, peer: Advert) -> bool:
         """The header had better go alone: the body takes longer to send than a round trip to the peer."""
+
+    def warm(self, peer: Advert, nbytes: int) -> None:
+        """A body of about this size may go to the peer within a few round trips: if connections for it have rested and
+        it is worth it, make them fast with filler. Returns at once; what fails here, the body's own call will find."""
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.

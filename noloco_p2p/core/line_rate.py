@@ -5,6 +5,7 @@ can do, not how much it is used: idle time does not count, and concurrent transf
 (ARCHITECTURE.md, "The speed of a line").
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from statistics import median
@@ -48,8 +49,12 @@ LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is cut into at least STRIPES messages, unless these would be too small, so that all connections end at
 about the same time. There are not more, because messages cost CPU: 33.5 MB and a reply as large took both ends 184 ms
 in 64 messages each way, and 204 ms in 128."""
+WARM_BYTES, RESTED_S = 1 << 17, 0.5
+"""When nothing has left for RESTED_S, connections to a peer are slow: TCP halves their windows each time its
+retransmission timer would have expired, a round trip and 0.2 s. So much filler makes one fast again. It leaves in four
+round trips, in each twice as much as before."""
 PEERS = 256
-"""Peers whose round trips are remembered."""
+"""Peers whose round trips are remembered, and peers to which bodies went."""
 
 
 class LineRate:
@@ -127,6 +132,8 @@ class MeasuredLine:
         self.up = LineRate(UP_SHARE)
         self.down = LineRate(DOWN_SHARE, LEAST_DOWN_S)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+        """How many bodies are leaving to a peer, and when the last one had left."""
 
     def answered(self, peer: PeerId, seconds: float) -> None:
         """A short question to a peer was answered after `seconds`."""
@@ -161,11 +168,40 @@ class MeasuredLine:
     def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
         """Over how many connections a body goes to a peer: one may have less under way than the line would carry.
 
-        `comes`: it comes from there.
+        A line that has not been measured counts as fast. `comes`: it comes from there.
         """
-        rate, round_trip_s = (self.down if comes else self.up).bytes_per_s or 0.0, self.round_trip_s(peer) or 0.0
-        under_way = int(rate * round_trip_s) if round_trip_s >= FAR_S else 0
-        return min(CONNECTIONS, 1 + under_way // FAR_BYTES, 1 + nbytes // PART_BYTES)
+        rate, round_trip_s = (self.down if comes else self.up).bytes_per_s, self.round_trip_s(peer) or 0.0
+        if round_trip_s < FAR_S:
+            return 1
+        most = CONNECTIONS if rate is None else 1 + int(rate * round_trip_s) // FAR_BYTES
+        return min(CONNECTIONS, most, 1 + nbytes // PART_BYTES)
+
+    def leaves(self, peer: PeerId) -> None:
+        """A body begins to leave to a peer; `has_left` follows."""
+        bodies, left_at = self._leaving.pop(peer, (0, -math.inf))
+        self._leaving[peer] = bodies + 1, left_at
+        if len(self._leaving) > PEERS:
+            self._leaving.popitem(last=False)
+
+    def has_left(self, peer: PeerId, now: float) -> None:
+        """It has left, or never will."""
+        bodies, _ = self._leaving.get(peer, (1, 0.0))
+        self._leaving[peer] = bodies - 1, now
+
+    def rested(self, peer: PeerId, now: float) -> bool:
+        """The connections to a peer are slow by now: nothing has left for so long."""
+        bodies, left_at = self._leaving.get(peer, (0, -math.inf))
+        return not bodies and now - left_at > RESTED_S
+
+    def warms(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
+        """How many connections are worth filler before a body to a peer, if they have rested.
+
+        None if the body uses one, or if their filler takes longer than a round trip: what is saved is a few of these,
+        and on such a line other bodies may be waiting. `comes`: the body comes from there.
+        """
+        rate, connections = (self.down if comes else self.up).bytes_per_s, self.connections(peer, nbytes, comes=comes)
+        takes_s = connections * WARM_BYTES / rate if rate else 0.0
+        return connections if connections > 1 and takes_s <= (self.round_trip_s(peer) or 0.0) else 0
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for one more place while `asked` activations were asked for, or are being sent."""

@@ -11,8 +11,8 @@ from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, save
-from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour
+from noloco_p2p.observe.plotting.plots import CURVE_COLOURS, Bars, Chart, Curve, Plot, save
+from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.terminal import plain_table
 from noloco_p2p.sim.figures import RunFigures, StageFigures, TrafficFigures
@@ -198,9 +198,9 @@ def _byte_bars(found: RunFigures) -> Bars:
     """What each node sent and received on average."""
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):
-        pieces = [(kind, count, SERIES_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
+        pieces = [(kind, count, CURVE_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
         rows.append((f"{way} {humanize.size_text(sum(counts.values()))}", pieces))
-    return Bars("bytes", "Bytes of tensors per node, by kind", rows)
+    return Bars("bytes", "Bytes per node, by kind", rows)
 
 
 def tokens_per_s(outcome: Outcome, tokens_per_microbatch: int, bins: int) -> Points:

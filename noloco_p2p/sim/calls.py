@@ -43,6 +43,8 @@ class SimCall(Generic[T]):
     """It uses a connection other than that for bodies."""
     body: Payload | None = None
     """The tensors that follow the request."""
+    replying: Callable[[], None] = lambda: None
+    """Called when tensors of the answer begin to arrive."""
     silence_s: tuple[float, float] | None = None
     """For a call whose answer is a stream: longest silence before the stream starts, and during it, seconds."""
     answer: asyncio.Future[T] = field(init=False)
@@ -179,6 +181,7 @@ class SimCall(Generic[T]):
             )
             self.network.traffic.depart(payload)
             if payload.gone_at is None:
+                self._loop.call_later(self.network.latency_s(self.callee, self.caller), self.replying)
                 payload.on_gone = lambda: self._send(outcome)
                 payload.on_lost = self._break
                 return

@@ -8,7 +8,7 @@ from noloco_p2p.core.line_rate import LineRate, MeasuredLine
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Flow
 
-KINDS = ("activation", "gradient", "snapshot", "weights", "state", "control")
+KINDS = ("activation", "gradient", "snapshot", "weights", "state", "filler", "control")
 """Kinds of messages."""
 
 
@@ -97,16 +97,25 @@ class MeasuredLines:
         self._lines[peer] = line = MeasuredLine()
         return line
 
+    def of(self, peer: PeerId) -> MeasuredLine | None:
+        """The line of the newest process of this peer."""
+        return self._lines.get(peer)
+
     def moves(self, payload: Payload, moved: float, now: float) -> None:
         """The payload starts to move now. `moved`: bytes that have left so far."""
         sender, receiver = self._lines.get(payload.sender), self._lines.get(payload.receiver)
         rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
+        if sender:
+            sender.leaves(payload.receiver)
         for rate in rates:
             rate.carries(payload.kind, payload.nbytes)
         payload.moved_before, payload.measured = moved, tuple([(rate, rate.began(now)) for rate in rates])
 
     def stopped(self, payload: Payload, moved: float, now: float) -> None:
         """The payload stops, if it was moving. `moved`: bytes that have left in total."""
+        sender = self._lines.get(payload.sender)
+        if payload.measured and sender:
+            sender.has_left(payload.receiver, now)
         for rate, began in payload.measured:
             rate.ended(began, moved - payload.moved_before, now)
         payload.measured = ()

@@ -6,7 +6,9 @@ cancelled when its caller is gone or the deadline has passed, and the contents o
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -27,7 +29,7 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
-from noloco_p2p.errors import Declined, Unreachable, Violation
+from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import ALONE, Body, Claim, Handler
 from noloco_p2p.sim.calls import SimCall
 from noloco_p2p.sim.network import Network
@@ -57,6 +59,7 @@ class SimTransport:
         """The process of this node has crashed; nothing that its tasks still do has any effect."""
         self._network = network
         self._me = me
+        self._warming: dict[PeerId, asyncio.Task[None]] = {}
         self.line = network.traffic.lines.new(me)
         """See `ports.Transport`."""
 
@@ -64,6 +67,22 @@ class SimTransport:
         """See `ports.Transport`."""
         nbytes, now = self._network.payload_bytes("activation", activation.tensors), asyncio.get_running_loop().time()
         return nbytes > wire.PACK_BYTES or self.line.worth_asking(peer.peer_id, nbytes, now)
+
+    def warm(self, peer: Advert, nbytes: int) -> None:
+        """See `ports.Transport`."""
+        id, sizes = peer.peer_id, self._network.sizes
+        size = sizes.activation_bytes if sizes else nbytes
+        far = size >= PART_BYTES if self.line.round_trip_s(id) is None else self.line.warms(id, size)
+        if far and id not in self._warming:
+            self._warming[id] = task = asyncio.create_task(self._warm(peer, size))
+            task.add_done_callback(lambda _: self._warming.pop(id))
+
+    async def _warm(self, peer: Advert, size: int) -> None:
+        with suppress(PeerError):
+            if self.line.round_trip_s(peer.peer_id) is None:
+                await self.describe(peer)
+            if connections := self.line.warms(peer.peer_id, size):
+                self._network.traffic.fill(self._me, peer.peer_id, connections)
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """See `ports.Transport`."""
@@ -153,6 +172,8 @@ class SimTransport:
 
     async def close(self) -> None:
         """See `ports.Transport`."""
+        for task in self._warming.values():
+            task.cancel()
         if not self.dead:
             await self._network.stop(self._me)
 
@@ -174,6 +195,7 @@ class SimTransport:
         connections = 1 if whole else self.line.connections(peer.peer_id, nbytes)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
         body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
+        body.warms = self.line.warms(peer.peer_id, nbytes, comes=True) > 0
         if whole:
             self._network.traffic.depart(payload)
 
@@ -181,8 +203,8 @@ class SimTransport:
             body.latency_s = asyncio.get_running_loop().time() - began
             return method(handler)(self._me, sent.header, body)
 
-        sizes, apart = (self._network.control.header, 0), connections > 1
-        return await self._call(peer, invoke, LONGEST_CALL_S, what, nbytes=sizes, apart=apart, body=payload)
+        call = partial(self._call, peer, invoke, LONGEST_CALL_S, what, nbytes=(self._network.control.header, 0))
+        return await call(apart=connections > 1, body=payload, replying=(claim or ALONE).replying)
 
     async def _call(
         self,
@@ -194,6 +216,7 @@ class SimTransport:
         nbytes: tuple[int, int] = (0, 0),
         apart: bool = False,
         body: Payload | None = None,
+        replying: Callable[[], None] = lambda: None,
         silence_s: tuple[float, float] | None = None,
     ) -> T:
         """Make one call. `nbytes`: size of request and answer beyond what every call has."""
@@ -201,7 +224,9 @@ class SimTransport:
         each = self._network.control
         request, answer = each.request + nbytes[0], each.answer + nbytes[1]
         me, to = self._me, peer.peer_id
-        call = SimCall(self._network, me, to, invoke, deadline_s, what, request, answer, apart, body, silence_s)
+        call = SimCall(
+            self._network, me, to, invoke, deadline_s, what, request, answer, apart, body, replying, silence_s
+        )
         try:
             return await call.answer
         finally:
@@ -220,11 +245,19 @@ class _SimBody:
         self._network, self._sent, self._payload, self._claim = network, sent, payload, claim
         self.latency_s = 0.0
         """Time that the header took."""
+        self.warms = False
+        """The connections for the reply are worth filler."""
 
     @property
     def received(self) -> int:
         """See `ports.Body`."""
         return self._payload.moved_bytes(asyncio.get_running_loop().time())
+
+    def reply_soon(self) -> None:
+        """See `ports.Body`."""
+        if self.warms:
+            payload = self._payload
+            self._network.traffic.fill(payload.receiver, payload.sender, payload.connections)
 
     async def __call__(self) -> Activation:
         """See `ports.Body`. Once the last byte has left, it takes as long as the header did."""

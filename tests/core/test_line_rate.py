@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from noloco_p2p.core.line_rate import (
     ASKED_S,
     DOWN_SHARE,
+    FAR_S,
     LEAST_ASKED,
     LEAST_DOWN_S,
     PARTS,
     PEERS,
+    RESTED_S,
     SMALL_BYTES,
     STALE_S,
     LineRate,
@@ -165,3 +167,35 @@ def test_the_typical_round_trip_is_the_median_of_the_shortest_ones() -> None:
         for trip_s in trips:
             line.answered(peer, trip_s)
     assert line.typical_round_trip_s == 0.2
+
+
+def test_connections_have_rested_when_nothing_has_left_for_a_while() -> None:
+    line = MeasuredLine()
+    assert line.rested("B", 0.0), "they have never been used"
+    line.leaves("B")
+    line.leaves("B")
+    line.has_left("B", 1.0)
+    assert not line.rested("B", 99.0), "one is still leaving"
+    line.has_left("B", 100.0)
+    assert not line.rested("B", 100.0 + RESTED_S)
+    assert line.rested("B", 100.1 + RESTED_S)
+    for number in range(PEERS):
+        line.leaves(str(number))
+    line.has_left("B", 101.0)
+    line.leaves("B")
+    line.has_left("B", 102.0)
+    assert line.rested("B", 103.0), "a peer that was forgotten meanwhile is like a new one"
+    assert len(line._leaving) <= PEERS + 1
+
+
+def test_filler_is_worth_it_where_it_takes_less_than_the_round_trips_that_it_saves() -> None:
+    much = 64 << 20
+    for rate, round_trip_s, worth in ((1e9, 0.2, True), (25e6, 0.1, True), (25e6, 0.05, False), (1e9, 0.001, False)):
+        line = MeasuredLine()
+        line.answered("B", round_trip_s)
+        assert (line.warms("B", much) > 0) == (round_trip_s >= FAR_S), "an unknown line counts as fast"
+        line.up.ended(line.up.began(0.0), int(rate), 1.0)
+        assert line.warms("B", much) == (line.connections("B", much) if worth else 0)
+        line.down.ended(line.down.began(0.0), int(rate), 1.0)
+        assert line.warms("B", much, comes=True) == line.warms("B", much)
+        assert line.warms("B", 1000) == 0, "one connection carries it in a round trip"

@@ -23,6 +23,9 @@ class NeverComes:
 
     received = 0
 
+    def reply_soon(self) -> None:
+        raise AssertionError("a reply cannot follow soon")
+
     async def __call__(self) -> Activation:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ import pytest
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import CONNECTIONS, WARM_BYTES
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
@@ -87,10 +88,11 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
             "snapshot": (0, 0),
             "weights": (0, 0),
             "state": (0, 0),
+            "filler": (0, 0),
             "control": (0, 0),
         }
-        assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 250, 1800, 0]
-        assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 250, 1800, 0]
+        assert [callee[kind].sent for kind in KINDS] == [0, 400, 600, 250, 1800, 0, 0]
+        assert [caller[kind].received for kind in KINDS] == [0, 400, 600, 250, 1800, 0, 0]
         assert totals(network) == ByteCounts(sent=5050, received=5050)
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=200.0), longest_s=9.0)
@@ -134,6 +136,42 @@ def test_a_large_body_that_is_refused_or_claimed_elsewhere_costs_nothing(refuses
         assert totals(network) == ByteCounts()
 
     play(script, answer, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES))
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+def test_filler_saves_a_body_and_its_reply_the_slow_start(there: bool, back: bool) -> None:
+    seconds: list[float] = []
+    fills: list[bool] = []
+
+    async def answer(body: Body) -> Gradient:
+        await body()
+        if fills[-1]:
+            body.reply_soon()
+        await asyncio.sleep(1.0)
+        return gradient()
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        size = 32 * wire.PACK_BYTES
+        network.sizes = replace(SIZES, activation_bytes=size, gradient_bytes=size)
+        await transport.describe(CALLEE)
+        for before, after in ((False, False), (False, False), (there, back)):
+            fills.append(after)
+            await asyncio.sleep(20.0)
+            if before:
+                transport.warm(CALLEE, 0)
+                transport.warm(CALLEE, 0)
+            await asyncio.sleep(1.0)
+            began = now()
+            await transport.propagate(CALLEE, activation())
+            seconds.append(now() - began)
+        filler = (there + back) * CONNECTIONS * WARM_BYTES
+        kinds = [network.byte_counts[peer]["filler"] for peer in "ab"]
+        assert sum_of(kinds) == ByteCounts(sent=filler, received=filler), "once in each direction, and nothing is lost"
+
+    play(script, answer, Link(0.1, bytes_per_s=50e6), longest_s=60.0)
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[1] - seconds[2] >= 1.9 * 0.2 * (there + back) - 1e-9, "two round trips in each direction"
 
 
 def test_bodies_to_one_peer_go_one_after_the_other() -> None:

@@ -15,6 +15,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
+from noloco_p2p.io.transport.frame_codec import FILLER
 from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
 
 Write = Callable[[bytes], Awaitable[object]]
@@ -137,6 +138,7 @@ class OwnersLine:
             try:
                 message = await read(*arguments)
                 came = len(message) if isinstance(message, bytes) else 0
+                due = 0 if message == FILLER else due
             finally:
                 way.charge(came - charged)
             return message
@@ -144,7 +146,8 @@ class OwnersLine:
         return self._measured(receive)
 
     def _measured(self, read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """`read`, measured where a message follows one of the same body: before the first, time goes by for others."""
+        """`read`, measured where a message follows one of the same body: before the first, time goes by for others, and
+        after filler."""
         rate, clock, follows = self.measured.down, asyncio.get_running_loop().time, False
 
         async def receive(*arguments: Any) -> Any:
@@ -160,7 +163,7 @@ class OwnersLine:
                         nbytes = len(message)
                 finally:
                     rate.ended(began, nbytes, clock())
-            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES
+            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES and message != FILLER
             return message
 
         return receive

@@ -4,7 +4,7 @@ A peer is reached at the first of its advertised addresses that accepts a connec
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.reach import RELAY
@@ -67,6 +68,10 @@ class PeerChannel:
         """Propagate, Evaluate or Stripe with any number of messages both ways."""
         return self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
 
+    def fill(self, filler: Message, **options: Any) -> Any:
+        """Warm, with a message that nobody reads."""
+        return self.channel.unary_unary(f"{SERVICE}/Warm")(filler.SerializeToString(), **options)
+
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
         """FetchSnapshot or FetchState: the messages of the reply."""
         return self.channel.unary_stream(f"{SERVICE}/{method}")(request.SerializeToString(), **options)
@@ -86,19 +91,25 @@ class Turns:
     """Announced bodies to the same peer go one after the other, and so do the gradients that answer them: side by
     side, all of them would arrive late."""
 
-    def __init__(self) -> None:
-        self._queues: dict[Hashable, tuple[asyncio.Lock, int]] = {}
+    def __init__(self, line: MeasuredLine) -> None:
+        """`line` is told when each body begins to leave, and when it has left."""
+        self._line = line
+        self._queues: dict[PeerId, tuple[asyncio.Lock, int]] = {}
         """With the number of bodies that use it or wait for it."""
 
     @asynccontextmanager
-    async def of(self, peer: Hashable, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+    async def of(self, peer: PeerId, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """Wait for the turn of a body, and call `begins`."""
         lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
         self._queues[peer] = lock, users + 1
         try:
             async with lock:
                 begins()
-                yield
+                self._line.leaves(peer)
+                try:
+                    yield
+                finally:
+                    self._line.has_left(peer, asyncio.get_running_loop().time())
         finally:
             users = self._queues[peer][1] - 1
             if users:

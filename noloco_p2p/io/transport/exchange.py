@@ -10,7 +10,7 @@ import grpc.aio
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
-from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.frame_codec import FILLER, unpacked
 from noloco_p2p.io.transport.stripes import NO_MORE, Ways
 from noloco_p2p.ports import Claim
 
@@ -36,19 +36,30 @@ def from_grant(raw: bytes) -> int | None:
 class Collected(Generic[T]):
     """A reply, as it comes over one call and over those beside it."""
 
-    def __init__(self, feed: Callable[[bytes], T | None], stripes: Sequence[AbstractAsyncContextManager[Ways]]) -> None:
-        """`feed` gets the messages until it returns the whole; `stripes` open calls that each carry some of them."""
+    def __init__(
+        self,
+        feed: Callable[[bytes], T | None],
+        stripes: Sequence[AbstractAsyncContextManager[Ways]],
+        replying: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`feed` gets the messages until it returns the whole; `stripes` open calls that each carry some of them.
+
+        `replying` is called after the first one, unless that is a refusal.
+        """
         self._feed, self._stripes = feed, stripes
         self._reply: T | None = None
         self._begun = asyncio.Event()
         """The first message has come."""
+        self._replying = replying
         self._unopened = 0
         """Connections that there are not."""
 
     def take(self, message: bytes) -> None:
         """A message has come. Raises Violation: it is the end, and the caller is still waiting for the rest."""
         self._reply = self._feed(_some(message))
-        self._begun.set()
+        if not self._begun.is_set():
+            self._begun.set()
+            self._replying()
 
     async def whole(self, read: Read) -> T:
         """The reply, once all of it has come; what comes over the first call is given by `read`."""
@@ -83,14 +94,28 @@ class Collected(Generic[T]):
                 opened = True
                 await self._carry(write)
                 await write(NO_MORE)
-                await self._begun.wait()
-                await self._receive(read)
+                await self._receive_beside(read)
         except Unreachable:
             self._unopened += 1
             if opened:
                 raise
             if self._unopened == len(self._stripes):
                 await self._carry_alone()
+
+    async def _receive_beside(self, read: Read) -> None:
+        """What comes over a further call: filler, perhaps, and a part of the reply after its first message."""
+        try:
+            message = await read()
+            if message == FILLER:
+                message = await read()
+        except Unreachable:
+            # Only the first call knows why there may be no reply: this one is not wanted then.
+            await self._begun.wait()
+            raise
+        await self._begun.wait()
+        if message is not grpc.aio.EOF:
+            self.take(message)
+            await self._receive(read)
 
     async def _receive(self, read: Read) -> None:
         """What comes over one call, until the reply is whole, or nothing more comes here."""
@@ -159,7 +184,7 @@ class AnnouncedActivation(Collected[T]):
         stripes: Sequence[AbstractAsyncContextManager[Ways]],
     ) -> None:
         """The body leaves in its `turn`; `feed` gets the reply. `stripes` open calls that each carry a part of both."""
-        super().__init__(feed, stripes)
+        super().__init__(feed, stripes, claim.replying)
         self._header, self._body = sent
         self._turn, self._claim = turn, claim
         self._messages: Iterator[bytes] = iter(())

@@ -13,7 +13,9 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import WARM_BYTES
 from noloco_p2p.errors import Violation
+from noloco_p2p.io.transport import noloco_pb2 as pb
 
 M = TypeVar("M", bound=Message)
 
@@ -23,6 +25,8 @@ CHUNK, END = 0x0A, 0x12
 TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
 DIGEST_BYTES = 8
+FILLER = pb.Reply(filler=pb.Filler(data=bytes(WARM_BYTES))).SerializeToString()
+"""The message before a reply that makes a connection fast (`filler`)."""
 HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
 """Longest headers of messages that do not name the tensors of a stage: peer ids of 128 letters for 1,024 stages."""
 MOST_HEADS = 8

@@ -33,6 +33,7 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine, Rank, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import AnnouncedActivation, Fetched
+from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
@@ -45,14 +46,13 @@ DESCRIBE_S = 5.0
 LONGEST_CALL_S = 3_000.0
 """Longest call with an activation, seconds: what ends one earlier is a peer that does not get on with it."""
 SILENCE_S = 5.0
-"""Longest time between two messages of a transfer that has begun, seconds. One message is at most about 1 MiB, so a
-peer that is silent for longer hangs, or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
+"""Longest time between two messages of a transfer, seconds. One is at most about 1 MiB: who is silent for longer hangs,
+or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
 CAPTURE_S = 20.0
 """Longest wait for the first message of a state, seconds: a big one is copied from the device before."""
-RESUMES = 3
-"""Calls in a row that may bring nothing new before a cut transfer of a state is given up."""
-RESUME_PAUSE_S = 0.5
-"""Pause before a cut transfer resumes, seconds: time for a flapping link to come back."""
+RESUMES, RESUME_PAUSE_S = 3, 0.5
+"""Calls in a row that may bring nothing new before a cut transfer of a state is given up, and the pause before each,
+seconds: time for a flapping link to come back."""
 
 T = TypeVar("T")
 Weights = TypeVar("Weights", Snapshot, ReplicaState)
@@ -83,10 +83,12 @@ class GrpcTransport:
         bounds = max_body_bytes, limits.microbatch_deadline_s
         self._servicer = servicer.GrpcServicer(links, telemetry, self._line, bounds)
         self._channels = ChannelPool(links, self._line.grpc_options, self._line.unsent.set)
-        self._turns = Turns()
+        self._turns = Turns(self.line)
+        self._warming = Warming(self.line, self._calling, self.describe)
+        self.warm = self._warming.warm
+        """See `ports.Transport`."""
         self._server: Any = None
-        self._numbers = count(1)
-        self._closed = False
+        self._numbers, self._closed = count(1), False
 
     async def listen(self) -> None:
         """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
@@ -104,6 +106,7 @@ class GrpcTransport:
     async def close(self) -> None:
         """Refuse new calls, cancel those in flight in both directions, free everything."""
         self._closed = True
+        await self._warming.close()
         await self._channels.close()
         if self._server is not None:
             await self._server.stop(grace=None)
@@ -142,10 +145,8 @@ class GrpcTransport:
     async def fetch_snapshot(
         self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: tuple[TensorSpec, ...]
     ) -> Snapshot:
-        """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate.
-
-        Raises Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more).
-        """
+        """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate:
+        Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more)."""
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
         snapshot, took_s = await self._fetch(peer, reader, expected, limits_s)
@@ -154,15 +155,13 @@ class GrpcTransport:
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
         """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
 
-        A transfer that is cut after its header resumes at the byte where it was, with the same copy: after a pause,
-        over a new connection, until RESUMES calls in a row brought nothing, or what comes would not be whole in time.
-        """
+        A transfer that is cut after its header resumes where it was, with the same copy, after a pause and over a new
+        connection, until RESUMES calls in a row brought nothing, or it could not be whole in time."""
         clock = asyncio.get_running_loop().time
-        give_up_at = clock() + deadline_s
+        give_up_at, futile = clock() + deadline_s, 0
         reader = weights_codec.StateReader(peer, expected)
         rate = callers.least_rate(sum(spec.nbytes for spec in expected), deadline_s)
         due = partial(callers.Patience(callers.STATE_RESERVE_S).reading, least_bytes_per_s=rate)
-        futile = 0
         try:
             while True:
                 place = reader.place
@@ -231,7 +230,7 @@ class GrpcTransport:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
-        whole = claim is None and message_codec.fits_one_message(activation, self._line.whole_bytes)
+        whole = claim is None and message_codec.fits_one_message(activation, line.whole_bytes)
         most = 1 if whole else self.line.connections(peer.peer_id, size)
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
@@ -244,7 +243,8 @@ class GrpcTransport:
                 turn = self._turns.of(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
                 longest = stripe_bytes(size) if number else line.message_bytes
-                head, body = message_codec.announced(activation, number)
+                warm = number > 0 and self.line.warms(peer.peer_id, size, comes=True) > 0
+                head, body = message_codec.announced(activation, number, warm=warm)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
                 return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
             leaves()

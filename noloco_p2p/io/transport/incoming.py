@@ -50,6 +50,12 @@ class IncomingActivation:
         self._patience = patience
         self.stripes: Stripes | None = None
         """Other calls that may bring some of it."""
+        self.fill: Callable[[], None] = lambda: None
+        """Makes their connections fast for the reply."""
+
+    def reply_soon(self) -> None:
+        """See `ports.Body`."""
+        self.fill()
 
     async def __call__(self) -> Activation:
         """See `ports.Body`."""

@@ -133,13 +133,15 @@ def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, 
     return streamed(*_head_and_frames(activation), message_bytes, head_alone=head_alone)
 
 
-def announced(activation: Activation, stripe: int = 0) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+def announced(
+    activation: Activation, stripe: int = 0, *, warm: bool = False
+) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
     """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each.
 
-    With a number for `stripe` other calls may carry some of them.
+    With a number for `stripe` other calls may carry some of them, and filler before the reply if `warm`.
     """
     head, stream = _head_and_frames(activation)
-    head.header.stripe = stripe
+    head.header.stripe, head.header.warm = stripe, warm
     body = pb.ActivationMessage()
     return packed(head, ()), lambda message_bytes: streamed(body, stream, message_bytes, head_alone=False)
 

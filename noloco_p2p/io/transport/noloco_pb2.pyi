@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "6"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+`noloco-protocol` (the version of this file, "7"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
 where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
 what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
@@ -205,6 +205,7 @@ class ActivationHeader(google.protobuf.message.Message):
     STRIPE_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
+    WARM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run that it belongs to."""
     stage: builtins.int
@@ -221,6 +222,8 @@ class ActivationHeader(google.protobuf.message.Message):
     """Until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
     signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
     """
+    warm: builtins.bool
+    """The connections of these Stripes may need filler before the reply: the sender is far away on a fast line."""
     @property
     def microbatch(self) -> global___MicrobatchId:
         """Which microbatch this is."""
@@ -253,11 +256,30 @@ class ActivationHeader(google.protobuf.message.Message):
         stripe: builtins.int = ...,
         label: builtins.bytes = ...,
         avoid: collections.abc.Iterable[builtins.str] | None = ...,
+        warm: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["microbatch", b"microbatch", "origin", b"origin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s", "warm", b"warm"]) -> None: ...
 
 global___ActivationHeader = ActivationHeader
+
+@typing.final
+class Filler(google.protobuf.message.Message):
+    """Bytes without content."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """At most 128 KiB of zeros; none in an answer."""
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data"]) -> None: ...
+
+global___Filler = Filler
 
 @typing.final
 class ActivationMessage(google.protobuf.message.Message):
@@ -434,6 +456,7 @@ class Reply(google.protobuf.message.Message):
     GRADIENT_FIELD_NUMBER: builtins.int
     LOSS_FIELD_NUMBER: builtins.int
     GRANT_FIELD_NUMBER: builtins.int
+    FILLER_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
     @property
     def refusal(self) -> global___Refusal:
@@ -452,6 +475,10 @@ class Reply(google.protobuf.message.Message):
         """The body may come; the message after this one is what the reply is."""
 
     @property
+    def filler(self) -> global___Filler:
+        """On a Stripe, before the reply: nothing."""
+
+    @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
         """The next part of the gradient's tensor stream."""
 
@@ -462,11 +489,12 @@ class Reply(google.protobuf.message.Message):
         gradient: global___GradientHeader | None = ...,
         loss: global___LossSum | None = ...,
         grant: global___Grant | None = ...,
+        filler: global___Filler | None = ...,
         frames: collections.abc.Iterable[global___Frame] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["frames", b"frames", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "gradient", "loss", "grant"] | None: ...
+    def HasField(self, field_name: typing.Literal["filler", b"filler", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["filler", b"filler", "frames", b"frames", "gradient", b"gradient", "grant", b"grant", "head", b"head", "loss", b"loss", "refusal", b"refusal"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["head", b"head"]) -> typing.Literal["refusal", "gradient", "loss", "grant", "filler"] | None: ...
 
 global___Reply = Reply
 

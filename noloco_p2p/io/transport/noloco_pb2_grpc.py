@@ -50,6 +50,11 @@ class NodeStub(object):
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
                 response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/noloco.v1.Node/Warm',
+                request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.SerializeToString,
+                response_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.FromString,
+                _registered_method=True)
         self.FetchSnapshot = channel.unary_stream(
                 '/noloco.v1.Node/FetchSnapshot',
                 request_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.SnapshotRequest.SerializeToString,
@@ -95,6 +100,14 @@ class NodeServicer(object):
     def Stripe(self, request_iterator, context):
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
+        If the header has `warm`, one message of filler may precede the reply.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Carries filler, which makes a connection that has rested fast before a body needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +158,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Stripe,
                     request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.FromString,
                     response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.FromString,
+                    response_serializer=noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.SerializeToString,
             ),
             'FetchSnapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchSnapshot,
@@ -249,6 +267,33 @@ class Node(object):
             '/noloco.v1.Node/Stripe',
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.ActivationMessage.SerializeToString,
             noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Reply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/noloco.v1.Node/Warm',
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.SerializeToString,
+            noloco__p2p_dot_io_dot_transport_dot_noloco__pb2.Filler.FromString,
             options,
             channel_credentials,
             insecure,

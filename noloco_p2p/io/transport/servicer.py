@@ -83,7 +83,7 @@ class GrpcServicer:
         self.callers = Callers()
         self._replies: dict[_Reply, None] = {}
         """Those that are being sent, or wait for their turn."""
-        self._turns = Turns()
+        self._turns = Turns(line.measured)
         self._grant = to_grant(line.wanted_bytes)
         self._striped = StripedCalls[Caller]()
         self.handler: Handler | None = None
@@ -109,7 +109,7 @@ class GrpcServicer:
             self._replies[reply] = None
             leaving.callback(self._replies.pop, reply)
             try:
-                async with self._turns.of(caller) if kind == "gradient" and not incoming.whole else nullcontext():
+                async with self._turns.of(caller.name) if kind == "gradient" and not incoming.whole else nullcontext():
                     await self._send(context, incoming, reply, messages_of, size)
             except (grpc.aio.BaseError, Unreachable) as error:
                 # gRPC could not write: a link to the caller is broken, or it does not read.
@@ -165,10 +165,7 @@ class GrpcServicer:
             await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
     async def fetch_state(self, said: Caller, request: pb.StateRequest, context: Any) -> None:
-        """Send this replica's state, or the rest of it.
-
-        Writes instead of yielding: so a call that is cancelled gives the copy back at once.
-        """
+        """Send this replica's state, or the rest of it. Writes, for the reason given above."""
         resume = request.resume if request.HasField("resume") else None
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
@@ -252,6 +249,11 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
+    async def warm(self, said: Caller, request: pb.Filler, context: Any) -> pb.Filler:
+        """Take filler, which has done its work."""
+        self._line.charge(sent=0, received=request.ByteSize())
+        return pb.Filler()
+
     def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
         """The caller, by its certificate, and the handler.
 
@@ -293,4 +295,6 @@ class GrpcServicer:
         incoming = IncomingActivation(header, frames, self._count, ways(context)[1], ask, patience)
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller, head.header.stripe, ways))
+            if head.header.warm:
+                incoming.fill = partial(incoming.stripes.fill, self._line.measured, caller.name)
         return header, incoming

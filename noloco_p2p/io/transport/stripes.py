@@ -13,10 +13,12 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from noloco_p2p.core.line_rate import CONNECTIONS
+from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine
+from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
+from noloco_p2p.io.transport.frame_codec import FILLER
 
 K = TypeVar("K", bound=Hashable)
 Ways = tuple[Write, Read]
@@ -49,6 +51,10 @@ class Stripes:
         self._whole = asyncio.Event()
         """All of the body is there, or something that breaks the protocol."""
         self._broken: Violation | None = None
+        self._next = asyncio.Event()
+        """Filler, the reply or the end: something follows the body."""
+        self._fills = False
+        """Filler precedes the reply."""
         self._replying = asyncio.Event()
         """The reply is being sent, or none will be."""
         self._group: asyncio.TaskGroup | None = None
@@ -83,6 +89,9 @@ class Stripes:
         try:
             while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
                 self.take(message)
+            await self._next.wait()
+            if self._fills and not self._replying.is_set():
+                await write(FILLER)
             await self._replying.wait()
             if self._group is not None:
                 await asyncio.wait([self._group.create_task(self._send(write))])
@@ -93,6 +102,15 @@ class Stripes:
             return False
         finally:
             self._calls -= 1
+
+    def fill(self, line: MeasuredLine, caller: PeerId) -> None:
+        """Send filler on every further call, unless they have not rested or the reply begins before."""
+        now = asyncio.get_running_loop().time()
+        if line.rested(caller, now):
+            line.leaves(caller)
+            line.has_left(caller, now)
+            self._fills = True
+            self._next.set()
 
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
         """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.
@@ -106,6 +124,7 @@ class Stripes:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 self._replying.set()
+                self._next.set()
                 try:
                     await (self._sent.wait() if self._calls else self._send(write))
                 finally:
@@ -126,6 +145,7 @@ class Stripes:
     def end(self) -> None:
         """The call that announced it is over, and with it these."""
         self._replying.set()
+        self._next.set()
 
 
 class StripedCalls(Generic[K]):

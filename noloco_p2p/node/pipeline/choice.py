@@ -101,6 +101,15 @@ class ReplicaChoice:
         second = pair[1] if len(pair) > 1 else self._draw(origin, heard, others)
         return Choice([first] if second == first else [first, second], header_first, patient)
 
+    def expected(self, origin: Origin) -> list[Advert]:
+        """Who may get a microbatch, as far as it is known before its output is there; nobody where it is not."""
+        members, index = self._swarm.members, self._node.index
+        peers = members.usable(index + 1, now=self._node.now(), without=())
+        if len(peers) > 1:
+            known = index == 0 and self._node.manifest.routing == "random"
+            peers = list(self._drawn_together(origin, peers)) if known else []
+        return [advert for peer in peers if (advert := members.get(peer)) is not None]
+
     def _drawn_together(self, origin: Origin, usable: Sequence[PeerId]) -> Sequence[PeerId]:
         """The two candidates of this microbatch, drawn together with those of the others of its step."""
 

@@ -72,7 +72,7 @@ class Dispatcher:
         """Held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
         """Since when a replica of the next stage has served nothing and said Busy."""
-        choice = ReplicaChoice(node, swarm, transport.line)
+        self._choice = choice = ReplicaChoice(node, swarm, transport.line)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
 
@@ -85,6 +85,7 @@ class Dispatcher:
         """
         node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
         if node.last:
+            task.reply_soon()
             with node.span("backward"), self._waits.computing("backward", why):
                 done = await to_the_end(stage.loss_backward(task.microbatch, task.inputs, task.targets, task.mask))
             return StageResult(done)
@@ -102,6 +103,12 @@ class Dispatcher:
         if done.clip < 1:
             node.distrust("gradient", peer=peer)
         return StageResult(done, peer, gradient)
+
+    def prepare(self, origin: Origin) -> None:
+        """A microbatch will soon have passed this stage: the connections to whoever may get it next are made fast."""
+        if not self._node.last:
+            for peer in self._choice.expected(origin):
+                self._transport.warm(peer, self._node.stage.state.hidden.nbytes)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
         """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
@@ -173,7 +180,7 @@ class Dispatcher:
             left = self._asking.begin() if asks else _nothing
             try:
                 with node.span("send") if policy.trains else nullcontext():
-                    answer = await first_granted(calls, partial(self._note_failure, heard), left)
+                    answer = await first_granted(calls, partial(self._note_failure, heard), left, output.reply_soon)
             finally:
                 left()
             if answer is not None:

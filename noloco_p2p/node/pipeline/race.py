@@ -16,16 +16,17 @@ async def first_granted(
     calls: Mapping[PeerId, Callable[[Claim], Awaitable[R]]],
     note: Callable[[PeerId, PeerError], None],
     left: Callable[[], None],
+    replying: Callable[[], None] = lambda: None,
 ) -> tuple[PeerId, R] | None:
     """The reply of the replica that was first to ask for the body, or had a reply at once; None when all have failed.
 
     The calls to the others end when one has claimed the body. `note` hears of every call that fails,
-    `left` is called when the body has been sent.
+    `left` is called when the body has been sent, `replying` when a reply begins to come.
     """
     if len(calls) == 1:
         [(peer, call)] = calls.items()
         try:
-            return peer, await call(Claim(lambda: True, left))
+            return peer, await call(Claim(lambda: True, left, replying))
         except PeerError as error:
             note(peer, error)
             return None
@@ -42,7 +43,7 @@ async def first_granted(
 
     try:
         for peer, call in calls.items():
-            tasks[peer] = asyncio.create_task(_run(call, Claim(partial(claim, peer), left)))
+            tasks[peer] = asyncio.create_task(_run(call, Claim(partial(claim, peer), left, replying)))
         open = dict(tasks)
         while open:
             await asyncio.wait(open.values(), return_when=asyncio.FIRST_COMPLETED)

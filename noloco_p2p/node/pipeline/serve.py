@@ -216,12 +216,13 @@ class MicrobatchServer:
         """One attempt from its body to its reply."""
         node, header = self._node, call.header
         try:
+            self._dispatcher.prepare(header.origin)
             await self._turn(call.granted, header, "waiting place")
             activation = await self._receive(caller, header, call.body)
             call.received = True
             with node.span("wait"):
                 await self._turn(call.admitted, header, "place in the inner step")
-            result = await self._dispatcher.train(StageInput.of(activation), header.time_left_s)
+            result = await self._dispatcher.train(StageInput.of(activation, call.body.reply_soon), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
@@ -246,7 +247,6 @@ class MicrobatchServer:
             self._forget(key)
 
     async def _receive(self, caller: PeerId, header: Header, body: Body) -> Activation:
-        """The tensors that belong to a header."""
         with self._waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
             return await body()
 

@@ -75,6 +75,7 @@ class MicrobatchSource:
         """One microbatch contributes to the inner step, or is dropped with a count and a reason."""
         node, origin = self._node, Origin(self._node.me, self._node.step, index)
         try:
+            self._dispatcher.prepare(origin)
             task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask, avoid=self._audit.avoided())
             result = await self._dispatcher.train(task)
         except (PeerError, asyncio.CancelledError) as error:

@@ -1,5 +1,6 @@
 """What a stage gets of a microbatch, and what comes of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,12 +19,23 @@ class StageInput:
     mask: HostTensor | None
     label: bytes = b""
     avoid: tuple[PeerId, ...] = ()
+    reply_soon: Callable[[], None] = lambda: None
+    """Called when its gradient will be ready within a few round trips."""
 
     @classmethod
-    def of(cls, sent: Activation) -> "StageInput":
+    def of(cls, sent: Activation, reply_soon: Callable[[], None] = lambda: None) -> "StageInput":
         """At a later stage: of what the one before has sent."""
         header = sent.header
-        return cls(header.microbatch, header.origin, sent.hidden, sent.targets, sent.mask, header.label, header.avoid)
+        return cls(
+            header.microbatch,
+            header.origin,
+            sent.hidden,
+            sent.targets,
+            sent.mask,
+            header.label,
+            header.avoid,
+            reply_soon,
+        )
 
 
 class StageResult(NamedTuple):

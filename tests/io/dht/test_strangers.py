@@ -42,6 +42,9 @@ class NoBody:
 
     received = 0
 
+    def reply_soon(self) -> None:
+        raise AssertionError("a reply cannot follow soon")
+
     async def __call__(self) -> Activation:
         raise AssertionError("the body of what is refused is not received")
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -25,7 +25,16 @@ from transport_fixture import (
 )
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import Activation, Gradient, Header, LossSum, NodeDescription, Progress, TensorSpec
+from noloco_p2p.core.messages import (
+    Activation,
+    Gradient,
+    Header,
+    LossSum,
+    NodeDescription,
+    PeerId,
+    Progress,
+    TensorSpec,
+)
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.channels import Turns
@@ -37,8 +46,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
     original, seen = message_codec.announced, list[int]()
 
-    def counted(sent: Activation, stripe: int) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
-        header, body = original(sent, stripe)
+    def counted(sent: Activation, stripe: int, *, warm: bool) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+        header, body = original(sent, stripe, warm=warm)
         seen.append(0)
 
         def counted_body(message_bytes: int) -> Iterator[bytes]:
@@ -219,12 +228,12 @@ def test_a_microbatch_is_in_hand_until_its_reply_has_left() -> None:
 
 def test_announced_bodies_to_a_peer_and_their_replies_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that would fit in one message: on a slow line, side by side, all of them would arrive late."""
-    taken: list[tuple[Turns, Hashable]] = []
-    moving: list[tuple[Turns, Hashable]] = []
+    taken: list[tuple[Turns, PeerId]] = []
+    moving: list[tuple[Turns, PeerId]] = []
     original = Turns.of
 
     @asynccontextmanager
-    async def watched(turns: Turns, peer: Hashable, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
+    async def watched(turns: Turns, peer: PeerId, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         async with original(turns, peer, begins):
             assert (turns, peer) not in moving
             moving.append((turns, peer))

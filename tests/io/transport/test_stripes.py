@@ -36,21 +36,26 @@ from noloco_p2p.core.line_rate import (
     PART_BYTES,
     ROUND_TRIPS,
     STRIPES,
+    WARM_BYTES,
     MeasuredLine,
     stripe_bytes,
 )
 from noloco_p2p.core.messages import Gradient, Header, HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
-from noloco_p2p.errors import Busy, Unreachable
+from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import callers, grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
+from noloco_p2p.io.transport.exchange import Collected
+from noloco_p2p.io.transport.frame_codec import FILLER
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
+from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
 MUCH = 1 << 30
+LARGE_BYTES = 4 * LARGE[0] * LARGE[1] * LARGE[2]
 
 
 def is_far(both: Pair) -> None:
@@ -71,6 +76,7 @@ class Carried:
         self.received: dict[str, int] = {}
         self.before_write: Callable[[str, Any], Awaitable[None]] | None = None
         self.after_read: Callable[[Any], Awaitable[None]] | None = None
+        self.seen: Callable[[Any], Awaitable[None]] | None = None
         self.channels: dict[str, PeerChannel] = {}
         plain = PeerChannel.send_stream
 
@@ -87,6 +93,8 @@ class Carried:
 
             async def counted_read() -> Any:
                 message = await read()
+                if self.seen is not None:
+                    await self.seen(message)
                 self.received[method] = self.received.get(method, 0) + (message is not grpc.aio.EOF)
                 if self.after_read is not None:
                     await self.after_read(call)
@@ -113,6 +121,9 @@ def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
     line.answered("C", FAR_S)
     assert line.connections("C", MUCH) == CONNECTIONS
     assert [line.connections("C", n * PART_BYTES - 1) for n in (1, 3, 99)] == [1, 3, CONNECTIONS]
+    fresh = MeasuredLine()
+    fresh.answered("D", FAR_S)
+    assert fresh.connections("D", MUCH) == CONNECTIONS, "a line that has not been measured counts as fast"
     slow = MeasuredLine()
     slow.up.ended(slow.up.began(0.0), FAR_BYTES, 1.0)
     for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
@@ -154,6 +165,93 @@ def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, l
         whole = sum(one.data.nbytes for one in sent[0].tensors)
         received = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "in"]
         assert received == 5 * [whole]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("limits", [None, "capped"])
+def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: Carried, limits: str | None) -> None:
+    caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
+    filler, filled, may_reply = [0], asyncio.Event(), asyncio.Event()
+
+    async def see(message: Any) -> None:
+        filler[0] += message == FILLER
+        if filler[0] == CONNECTIONS:
+            filled.set()
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        hidden = (await body()).hidden
+        body.reply_soon()
+        await may_reply.wait()
+        return Gradient(header.microbatch, HostTensor("grad", hidden.dtype, hidden.shape, hidden.data), 1.0, 7, ())
+
+    async def scenario() -> None:
+        carried.seen = see
+        async with pair(Node(serve), limits=caps) as both:
+            may_reply.set()
+            await both.a.propagate(both.peer, activation(LARGE))
+            is_far(both)
+            rate = both.a.line.down.bytes_per_s
+            may_reply.clear()
+            both.b.line._leaving.clear()
+            sent = activation(LARGE, counter=1)
+            flight = asyncio.create_task(both.a.propagate(both.peer, sent))
+            await soon(filled.wait())
+            assert rate == both.a.line.down.bytes_per_s, "in the wait after it nothing came"
+            may_reply.set()
+            assert (await flight).grad.data == sent.hidden.data
+            both.b.line.leaves("A")
+            await both.a.propagate(both.peer, activation(LARGE, counter=2))
+            assert filler == [CONNECTIONS], "something else is leaving: they do not rest"
+
+    run(scenario())
+
+
+def test_who_sends_filler_again_and_again_breaks_the_protocol() -> None:
+    async def filler() -> bytes:
+        return FILLER
+
+    async def scenario() -> None:
+        collected = Collected(GradientReader(activation(LARGE)).feed, [])
+        collected._begun.set()
+        with pytest.raises(Violation):
+            await soon(collected._receive_beside(filler))
+
+    run(scenario())
+
+
+def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    plain = PeerChannel.fill
+
+    async def counted(channel: PeerChannel, filler: pb.Filler, **options: Any) -> None:
+        await plain(channel, filler, **options)
+        taken.append(len(filler.data))
+
+    monkeypatch.setattr(PeerChannel, "fill", counted)
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            under_way = both.a._warming._under_way
+            both.a.warm(both.peer, PART_BYTES - 1)
+            assert not under_way, "a body that uses one connection needs none"
+            both.a.warm(both.peer, LARGE_BYTES)
+            await asyncio.gather(*under_way.values())
+            assert both.a.line.round_trip_s("B") is not None, "it was asked for, because it was not known"
+            assert not taken, "it is near"
+            is_far(both)
+            for _ in range(3):
+                both.a.warm(both.peer, LARGE_BYTES)
+            await asyncio.gather(*under_way.values())
+            assert taken == CONNECTIONS * [WARM_BYTES]
+            both.a.warm(both.peer, LARGE_BYTES)
+            assert not under_way, "they have just been used"
+            both.a.line._leaving.clear()
+            both.a.warm(both.peer, LARGE_BYTES)
+            assert under_way
+        assert not under_way, "nothing outlives the transport"
 
     run(scenario())
 

@@ -1,0 +1,63 @@
+"""Filler that makes connections fast again before a body or its reply needs them (ARCHITECTURE.md, "The wire").
+
+TCP has forgotten the speed of a connection that has rested, and finds it again within a few round trips of sending.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+
+from noloco_p2p.core.line_rate import PART_BYTES, WARM_BYTES, MeasuredLine
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.errors import PeerError
+from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.channels import PeerChannel
+
+WARM_S = 5.0
+"""Longest wait for a connection to take its filler, seconds. It is of no use any more then."""
+Calling = Callable[..., AbstractAsyncContextManager[tuple[PeerChannel, float]]]
+"""Gives a connection to a peer, and the seconds left once there is one (`GrpcTransport`)."""
+
+
+class Warming:
+    """Sends filler to peers to which a body will soon go."""
+
+    def __init__(self, line: MeasuredLine, calling: Calling, describe: Callable[[Advert], Awaitable[object]]) -> None:
+        """`describe` asks a peer something short, which shows how far it is."""
+        self._line = line
+        self._calling = calling
+        self._describe = describe
+        self._under_way: dict[PeerId, asyncio.Task[None]] = {}
+
+    def warm(self, peer: Advert, nbytes: int) -> None:
+        """See `ports.Transport`."""
+        id, line = peer.peer_id, self._line
+        far = nbytes >= PART_BYTES if line.round_trip_s(id) is None else line.warms(id, nbytes)
+        if far and id not in self._under_way and line.rested(id, asyncio.get_running_loop().time()):
+            self._under_way[id] = task = asyncio.create_task(self._warm(peer, nbytes))
+            task.add_done_callback(lambda _: self._under_way.pop(id))
+
+    async def close(self) -> None:
+        """Stop at once."""
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _warm(self, peer: Advert, nbytes: int) -> None:
+        id, line = peer.peer_id, self._line
+        with suppress(PeerError):
+            if line.round_trip_s(id) is None:
+                await self._describe(peer)
+            async with self._calling(peer, "connection", WARM_S, control=True) as (channel, _):
+                connections = channel.at_most(line.warms(id, nbytes))
+            line.leaves(id)
+            try:
+                await asyncio.gather(*(self._fill(peer, part) for part in range(1, connections + 1)))
+            finally:
+                line.has_left(id, asyncio.get_running_loop().time())
+
+    async def _fill(self, peer: Advert, part: int) -> None:
+        with suppress(PeerError):
+            async with self._calling(peer, "answer to filler", WARM_S, part=part) as (channel, left_s):
+                await channel.fill(pb.Filler(data=bytes(WARM_BYTES)), timeout=left_s)
