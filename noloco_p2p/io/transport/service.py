@@ -49,9 +49,7 @@ def methods(servicer: GrpcServicer) -> Any:
             "FetchState": grpc.unary_stream_rpc_method_handler(
                 bounded(servicer.fetch_state, pb.StateRequest.FromString)
             ),
-            "Warm": grpc.unary_unary_rpc_method_handler(
-                bounded(servicer.warm, pb.Filler.FromString), response_serializer=pb.Filler.SerializeToString
-            ),
+            "Warm": grpc.unary_unary_rpc_method_handler(bounded(servicer.warm)),
             "Progress": grpc.unary_unary_rpc_method_handler(
                 bounded(servicer.progress, pb.ProgressRequest.FromString),
                 response_serializer=pb.ProgressReply.SerializeToString,

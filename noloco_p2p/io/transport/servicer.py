@@ -249,10 +249,10 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    async def warm(self, said: Caller, request: pb.Filler, context: Any) -> pb.Filler:
-        """Take filler, which has done its work."""
-        self._line.charge(sent=0, received=request.ByteSize())
-        return pb.Filler()
+    async def warm(self, said: Caller, filler: bytes, context: Any) -> bytes:
+        """Take filler, which has done its work. Nobody reads it."""
+        self._line.charge(sent=0, received=len(filler))
+        return b""
 
     def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
         """The caller, by its certificate, and the handler.
