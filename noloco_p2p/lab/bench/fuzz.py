@@ -31,7 +31,7 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.lab.bench.transport import FAR, MIB, NEAR, PEER, RUN, SMALL, BenchPeer, identity, make_transport
 
-METHODS = ("Propagate", "Evaluate", "Stripe", "FetchSnapshot", "FetchState", "Progress", "Describe")
+METHODS = ("Propagate", "Evaluate", "Stripe", "FetchSnapshot", "FetchState", "Progress", "Describe", "Warm")
 REQUESTS = [b"GET /status?name[]=a HTTP/1.1\r\nHost: node\r\nAccept: text/plain\r\n\r\n", b"HEAD /sd HTTP/1.0\r\n\r\n"]
 CALLS = [b"", b"127.0.0.1:1", b'{"invitation":"2","role":"member"}']
 MESSAGES = [
