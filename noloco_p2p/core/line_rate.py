@@ -178,15 +178,19 @@ class MeasuredLine:
 
     def leaves(self, peer: PeerId) -> None:
         """A body begins to leave to a peer; `has_left` follows."""
-        bodies, left_at = self._leaving.pop(peer, (0, -math.inf))
-        self._leaving[peer] = bodies + 1, left_at
-        if len(self._leaving) > PEERS:
-            self._leaving.popitem(last=False)
+        bodies, left_at = self._leaving.get(peer, (0, -math.inf))
+        self._note(peer, bodies + 1, left_at)
 
     def has_left(self, peer: PeerId, now: float) -> None:
         """It has left, or never will."""
-        bodies, _ = self._leaving.get(peer, (1, 0.0))
-        self._leaving[peer] = bodies - 1, now
+        bodies, _ = self._leaving.get(peer, (0, 0.0))
+        self._note(peer, max(0, bodies - 1), now)
+
+    def _note(self, peer: PeerId, bodies: int, left_at: float) -> None:
+        self._leaving[peer] = bodies, left_at
+        self._leaving.move_to_end(peer)
+        if len(self._leaving) > PEERS:
+            self._leaving.popitem(last=False)
 
     def rested(self, peer: PeerId, now: float) -> bool:
         """The connections to a peer are slow by now: nothing has left for so long."""

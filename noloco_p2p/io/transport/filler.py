@@ -7,10 +7,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 
-from noloco_p2p.core.line_rate import PART_BYTES, WARM_BYTES, MeasuredLine
+from noloco_p2p.core.line_rate import PART_BYTES, WARM_BYTES
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import PeerError
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import PeerChannel
 
 WARM_S = 5.0
@@ -22,9 +23,9 @@ Calling = Callable[..., AbstractAsyncContextManager[tuple[PeerChannel, float]]]
 class Warming:
     """Sends filler to peers to which a body will soon go."""
 
-    def __init__(self, line: MeasuredLine, calling: Calling, describe: Callable[[Advert], Awaitable[object]]) -> None:
+    def __init__(self, line: OwnersLine, calling: Calling, describe: Callable[[Advert], Awaitable[object]]) -> None:
         """`describe` asks a peer something short, which shows how far it is."""
-        self._line = line
+        self._charge, self._line = line.charge, line.measured
         self._calling = calling
         self._describe = describe
         self._under_way: dict[PeerId, asyncio.Task[None]] = {}
@@ -60,4 +61,5 @@ class Warming:
     async def _fill(self, peer: Advert, part: int) -> None:
         with suppress(PeerError):
             async with self._calling(peer, "answer to filler", WARM_S, part=part) as (channel, left_s):
+                self._charge(sent=WARM_BYTES, received=0)
                 await channel.fill(pb.Filler(data=bytes(WARM_BYTES)), timeout=left_s)

@@ -84,7 +84,7 @@ class GrpcTransport:
         self._servicer = servicer.GrpcServicer(links, telemetry, self._line, bounds)
         self._channels = ChannelPool(links, self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns(self.line)
-        self._warming = Warming(self.line, self._calling, self.describe)
+        self._warming = Warming(self._line, self._calling, self.describe)
         self.warm = self._warming.warm
         """See `ports.Transport`."""
         self._server: Any = None
