@@ -15,11 +15,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 30_902
+CODE_LINES = 30_918
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
-"""What trains, without what measures, watches and launches it: at most 13,863 lines."""
+"""What trains, without what measures, watches and launches it: at most 13,879 lines."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
@@ -251,7 +251,7 @@ def test_the_package_is_as_small_as_it_is_meant_to_be() -> None:
     lines = {_name(path): code_lines(path) for path in files}
     kernel = sum(count for file, count in lines.items() if file.startswith(KERNEL))
     assert sum(lines.values()) <= CODE_LINES
-    assert kernel <= 13_863
+    assert kernel <= 13_879
 
 
 def test_every_cited_section_exists() -> None:
