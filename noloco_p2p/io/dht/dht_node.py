@@ -72,13 +72,28 @@ async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
 
 def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
     """Keep this node's own record on this node, too, wherever else it is stored."""
+    key_id, record = _signed(node, key, peer_id, payload, expires)
+    node.protocol.storage.store_subkey(key_id, peer_id, record, expires)
+
+
+async def give(node: Any, peers: Iterable[PeerId], key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
+    """Store this node's own record at each of these peers, wherever else it is stored."""
+    from hivemind.p2p import PeerID
+
+    key_id, record = _signed(node, key, peer_id, payload, expires)
+    store, to = node.protocol.call_store, [PeerID.from_base58(peer) for peer in peers]
+    await asyncio.gather(*(store(peer, [key_id], [record], [expires], subkeys=[peer_id]) for peer in to))
+
+
+def _signed(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> tuple[Any, bytes]:
+    """The key's DHTID, and the payload as it is stored there."""
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord
 
     protocol, key_id = node.protocol, DHTID.generate(key)
     pack = protocol.serializer.dumps
     record = DHTRecord(key_id.to_bytes(), pack(peer_id), pack(payload), expires)
-    protocol.storage.store_subkey(key_id, peer_id, protocol.record_validator.sign_value(record), expires)
+    return key_id, protocol.record_validator.sign_value(record)
 
 
 async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any) -> None:

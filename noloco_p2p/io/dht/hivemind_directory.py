@@ -25,8 +25,9 @@ BOOTSTRAP_TIMEOUT_S = 5.0
 REJOIN_PERIOD_S = 10.0
 """How often missing known peers are dialled again and linked ones are asked to know us."""
 DIALS_PER_REJOIN = 8
-ASKED_PER_REJOIN = 16
-"""How many linked peers are asked, at each rejoining, for the records that they hold themselves."""
+ASKED_AT_ONCE = 16
+"""How many linked peers are asked, at each rejoining, for the records that they hold themselves; and how many are told
+directly that this node leaves."""
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
@@ -204,8 +205,10 @@ class HivemindDirectory:
         try:
             await self._store_at_others(advert, payload, ttl_s)
         finally:
-            key = stage_key(self._run_id, advert.stage)
-            dht_node.hold(self._node, key, advert.peer_id, payload, self._expires[advert.stage])
+            own = stage_key(self._run_id, advert.stage), advert.peer_id, payload, self._expires[advert.stage]
+            dht_node.hold(self._node, *own)
+        if advert.state == "left":
+            await self._give_directly(*own)
 
     async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
         expires = max(dht_time() + ttl_s, self._expires.get(advert.stage, 0.0) + _LEAST_GROWTH_S)
@@ -234,11 +237,22 @@ class HivemindDirectory:
 
     async def _ask_directly(self, linked: Sequence[PeerId]) -> None:
         """Ask some of the linked peers, others each time, for the records that they hold."""
-        turn, self._turn = self._turn, self._turn + ASKED_PER_REJOIN
-        asked = {linked[(turn + n) % len(linked)] for n in range(ASKED_PER_REJOIN if linked else 0)}
-        asking = dht_node.ask(self._node, sorted(asked), list(self._keys), self._heard)
+        asking = dht_node.ask(self._node, self._some(linked), list(self._keys), self._heard)
         with contextlib.suppress(Unreachable):
             await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
+
+    async def _give_directly(self, key: str, me: PeerId, payload: bytes, expires: float) -> None:
+        """Store this node's last record at some of the linked peers, too. As long as a node is there it holds its own
+        record, but those that store it for others may leave before everybody has asked them."""
+        with contextlib.suppress(LocalError, Unreachable):
+            linked = sorted(await self._libp2p.links())
+            giving = dht_node.give(self._node, self._some(linked), key, me, payload, expires)
+            await self._libp2p.guard(giving, BOOTSTRAP_TIMEOUT_S, "the peers' word that they have heard it")
+
+    def _some(self, linked: Sequence[PeerId]) -> list[PeerId]:
+        """Some of the linked peers, others each time."""
+        turn, self._turn = self._turn, self._turn + ASKED_AT_ONCE
+        return sorted({linked[(turn + n) % len(linked)] for n in range(ASKED_AT_ONCE if linked else 0)})
 
     async def _bootstrap(self) -> None:
         """Find the DHT nodes behind the links, waiting a little for a joined peer that has only just started."""

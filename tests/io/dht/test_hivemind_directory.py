@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from daemons import RUN, STRANGER, gone, node, run, until
+from daemons import RUN, STRANGER, Node, gone, node, run, until
 from machine import at_most
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
@@ -53,6 +54,45 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
             pids = [one.libp2p.p2p._child.pid for one in (a, b, c)]
             assert not any(gone(pid) for pid in pids)
         assert all(gone(pid) for pid in pids)
+
+    run(scenario)
+
+
+def test_who_stores_no_record_of_a_node_hears_that_it_left_though_all_that_store_it_leave_too(tmp_path: Path) -> None:
+    """hivemind stores a record at five nodes: of six, all but the one farthest from its key. At the end of a run all
+    may leave before that one has asked them."""
+    from hivemind.dht.routing import DHTID
+
+    key = DHTID.generate(stage_key(RUN, 0))
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as lasting:
+            swarm: list[Node] = []
+            exits: dict[int, AsyncExitStack] = {}
+            for number in range(6):
+                exits[number] = await lasting.enter_async_context(AsyncExitStack())
+                join = [one.address for one in swarm]
+                swarm.append(await exits[number].enter_async_context(node(tmp_path / str(number), join=join)))
+
+            async def acquainted() -> bool:
+                return all(len(one.directory._node.protocol.routing_table.peer_id_to_uid) == 5 for one in swarm)
+
+            await until(acquainted)
+            by_distance = sorted(range(6), key=lambda number: swarm[number].directory._node.node_id.xor_distance(key))
+            leaving, left_out = swarm[by_distance[0]], swarm[by_distance[-1]]
+            await left_out.directory.announce(left_out.advert(stage=1), 30.0)
+            await leaving.directory.announce(leaving.advert(), 30.0)
+
+            async def seen() -> str | None:
+                states = {peer.peer_id: peer.state for peer in await left_out.directory.peers()}
+                return states.get(leaving.libp2p.peer_id)
+
+            assert left_out.directory._node.protocol.storage.get(key) is None
+            assert await seen() == "training"
+            await leaving.directory.withdraw()
+            for number in by_distance[:-1]:
+                await exits[number].aclose()
+            assert await seen() == "left"
 
     run(scenario)
 
