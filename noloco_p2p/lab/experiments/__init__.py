@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),
     "codecs": ("codecs", "loss and bytes: hidden states, gradients and outer rounds in fewer bits"),
     "convergence": ("convergence", "loss at equal tokens, and bytes: data parallel, the outer rules, nothing"),
+    "shards": ("shards", "every replica reads its own kind of data, against a share of all of it"),
     "downstream": ("downstream", "fine-tuning and tasks after pre-training: data parallel, NoLoCo, gossip, nothing"),
 }
 """Every experiment by name: its module and its subject."""
