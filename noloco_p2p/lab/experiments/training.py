@@ -40,8 +40,10 @@ class TrainingPlan:
     corpora: tuple[Corpus, ...] = ()
     """Kinds of text, one for each data stream, with equal parts in the held-out text; none: the standard library."""
     mixed: bool = False
-    """At every step the streams are dealt to the stage-0 replicas anew. So the swarm as a whole reads what it reads
-    otherwise, but each replica reads all of it in time."""
+    """For every microbatch the streams are dealt to the stage-0 replicas anew: each of them reads all in time."""
+    noise: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each stage (inner step, standard deviation): at every step up to that one each replica computes its gradients
+    at θ plus noise of its own, Gaussian and of this size. For rules that exchange gradients; none: no noise."""
     stale_rounds: int = 0
     """A partner's snapshot is that of this many rounds before (the initial one if there were fewer)."""
     lost_partner: float = 0.0
