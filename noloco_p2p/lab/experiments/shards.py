@@ -3,8 +3,8 @@
 DiLoCo (arXiv 2311.08105) reports that its outer rounds are robust to that. Here a byte-level Llama (full size: about a
 million parameters) in {STAGES} stages reads eight kinds of text that exist wherever the package is installed: {TEXTS}.
 There are as many replicas of each stage, with one microbatch of 4 × 64 tokens per inner step. *Own kind*: each replica
-of stage 0 reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read the
-same amount of each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it
+of stage 0 reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read about
+as much of each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it
 sees one kind only, like the replica of stage 0 that it serves.
 
 Nodes send some microbatches twice (METHOD.md, "The same data twice"; not on fixed routes), so the replicas' places in
