@@ -8,7 +8,16 @@ import pytest
 from noloco_p2p.lab.experiments import regularisation
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.real_swarm import train
-from noloco_p2p.lab.experiments.regularisation import EXPERIMENT, REPLICAS, TITLES, cases, further, measure, report
+from noloco_p2p.lab.experiments.regularisation import (
+    EXPERIMENT,
+    REPLICAS,
+    TITLES,
+    at_training_loss,
+    cases,
+    further,
+    measure,
+    report,
+)
 from noloco_p2p.lab.experiments.spec import Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
 
@@ -65,7 +74,9 @@ def test_the_report_stands_whatever_came_out() -> None:
         todo = [one for one in EXPERIMENT.further(False, results) if one.name not in known]
     assert {one["method"] for one in results} == set(TITLES)
     page = markdown(report(results))
-    assert "| NoLoCo, m = 10 | 1 ± 0 | 2.7 ± 0.1 | 1.7 ± 0.1 | 0 ± 0 | 0.5 ± " in page
+    assert "| 80 | 3 | NoLoCo, m = 10 | 1 ± 0 | 2.7 ± 0.1 | 1.7 ± 0.1 | 0.5 ± " in page
     nothing: Figures = {"held_out": None, "training": None, "gap": None, "spread": [[], []]}
     lost = [dataclasses.replace(one, figures=one.figures | nothing) for one in results]
     assert "| NoLoCo, m = 10 | – | – | – | – | – | – |" in markdown(report(lost))
+    points = [(2.0, 5.0), (1.0, 3.0), (4.0, 1.0)]
+    assert [at_training_loss(points, loss) for loss in (1.0, 1.5, 3.0, 5.0)] == [3.0, 4.0, 3.0, None]

@@ -12,24 +12,27 @@ in an order of its own, again and again, so that overfitting can be seen.
 - *NoLoCo* with m = 10, and *gossip* in int4 with m = 1, merged without delay.
 
 Losses are in nats per byte, of the final weights without noise, the mean over the replicas: on the text that was
-trained on, and on held-out text of the whole standard library. *Gap*: held-out less training loss. A regulariser makes
-the gap smaller and the held-out loss lower than data parallel's. Mean ± standard deviation over seeds, differences
-between runs with the same seed.
+trained on, and on held-out text of the whole standard library. *Gap*: held-out less training loss. A method that
+learns less in as many steps has a smaller gap for that reason alone. So held-out losses are also compared at *equal
+training loss*: with that of data parallel between its two runs, of other lengths, whose training losses are nearest
+(linear; a dash outside of them). A regulariser ends below it. Mean ± standard deviation over seeds, differences between
+runs with the same seed.
 
 Limits: A tiny model on a few kilobytes of code. The noise has the replicas' standard deviation, but not its shape:
 theirs lies along directions in which they have trained, lasts over several steps, and is larger at the end of a round
-than at its start. One learning rate for all methods, which is not each method's best: a method that has learnt less
-in as many steps has a smaller gap for that reason alone, so the held-out loss must be compared at equal training loss.
+than at its start. One learning rate for all methods, which is not each method's best. Data parallel's runs of other
+lengths have schedules of their own, and the line between two of them is not the curve.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.markdown_page import Block
+from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, finite, small_manifest
 
 REPLICAS, STAGES, RATE, PIECES = 8, 2, 1e-2, 4
@@ -46,14 +49,17 @@ FULL: Mapping[str, Any] = {"hidden": 128, "layers": 4}
 QUICK: Mapping[str, Any] = {"hidden": 64, "layers": 2}
 STEPS, QUICK_STEPS = (80, 240), (40, 160)
 """Lengths of the runs."""
+STOPPED, QUICK_STOPPED = (40, 120, 160), (60, 80, 120)
+"""Other lengths of data parallel, which show its held-out loss at other training losses."""
 HELD_OUT = 16
 """Microbatches of each of the two texts."""
 
 
 def cases(quick: bool) -> list[Case]:
     """All that needs no noise, for every length and seed."""
-    lengths = QUICK_STEPS if quick else STEPS
-    return [_case(method, steps, seed, quick) for seed in (1, 2, 3) for steps in lengths for method in _QUIET]
+    lengths, stopped = (QUICK_STEPS, QUICK_STOPPED) if quick else (STEPS, STOPPED)
+    runs = [(method, steps) for steps in lengths for method in _QUIET] + [("sync", steps) for steps in stopped]
+    return [_case(method, steps, seed, quick) for seed in (1, 2, 3) for method, steps in runs]
 
 
 _QUIET = [method for method in TITLES if method not in FACTORS]
@@ -130,26 +136,41 @@ def _mean(losses: Any) -> Any:
     return None if None in losses else sum(losses) / len(losses)
 
 
+def at_training_loss(points: Iterable[tuple[float, float]], loss: float) -> float | None:
+    """The held-out loss at a training loss, between the two nearest of (training, held-out); None outside of them."""
+    for (low, first), (high, second) in pairwise(sorted(points)):
+        if low <= loss <= high:
+            return first + (second - first) * (loss - low) / (high - low or 1.0)
+    return None
+
+
 def report(results: Results) -> list[Block]:
-    """Every method at every length, against data parallel."""
-    return [_table(runs) for runs in group(results, "steps").values()]
+    """Every method at every length, against data parallel with as many steps, and with the same training loss."""
+    parallel = [one for one in select(results, method="sync") if None not in (one["training"], one["held_out"])]
+    keys = sorted({(one["steps"], list(TITLES).index(one["method"])) for one in results})
+    runs = [select(results, steps=steps, method=list(TITLES)[at]) for steps, at in keys]
 
+    def equal(one: Result) -> float | None:
+        points = [(other["training"], other["held_out"]) for other in parallel if other["seed"] == one["seed"]]
+        there = None if one["gap"] is None else at_training_loss(points, one["training"])
+        return None if there is None else float(one["held_out"]) - there
 
-def _table(runs: Results) -> Table:
-    methods = [same for method in TITLES if (same := select(runs, method=method))]
-    parallel = select(runs, method="sync")
+    def above_parallel(same: Results) -> str:
+        base = select(results, method="sync", steps=same[0]["steps"])
+        return mean_std(above(same, base, "held_out"), 2)
+
     columns: Columns = {
+        "steps": "steps",
+        "passes": lambda same: f"{same[0]['epochs']:.2g}",
         "method": lambda same: TITLES[same[0]["method"]],
         "training loss": over("training"),
         "held-out loss": over("held_out"),
         "gap": over("gap", 3),
-        "training, above data parallel": lambda same: mean_std(above(same, parallel, "training"), 2),
-        "held-out, above data parallel": lambda same: mean_std(above(same, parallel, "held_out"), 2),
+        "held-out, above data parallel of equal length": above_parallel,
+        "of equal training loss": over(equal, 2),
         "std of stage 0 at the end": over(lambda one: one["spread"][0][-1][1] if one["spread"][0] else None, 2),
     }
-    one, epochs = runs[0], mean_std(known(runs, "epochs")[:1], 2)
-    size = f"{one['parameters']:,} parameters, {one['tokens']:,} tokens"
-    return table(columns, methods, f"{one['steps']} steps, {epochs} passes over the text: {size}.")
+    return [table(columns, runs, f"{results[0]['parameters']:,} parameters, {len(runs[0])} seeds.")]
 
 
 EXPERIMENT = Experiment("regularisation", describe(globals()), cases, measure, report, further)
