@@ -86,18 +86,18 @@ class FileCorpus:
 
     def __init__(self, train: list[FileSpan], held_out: list[FileSpan], tokenizer: Tokenizer) -> None:
         self.units = len(train)
-        self._train = train
-        self._held_out = held_out
+        self.pieces = train
+        self.held_out_pieces = held_out
         self._tokenizer = tokenizer
 
     def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         """The piece, unless it is to be skipped."""
         if skip == 0:
-            yield self._read(self._train[unit]) if take() else EMPTY
+            yield self._read(self.pieces[unit]) if take() else EMPTY
 
     def held_out(self) -> Iterator[TokenizedDocument]:
         """Held-out pieces, sorted by relative path."""
-        return map(self._read, self._held_out)
+        return map(self._read, self.held_out_pieces)
 
     def _read(self, piece: FileSpan) -> TokenizedDocument:
         try:

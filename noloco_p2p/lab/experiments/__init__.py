@@ -20,6 +20,9 @@ EXPERIMENTS = {
     "overlap": ("overlap", "outer rounds that are merged inner steps after they were frozen"),
     "codecs": ("codecs", "loss and bytes: hidden states, gradients and outer rounds in fewer bits"),
     "convergence": ("convergence", "loss at equal tokens, and bytes: data parallel, the outer rules, nothing"),
+    "shards": ("shards", "every replica reads its own kind of data, against a share of all of it"),
+    "regularisation": ("regularisation", "is the spread between replicas a regulariser? noise of the same size"),
+    "tuning": ("tuning", "m, α, β, γ and the learning rate, with 4, 8 and 16 replicas"),
     "downstream": ("downstream", "fine-tuning and tasks after pre-training: data parallel, NoLoCo, gossip, nothing"),
 }
 """Every experiment by name: its module and its subject."""

@@ -1,10 +1,11 @@
-"""Real stages with instruments for the simulator's nodes: exact replica spread, loads, and stale and lost partners.
+"""Real stages with instruments for the simulator's nodes: exact replica spread, loads, stale and lost partners, noise.
 
 The node is unchanged: an instrumented stage passes every call on to the `TorchStage` that it wraps.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import sqrt
 from statistics import fmean
@@ -12,7 +13,7 @@ from statistics import fmean
 import torch
 
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import PeerId, ReplicaState
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 from noloco_p2p.core.stage_values import MergeResult, StageState, StepLabel, StepResult
@@ -83,11 +84,13 @@ class InstrumentedStage:
         self._me = me
         self._inner_steps = 0
         self._learning_rate = 0.0
+        self._clean: list[torch.Tensor] = []
+        """θ, while noise has been added to it."""
         # What is not measured is passed on unchanged.
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
-        self.capture, self.restore, self.compare = stage.capture, stage.restore, stage.compare
+        self.restore, self.compare = stage.restore, stage.compare
 
     @property
     def state(self) -> StageState:
@@ -101,7 +104,9 @@ class InstrumentedStage:
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Measures; without outer rounds, every m inner steps take the place of a round."""
+        self._set_noise(0)
         result = self.stage.inner_step(label)
+        self._set_noise(label.inner_step + 1)
         self._inner_steps, self._learning_rate = label.inner_step, label.learning_rate
         self._monitor.served[self._me] += result.microbatches
         outer = self._monitor.plan.manifest.outer
@@ -111,7 +116,8 @@ class InstrumentedStage:
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
         """Measures θ before the merge."""
-        taken = self.stage.snapshot(round, step)
+        with self._without_noise():
+            taken = self.stage.snapshot(round, step)
         if self._monitor.plan.stale_rounds:
             request = SnapshotRequest(self.state.index, round, lattice=taken.lattice)
             self._monitor.keep(self.stage.decode(taken, request, self.stage.encode(taken, request, self._me)))
@@ -123,6 +129,31 @@ class InstrumentedStage:
         """Merges only what the plan lets through."""
         pulled = [self._monitor.pulled(self._me, mine, one) for one in theirs]
         return self.stage.merge(mine, [one for one in pulled if one is not None], counted)
+
+    def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        """Captures what others may restore: weights without noise."""
+        with self._without_noise():
+            return self.stage.capture(round, step, inner_steps)
+
+    def _set_noise(self, step: int) -> None:
+        """Replace the noise by that of this step's gradients; none at step 0 and after the last."""
+        plan, thetas = self._monitor.plan, list(self.stage.parameters.values())
+        for theta, clean in zip(thetas, self._clean, strict=False):
+            theta.data.copy_(clean)
+        stds = [std for last, std in plan.noise[self.state.index] if 0 < step <= last] if plan.noise else []
+        self._clean = [theta.detach().clone() for theta in thetas] if stds else []
+        draws = torch.Generator().manual_seed(generator(plan.seed, "noise", self._me, step).randrange(2**62))
+        for theta in thetas if stds else []:
+            theta.data.add_(torch.randn(theta.shape, generator=draws), alpha=stds[0])
+
+    @contextmanager
+    def _without_noise(self) -> Iterator[None]:
+        noisy = [theta.detach().clone() for theta in self.stage.parameters.values()] if self._clean else []
+        for theta, clean in zip(self.stage.parameters.values(), self._clean, strict=False):
+            theta.data.copy_(clean)
+        yield
+        for theta, value in zip(self.stage.parameters.values(), noisy, strict=False):
+            theta.data.copy_(value)
 
     def _measure(self, round: int) -> None:
         theta = [parameter.detach().clone() for parameter in self.stage.parameters.values()]

@@ -1,10 +1,9 @@
 """A simulated swarm with real stages and real data, from its plan to the summary of its results."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import cycle
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 
@@ -15,6 +14,7 @@ from noloco_p2p.compute.hardware import set_threads
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
+from noloco_p2p.core.seeds import generator
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
@@ -30,17 +30,17 @@ STEP_LIMIT_S = 100.0
 
 
 class StreamBatches:
-    """The Batches port without a thread: microbatches from several streams in turn."""
+    """The Batches port without a thread: microbatches from one source, which each of its positions names."""
 
-    def __init__(self, streams: Sequence[SampleStream], validation: Sequence[Batch]) -> None:
-        self._streams = cycle([stream.batches(StreamPosition()) for stream in streams])
+    def __init__(self, source: Callable[[int], Batch], validation: Sequence[Batch]) -> None:
+        self._source = source
         self._validation = validation
         self._position = 0
 
     async def next(self) -> Batch:
         """See `ports.Batches`."""
         self._position += 1
-        return next(next(self._streams))[0]
+        return self._source(self._position - 1)
 
     def validation(self) -> Iterator[Batch]:
         """See `ports.Batches`."""
@@ -53,6 +53,27 @@ class StreamBatches:
 
     def close(self) -> None:
         """See `ports.Batches`."""
+
+
+class DealtStreams:
+    """The microbatches of all data streams, and which of them a stage-0 replica reads."""
+
+    def __init__(self, plan: TrainingPlan, streams: Sequence[SampleStream]) -> None:
+        self._plan = plan
+        self._sources = [stream.batches(StreamPosition()) for stream in streams]
+        self._read: list[list[Batch]] = [[] for _ in streams]
+
+    def at(self, replica: int, position: int) -> Batch:
+        """What a replica reads as its microbatch of this number: those of its streams in turn."""
+        replicas, order = self._plan.replicas[0], list(range(len(self._sources)))
+        turn, part = divmod(position, len(order[replica::replicas]))
+        if self._plan.mixed:
+            generator(self._plan.seed, "dealt streams", turn).shuffle(order)
+        stream = order[replica + part * replicas]
+        read = self._read[stream]
+        while len(read) <= turn:
+            read.append(next(self._sources[stream])[0])
+        return read[turn]
 
 
 @cache
@@ -106,24 +127,37 @@ def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[Trainin
     return done.summary(), losses
 
 
+def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float | None]]]:
+    """`train`, and the final held-out loss of every replica, with those of its number in later stages, on each of the
+    plan's corpora."""
+    done = _run(plan)
+    part = len(done.held_out) // len(plan.corpora)
+    parts = [done.held_out[at : at + part] for at in range(0, len(done.held_out), part)]
+    replicas = [[_torch_stage(node) for node in nodes] for nodes in zip(*done.stages, strict=True)]
+    losses = [[finite(_held_out_loss(stages, kind)) for kind in parts] for stages in replicas]
+    return done.summary(), losses
+
+
 def _run(plan: TrainingPlan) -> "FinishedTraining":
     set_threads(1)
     changes = {"seed": plan.seed, "stages": len(plan.replicas), "start_replicas": min(plan.replicas)}
     manifest = RunManifest.model_validate(plan.manifest.model_dump() | changes)
     plan = replace(plan, manifest=manifest)
     monitor = TrainingMonitor(plan)
-    text = corpus(manifest.data.tokenizer, int(str(manifest.model.config["vocab_size"])))
-    held_out = SampleStream(text, manifest, "").validation()
+    texts = plan.corpora or (corpus(manifest.data.tokenizer, int(str(manifest.model.config["vocab_size"]))),)
+    part = manifest.evaluation.microbatches // len(texts)
+    held_out = [batch for text in texts for batch in SampleStream(text, manifest, "").validation()[:part]]
     first = [peer_id(0, replica) for replica in range(plan.replicas[0])]
     streams = range(len(first)) if plan.streams is None else plan.streams
+    read = [SampleStream(texts[stream % len(texts)], manifest, peer_id(0, stream)) for stream in streams]
+    dealt = DealtStreams(plan, read)
 
     def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> InstrumentedStage:
         stage = make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False)
         return InstrumentedStage(stage, monitor, peer)
 
     def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> StreamBatches:
-        mine = streams[first.index(peer) :: len(first)]
-        return StreamBatches([SampleStream(text, manifest, peer_id(0, stream)) for stream in mine], held_out)
+        return StreamBatches(partial(dealt.at, first.index(peer)), held_out)
 
     world = SimPlan(manifest, plan.replicas, plan.seed, CONFIG, plan.link, costs=plan.costs, slowness=plan.slowness)
     swarm = SimSwarm(replace(world, stage_factory=make_stage, batches_factory=make_batches))

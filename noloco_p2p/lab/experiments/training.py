@@ -12,6 +12,7 @@ from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.io.data.corpora import Corpus
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 
@@ -36,6 +37,13 @@ class TrainingPlan:
     streams: tuple[int, ...] | None = None
     """Data streams, assigned to the stage-0 replicas in turn; none: one per replica. Stream i is what replica i of
     another run with the same seed reads, so one replica with streams 0 to 7 reads what 8 replicas read."""
+    corpora: tuple[Corpus, ...] = ()
+    """Kinds of text, one for each data stream, with equal parts in the held-out text; none: the standard library."""
+    mixed: bool = False
+    """For every microbatch the streams are dealt to the stage-0 replicas anew: each of them reads all in time."""
+    noise: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each stage (inner step, standard deviation): at every step up to that one each replica computes its gradients
+    at θ plus noise of its own, Gaussian and of this size. For rules that exchange gradients; none: no noise."""
     stale_rounds: int = 0
     """A partner's snapshot is that of this many rounds before (the initial one if there were fewer)."""
     lost_partner: float = 0.0

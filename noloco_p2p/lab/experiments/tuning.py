@@ -1,0 +1,174 @@
+"""Which m, α, β, γ and learning rate should a run of NoLoCo, or m, γ and rate of gossip have, with 4, 8 and 16
+replicas (arXiv 2506.10911, open question 1)?
+
+One stage: a byte-level Llama of {SIZES[layers]} layer (hidden {SIZES[hidden]}) on the standard library's text,
+microbatches of 4 × 32 tokens, one per replica and inner step, Muon, a tenth of warm-up and a cosine to a tenth;
+matched pairs, rounds that are waited for; gossip in int4. The search goes one coordinate at a time: every setting is
+the rule's default with one value changed. For every setting and number of replicas the peak rate is the best of
+{RATES} with the first seed, by the loss on held-out text (nats per byte, mean over the replicas); the other seeds use
+that rate. *Less the default's*: the loss, less that of the default with the same seed, each at its own best rate.
+*Better* or *worse*: the mean difference is more than {SURE} times its standard error over the seeds, and none has
+the other sign; *unclear* otherwise. So the recommendation for each value is the best one that is better, or else the
+default.
+
+Limits: A tiny model in a short run, whose weights move fast: long runs want a larger m, and their α, β and γ act over
+many more rounds. Three rates with a factor of 2 between them, chosen on the text that is reported and with one seed
+that counts among the others. Few seeds and many comparisons: of {SURE} standard errors over three seeds, some differ
+by chance. What changes two values at once is not tried, and bytes, which m decides, are not weighed against loss.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean, stdev
+
+from noloco_p2p.lab.experiments.convergence import loss
+from noloco_p2p.lab.experiments.markdown_page import Block, Table
+from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+
+REPLICAS = (4, 8, 16)
+RATES = (7e-3, 1.4e-2, 2.8e-2)
+SIZES = {"hidden": 32, "layers": 1}
+SURE = 2.0
+TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
+    "noloco": {"inner_steps": (5, 20), "alpha": (0.3, 0.7), "beta": (0.4, 1.0), "gamma": (0.4, 1.0)},
+    "gossip": {"inner_steps": (2, 4), "gamma": (0.35,)},
+}
+"""For each rule, what is tried instead of its defaults (METHOD.md, "Outer rules"), one value at a time."""
+SYMBOLS = {"inner_steps": "m", "alpha": "α", "beta": "β", "gamma": "γ"}
+DEFAULT = "default"
+Setting = tuple[str, float]
+"""What is changed, and to what."""
+
+
+def settings_of(rule: str) -> list[Setting]:
+    """(name, value) of every change to a rule, the default first."""
+    return [(DEFAULT, 0.0), *((name, value) for name, values in TRIED[rule].items() for value in values)]
+
+
+def cases(quick: bool) -> list[Case]:
+    """Every setting at every rate with the first seed."""
+    return [
+        _case(rule, replicas, name, value, (rate, 1), quick)
+        for replicas in REPLICAS
+        for rule in TRIED
+        for name, value in settings_of(rule)
+        for rate in RATES
+    ]
+
+
+def further(quick: bool, results: Results) -> list[Case]:
+    """The other seeds, at each setting's best rate."""
+    return [
+        _case(rule, replicas, name, value, (best_rate(results, rule, replicas, name, value), seed), quick)
+        for seed in (2, 3)
+        for replicas in REPLICAS
+        for rule in TRIED
+        for name, value in settings_of(rule)
+    ]
+
+
+def best_rate(results: Results, rule: str, replicas: int, name: str, value: float) -> float:
+    """The rate with the lowest held-out loss of the first seed."""
+    runs = select(results, rule=rule, replicas=replicas, what=name, value=value, seed=1)
+    return float(min(runs, key=loss)["rate"])
+
+
+def _case(rule: str, replicas: int, name: str, value: float, run: tuple[float, int], quick: bool) -> Case:
+    return Case.named(
+        "{rule}-{replicas}-{what}-{value:g}-{rate:g}-{seed}",
+        rule=rule,
+        replicas=replicas,
+        what=name,
+        value=value,
+        rate=run[0],
+        seed=run[1],
+        steps=80 if quick else 400,
+        **SIZES,
+    )
+
+
+def measure(case: Case) -> Figures:
+    """The final loss."""
+    from noloco_p2p.lab.experiments.real_swarm import train
+
+    one = case.settings
+    changed = {} if one["what"] == DEFAULT else {one["what"]: one["value"]}
+    if "inner_steps" in changed:
+        changed["inner_steps"] = int(one["value"])
+    manifest = small_manifest(
+        one["hidden"],
+        one["layers"],
+        sequence_length=32,
+        microbatch_size=4,
+        steps=one["steps"],
+        inner={"optimizer": "muon", "peak_learning_rate": one["rate"], "warmup_steps": 10**6},
+        outer={"rule": one["rule"], **changed},
+    )
+    trained = train(TrainingPlan(manifest, (one["replicas"],), one["seed"]))
+    return trained.figures("validation_loss", "merged_loss", "tokens") | {"parameters": sum(trained.parameters)}
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def verdict(differences: Sequence[float]) -> str:
+    """`better`, `worse` or `unclear`: whether the differences from the default are surely below or above 0."""
+    if len(differences) < 2:
+        return "unclear"
+    mean, error = fmean(differences), stdev(differences) / sqrt(len(differences))
+    one_sign = min(differences) > 0 or max(differences) < 0
+    if not one_sign or abs(mean) <= SURE * error:
+        return "unclear"
+    return "better" if mean < 0 else "worse"
+
+
+def report(results: Results) -> list[Block]:
+    """For each rule and number of replicas every setting against the default, and what follows."""
+    blocks: list[Block] = []
+    for rule in TRIED:
+        advice = []
+        for replicas in REPLICAS:
+            runs = {one: _at_best(results, rule, replicas, *one) for one in settings_of(rule)}
+            gaps = {one: above(runs[one], runs[DEFAULT, 0.0], "validation_loss") for one in runs}
+            blocks.append(_table(runs, gaps))
+            advice.append(f"{replicas} replicas: {_advice(gaps)}")
+        blocks.append(f"`{rule}`: {'; '.join(advice)}.")
+    return blocks
+
+
+def _table(runs: Mapping[Setting, Results], gaps: Mapping[Setting, list[float]]) -> Table:
+    columns: Columns = {
+        "setting": lambda one: title(*one),
+        "peak rate": lambda one: f"{runs[one][0]['rate']:g}",
+        "held-out loss": lambda one: over("validation_loss")(runs[one]),
+        "less the default's": lambda one: mean_std(gaps[one], 2),
+        "verdict": lambda one: "–" if one[0] == DEFAULT else verdict(gaps[one]),
+    }
+    first = runs[DEFAULT, 0.0][0]
+    caption = (
+        f"`{first['rule']}`, {first['replicas']} replicas, {first['tokens']:,} tokens, {first['parameters']:,}"
+        f" parameters, {len(runs[DEFAULT, 0.0])} seeds."
+    )
+    return table(columns, runs, caption)
+
+
+def title(name: str, value: float) -> str:
+    """A setting in words."""
+    return "the default" if name == DEFAULT else f"{SYMBOLS[name]} = {value:g}"
+
+
+def _at_best(results: Results, rule: str, replicas: int, name: str, value: float) -> Results:
+    rate = best_rate(results, rule, replicas, name, value)
+    return select(results, rule=rule, replicas=replicas, what=name, value=value, rate=rate)
+
+
+def _advice(gaps: Mapping[Setting, list[float]]) -> str:
+    better: dict[str, Setting] = {}
+    for one in sorted((one for one in gaps if verdict(gaps[one]) == "better"), key=lambda one: fmean(gaps[one])):
+        better.setdefault(one[0], one)
+    return ", ".join(f"{title(*one)} ({mean_std(gaps[one], 2)})" for one in better.values()) or "the defaults"
+
+
+EXPERIMENT = Experiment("tuning", describe(globals()), cases, measure, report, further)

@@ -1,0 +1,95 @@
+"""Experiment shards: who reads which kind, what is said of the replicas on each, and that the report stands."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from noloco_p2p.core.messages import Batch
+from noloco_p2p.io.data.samples import SampleStream, StreamPosition
+from noloco_p2p.lab.experiments import shards
+from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.real_swarm import DealtStreams
+from noloco_p2p.lab.experiments.shards import ALONE, KINDS, cases, corpora, measure, report
+from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+
+COUNT = len(KINDS)
+
+
+def read(replicas: int, mixed: bool, numbers: range) -> list[list[bytes]]:
+    """What each replica reads, by number."""
+    manifest = small_manifest(16, 1, microbatch_size=1)
+    plan = TrainingPlan(manifest, (replicas,), 1, corpora=corpora(), mixed=mixed)
+    dealt = DealtStreams(plan, [SampleStream(text, manifest, f"s0r{kind}") for kind, text in enumerate(corpora())])
+    return [[content(dealt.at(replica, number)) for number in numbers] for replica in range(replicas)]
+
+
+def content(batch: Batch) -> bytes:
+    return bytes(batch.inputs.data)
+
+
+def test_both_swarms_read_the_same_and_only_who_reads_it_differs() -> None:
+    manifest = small_manifest(16, 1, microbatch_size=1)
+    streams = [
+        SampleStream(text, manifest, f"s0r{kind}").batches(StreamPosition()) for kind, text in enumerate(corpora())
+    ]
+    expected = [[content(next(stream)[0]) for _ in range(4)] for stream in streams]
+    own, mixed = read(COUNT, False, range(4)), read(COUNT, True, range(4))
+    assert own == expected
+    assert [sorted(same) for same in zip(*mixed, strict=True)] == [sorted(same) for same in zip(*own, strict=True)]
+    assert mixed != own
+    # One replica reads all streams in turn.
+    assert read(1, False, range(2 * COUNT))[0] == [
+        one for same in zip(*(row[:2] for row in own), strict=True) for one in same
+    ]
+
+
+def test_a_case_tells_the_loss_of_every_replica_on_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "QUICK", {"hidden": 16, "layers": 2, "steps": 2})
+    monkeypatch.setattr(shards, "HELD_OUT", COUNT)
+    wanted = [("noloco", "own"), ("noloco", "mixed"), ("gossip-fixed", "own"), (ALONE, "YAML")]
+    found = {}
+    for case in cases(quick=True):
+        if (key := (case.settings["rule"], case.settings["kind"])) in wanted and case.settings["seed"] == 1:
+            found[key] = measure(case)
+    assert set(found) == set(wanted)
+    for (rule, _), figures in found.items():
+        losses = figures["losses"]
+        assert [len(row) for row in losses] == [COUNT] * (1 if rule == ALONE else COUNT)
+        mean = sum(map(sum, losses)) / sum(map(len, losses))
+        assert figures["validation_loss"] == pytest.approx(mean, rel=1e-6), "routes of evaluation are fixed"
+    assert found["noloco", "own"]["tokens"] == COUNT * found[ALONE, "YAML"]["tokens"]
+
+
+def figures_of(settings: Mapping[str, Any]) -> Figures:
+    """What a run might have given: own kinds cost 0.1, a replica is better by 0.5 on its own."""
+    own = settings["kind"] == "own"
+    loss = 2.0 + 0.1 * own + 0.01 * settings["seed"]
+    losses = [[loss - 0.5 * (own and row == kind) for kind in range(COUNT)] for row in range(COUNT)]
+    losses = losses[: 1 if settings["rule"] == ALONE else COUNT]
+    return {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "parameters": 10, "losses": losses}
+
+
+def test_the_report_stands_whatever_came_out() -> None:
+    results = [Result(case, figures_of(case.settings), 1.0) for case in cases(quick=False)]
+    page = markdown(report(results))
+    assert "| NoLoCo, m = 10 | 2.02 ± 0.01 | 2.12 ± 0.01 | 0.1 ±" in page
+    assert shards.foreign(results[0]) == pytest.approx(0.5)
+    assert "| YAML | 2.01 |" in page
+    lost = [dataclasses.replace(one, figures=_lost(one)) for one in results]
+    assert "| NoLoCo, m = 10 | – | – | – |" in markdown(report(lost))
+
+
+def _lost(one: Result) -> Figures:
+    losses = [[None for _ in row] for row in one["losses"]]
+    return one.figures | {"validation_loss": None, "merged_loss": None, "losses": losses}
+
+
+def test_a_case_for_every_rule_way_and_seed() -> None:
+    def key(case: Case) -> tuple[Any, ...]:
+        return tuple(case.settings[name] for name in ("rule", "kind", "seed"))
+
+    swarms = {(rule, kind, seed) for rule in shards.RULES for kind in ("own", "mixed") for seed in (1, 2, 3)}
+    assert set(map(key, cases(quick=True))) == swarms | {(ALONE, kind, 1) for kind in KINDS}

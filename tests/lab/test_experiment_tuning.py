@@ -1,0 +1,76 @@
+"""Experiment tuning: every setting is a change to the defaults, all find their rate alike, the verdicts are careful."""
+
+import dataclasses
+
+import pytest
+
+from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.spec import Figures, Result
+from noloco_p2p.lab.experiments.tuning import (
+    DEFAULT,
+    RATES,
+    REPLICAS,
+    TRIED,
+    cases,
+    further,
+    measure,
+    report,
+    settings_of,
+    verdict,
+)
+
+
+def figures_of(loss: float | None) -> Figures:
+    """What a run might have given."""
+    return {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "parameters": 10}
+
+
+def gone_through(loss_at_gamma: float | None) -> list[Result]:
+    """All cases, where the middle rate is the best, and only a change of γ matters."""
+    results: list[Result] = []
+    for after in (False, True):
+        for case in further(False, results) if after else cases(quick=False):
+            one = case.settings
+            loss = 2 + 10 * abs(one["rate"] - RATES[1]) + 0.1 * one["seed"]
+            changed = one["what"] == "gamma" and one["value"] == TRIED[one["rule"]]["gamma"][0]
+            both = None if loss_at_gamma is None else loss + loss_at_gamma + 0.001 * one["seed"]
+            results.append(Result(case, figures_of(both if changed else loss), 1.0))
+    return results
+
+
+def test_every_setting_has_three_rates_and_the_other_seeds_at_the_best_one() -> None:
+    results = gone_through(0.0)
+    settings = sum(len(settings_of(rule)) for rule in TRIED)
+    assert len(results) == len(REPLICAS) * settings * (len(RATES) + 2)
+    assert {one["rate"] for one in results if one["seed"] > 1} == {RATES[1]}
+
+
+def test_what_helps_is_recommended_and_what_could_be_chance_is_not() -> None:
+    page = markdown(report(gone_through(-0.2)))
+    assert "`gossip`: 4 replicas: γ = 0.35 (-0.2 ± 0.001); 8 replicas: γ = 0.35" in page
+    assert "| γ = 0.4 | 0.014 | 2.002 ± 0.1 | -0.2 ± 0.001 | better |" in page
+    assert "`gossip`: 4 replicas: the defaults; 8" in markdown(report(gone_through(0.2)))
+    lost = markdown(report(gone_through(None)))
+    assert "| γ = 0.4 | 0.007 | – | – | unclear |" in lost
+    assert [verdict(one) for one in ([-1.0], [-1.0, -1.2, -1.1], [1.0, 1.1], [-1.0, 0.1, -1.2], [0.1, 0.1, 0.9])] == [
+        "unclear",
+        "better",
+        "worse",
+        "unclear",
+        "unclear",
+    ]
+
+
+@pytest.mark.parametrize("rule", TRIED)
+def test_every_change_is_one_that_a_run_may_have(rule: str) -> None:
+    first = {
+        (one.settings["what"], one.settings["value"]): one for one in cases(quick=True) if one.settings["rule"] == rule
+    }
+    assert set(first) == set(settings_of(rule))
+    losses = set()
+    for case in first.values():
+        tiny = {"replicas": 4, "steps": 4, "hidden": 16}
+        if case.settings["what"] != "inner_steps":
+            losses.add(measure(dataclasses.replace(case, settings={**case.settings, **tiny}))["validation_loss"])
+    assert None not in losses
+    assert DEFAULT in {what for what, _ in first}
