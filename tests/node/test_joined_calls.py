@@ -89,3 +89,26 @@ def test_a_retry_does_not_join_a_body_that_broke(monkeypatch: pytest.MonkeyPatch
     assert took_s == 0.0
     [origin] = outcome.of_stage(0)
     assert origin.microbatches["dropped"] == 0
+
+
+def test_a_call_that_is_cut_off_before_it_has_begun_hears_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outer round begins in the turn of the loop in which its header came. Were its handler cancelled, gRPC would
+    send its caller nothing, and the caller would wait until the call counts as lost."""
+    right, found = MicrobatchServer.propagate, list[BaseException | None]()
+
+    async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        if not found:
+            server.intake.seal()
+            first = asyncio.create_task(right(server, caller, header, body))
+            await asyncio.sleep(0)
+            server.close()
+            await asyncio.wait([first])
+            server.open()
+            found.append(asyncio.CancelledError() if first.cancelled() else first.exception())
+        return await right(server, caller, header, body)
+
+    monkeypatch.setattr(MicrobatchServer, "propagate", propagate)
+    SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4, outer=OuterSettings(rule="noloco")), (1, 1))).run(
+        limit_s=1000
+    )
+    assert isinstance(found[0], Busy), "a handler that is cancelled"

@@ -172,7 +172,7 @@ class MicrobatchServer:
                 if verdict.answer is not Admission.QUEUE:
                     call.granted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
-                call.task.add_done_callback(lambda task: self._ended(key, call, task))
+                call.task.add_done_callback(lambda task: self._ended(call, task))
         self._swarm.heard(header.origin)
         if header.origin.step > node.step:
             self.drop_departed()
@@ -180,14 +180,11 @@ class MicrobatchServer:
         with self._waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call, body)
 
-    def _ended(self, key: AttemptKey, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
-        """An attempt's task is over. One that was cancelled before its first line ran still holds its place."""
+    def _ended(self, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
+        """An attempt's task is over."""
         if not task.cancelled():
             task.exception()
         call.task = None  # Its error has the call in a frame: together they would keep the tensors.
-        if self._calls.get(key) is call:
-            self._admit(self.intake.leave(key))
-            self._forget(key)
 
     def _forget(self, key: AttemptKey) -> None:
         del self._calls[key]
@@ -210,7 +207,8 @@ class MicrobatchServer:
         """All who wait for it hear Busy."""
         call.refusal = call.refusal or refusal
         if call.task is not None:
-            call.task.cancel()
+            # Never before its first line: it would end without an answer, and gRPC would send its callers none.
+            asyncio.get_running_loop().call_soon(call.task.cancel)
 
     async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
         """One attempt from its body to its reply."""
