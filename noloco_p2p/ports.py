@@ -106,9 +106,10 @@ class Transport(Protocol):
     def announces(self, activation: Activation, peer: Advert) -> bool:
         """The header had better go alone: the body takes longer to send than a round trip to the peer."""
 
-    def warm(self, peer: Advert, nbytes: int) -> None:
-        """A body of about this size may go to the peer within a few round trips: if connections for it have rested and
-        it is worth it, make them fast with filler. Returns at once; what fails here, the body's own call will find."""
+    def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
+        """A body of about this size may go to one of these peers within a few round trips: if connections for it have
+        rested and it is worth it, make them fast with filler. Returns at once; what fails here, the body's own call
+        will find."""
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.

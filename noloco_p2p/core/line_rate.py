@@ -40,19 +40,21 @@ FAST_BYTES_PER_S = 100e6
 written later. On a line as fast as this, even the larger amount is gone in 10 ms, and the sender is not woken for every
 128 KiB."""
 CONNECTIONS = 16
-FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 1 << 18
+FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
 """If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that fit in a round trip, and
 at most one for each PART_BYTES of it, and CONNECTIONS. A single connection has 15 KB in flight after a rest, twice as
 much after each round trip, and never more than its buffers hold: twice as many are at full speed a round trip
 earlier."""
-LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
+LEAST_STRIPE_BYTES, STRIPES = 1 << 15, 4 * CONNECTIONS
 """Such a body is cut into at least STRIPES messages, unless these would be too small, so that all connections end at
 about the same time. There are not more, because messages cost CPU: 33.5 MB and a reply as large took both ends 184 ms
 in 64 messages each way, and 204 ms in 128."""
-WARM_BYTES, RESTED_S = 1 << 17, 0.5
+RESTED_S = 0.5
 """When nothing has left for RESTED_S, connections to a peer are slow: TCP halves their windows each time its
-retransmission timer would have expired, a round trip and 0.2 s. So much filler makes one fast again. It leaves in four
-round trips, in each twice as much as before."""
+retransmission timer would have expired, a round trip and 0.2 s."""
+FILLER_BYTES = (1 << 17, 1 << 14)
+"""So much filler makes one fast again: the former leaves in four round trips, in each twice as much as before, the
+latter in one."""
 PEERS = 256
 """Peers whose round trips are remembered, and peers to which bodies went."""
 
@@ -161,7 +163,7 @@ class MeasuredLine:
         if nbytes <= SMALL_BYTES:
             return False
         rate, at = self.up.bytes_per_s, self.up.measured_at
-        if rate is None or at is None or now - at > STALE_S:
+        if rate is None or at is None or now - at > STALE_S or self.connections(peer, nbytes) > 1:
             return True
         return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
 
@@ -197,15 +199,20 @@ class MeasuredLine:
         bodies, left_at = self._leaving.get(peer, (0, -math.inf))
         return not bodies and now - left_at > RESTED_S
 
-    def warms(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
-        """How many connections are worth filler before a body to a peer, if they have rested.
+    def filler_bytes(self, peer: PeerId, nbytes: int, *, comes: bool = False, peers: int = 1) -> int:
+        """How much filler is worth sending on each connection before a body to a peer, if they have rested.
 
-        None if the body uses one, or if their filler takes longer than a round trip: what is saved is a few of these,
-        and on such a line other bodies may be waiting. `comes`: the body comes from there.
+        None if the body uses one. Else all of it takes at most a third of a round trip, or else at most a round trip
+        and half of the time of the body: it saves a few round trips, but delays what else uses the line. `comes`: the
+        body comes from there. `peers`: how many get filler, because the body may go to any of them.
         """
         rate, connections = (self.down if comes else self.up).bytes_per_s, self.connections(peer, nbytes, comes=comes)
-        takes_s = connections * WARM_BYTES / rate if rate else 0.0
-        return connections if connections > 1 and takes_s <= (self.round_trip_s(peer) or 0.0) else 0
+        if connections == 1:
+            return 0
+        round_trip_s, body_s = self.round_trip_s(peer) or 0.0, nbytes / rate if rate else 0.0
+        longest_s = max(round_trip_s / 3, min(round_trip_s, body_s / 2))
+        fit = (each for each in FILLER_BYTES if not rate or peers * connections * each / rate <= longest_s)
+        return next(fit, 0)
 
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for one more place while `asked` activations were asked for, or are being sent."""
@@ -227,9 +234,10 @@ def unsent_bytes(bytes_per_s: float | None) -> int:
     return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
 
 
-def stripe_bytes(nbytes: int) -> int:
-    """The most in one message of a body that goes over several connections."""
-    return max(LEAST_STRIPE_BYTES, nbytes // STRIPES)
+def stripe_bytes(nbytes: int, connections: int) -> int:
+    """The most in one message of a body that goes over several connections: each of them gets as many as the others."""
+    each = max(1, min(STRIPES // connections, nbytes // (connections * LEAST_STRIPE_BYTES)))
+    return -(-nbytes // (connections * each))
 
 
 def _quantile(parts: Iterable[tuple[float, float]], share: float) -> float:

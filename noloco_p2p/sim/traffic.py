@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from noloco_p2p.core.line_rate import WARM_BYTES
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow
@@ -71,11 +70,11 @@ class Traffic:
             queue[payload] = None
         self._move(payload)
 
-    def fill(self, sender: PeerId, receiver: PeerId, connections: int) -> None:
-        """Send filler on so many connections if they have rested."""
+    def fill(self, sender: PeerId, receiver: PeerId, connections: int, each: int) -> None:
+        """Send so many bytes of filler on each of so many connections if they have rested."""
         line = self.lines.of(sender)
         if line is not None and line.rested(receiver, self._now()) and not self._is_cut(sender, receiver):
-            filler = Payload(sender, receiver, "filler", connections * WARM_BYTES, connections=connections)
+            filler = Payload(sender, receiver, "filler", connections * each, connections=connections)
             filler.on_gone = lambda: self.take(filler)
             self.depart(filler)
 

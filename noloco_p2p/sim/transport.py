@@ -68,21 +68,23 @@ class SimTransport:
         nbytes, now = self._network.payload_bytes("activation", activation.tensors), asyncio.get_running_loop().time()
         return nbytes > wire.PACK_BYTES or self.line.worth_asking(peer.peer_id, nbytes, now)
 
-    def warm(self, peer: Advert, nbytes: int) -> None:
+    def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
         """See `ports.Transport`."""
-        id, sizes = peer.peer_id, self._network.sizes
+        sizes, line = self._network.sizes, self.line
         size = sizes.activation_bytes if sizes else nbytes
-        far = size >= PART_BYTES if self.line.round_trip_s(id) is None else self.line.warms(id, size)
-        if far and id not in self._warming:
-            self._warming[id] = task = asyncio.create_task(self._warm(peer, size))
-            task.add_done_callback(lambda _: self._warming.pop(id))
+        for peer in peers:
+            id, filler = peer.peer_id, partial(line.filler_bytes, peer.peer_id, size, peers=len(peers))
+            far = size >= PART_BYTES if line.round_trip_s(id) is None else filler()
+            if far and id not in self._warming:
+                self._warming[id] = task = asyncio.create_task(self._warm(peer, size, filler))
+                task.add_done_callback(lambda _, id=id: self._warming.pop(id))  # type: ignore[misc]
 
-    async def _warm(self, peer: Advert, size: int) -> None:
+    async def _warm(self, peer: Advert, size: int, filler: Callable[[], int]) -> None:
         with suppress(PeerError):
             if self.line.round_trip_s(peer.peer_id) is None:
                 await self.describe(peer)
-            if connections := self.line.warms(peer.peer_id, size):
-                self._network.traffic.fill(self._me, peer.peer_id, connections)
+            if each := filler():
+                self._network.traffic.fill(self._me, peer.peer_id, self.line.connections(peer.peer_id, size), each)
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """See `ports.Transport`."""
@@ -195,7 +197,7 @@ class SimTransport:
         connections = 1 if whole else self.line.connections(peer.peer_id, nbytes)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
         body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
-        body.warms = self.line.warms(peer.peer_id, nbytes, comes=True) > 0
+        body.filler_bytes = self.line.filler_bytes(peer.peer_id, nbytes, comes=True) if connections > 1 else 0
         if whole:
             self._network.traffic.depart(payload)
 
@@ -245,8 +247,8 @@ class _SimBody:
         self._network, self._sent, self._payload, self._claim = network, sent, payload, claim
         self.latency_s = 0.0
         """Time that the header took."""
-        self.warms = False
-        """The connections for the reply are worth filler."""
+        self.filler_bytes = 0
+        """What is worth sending on each connection before the reply."""
 
     @property
     def received(self) -> int:
@@ -255,9 +257,9 @@ class _SimBody:
 
     def reply_soon(self) -> None:
         """See `ports.Body`."""
-        if self.warms:
+        if self.filler_bytes:
             payload = self._payload
-            self._network.traffic.fill(payload.receiver, payload.sender, payload.connections)
+            self._network.traffic.fill(payload.receiver, payload.sender, payload.connections, self.filler_bytes)
 
     async def __call__(self) -> Activation:
         """See `ports.Body`. Once the last byte has left, it takes as long as the header did."""

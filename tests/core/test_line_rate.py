@@ -10,6 +10,7 @@ from noloco_p2p.core.line_rate import (
     FAR_S,
     LEAST_ASKED,
     LEAST_DOWN_S,
+    PART_BYTES,
     PARTS,
     PEERS,
     RESTED_S,
@@ -117,6 +118,9 @@ def test_a_body_is_announced_when_it_takes_longer_than_a_round_trip() -> None:
     assert not line.worth_asking("p", SMALL_BYTES, 2.0), "small ones go at once"
     assert not line_of(round_trip_s=0.2).worth_asking("p", 100_000, 2.0)
     assert not line_of(rate=1e9, round_trip_s=0.0001).worth_asking("p", 1_000_000, 2.0), "one room"
+    far = line_of(rate=1e9, round_trip_s=0.2)
+    assert not far.worth_asking("p", PART_BYTES - 1, 2.0)
+    assert far.worth_asking("p", PART_BYTES, 2.0), "only what is announced goes over several connections"
 
 
 def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
@@ -189,14 +193,34 @@ def test_connections_have_rested_when_nothing_has_left_for_a_while() -> None:
     assert len(line._leaving) == PEERS
 
 
-def test_filler_is_worth_it_where_it_takes_less_than_the_round_trips_that_it_saves() -> None:
+@pytest.mark.parametrize(
+    ("rate", "round_trip_s", "peers", "expected"),
+    [
+        (1e9, 0.2, 2, 1 << 17),
+        (25e6, 0.1, 1, 1 << 17),  # 84 ms for the filler, and more than twice as much for the body
+        (25e6, 0.05, 1, 1 << 14),
+        (25e6, 0.1, 2, 1 << 14),
+        (2e6, 0.2, 9, 0),
+        (1e9, 0.001, 1, 0),
+    ],
+)
+def test_filler_takes_little_of_the_time_that_it_saves(
+    rate: float, round_trip_s: float, peers: int, expected: int
+) -> None:
     much = 64 << 20
-    for rate, round_trip_s, worth in ((1e9, 0.2, True), (25e6, 0.1, True), (25e6, 0.05, False), (1e9, 0.001, False)):
-        line = MeasuredLine()
-        line.answered("B", round_trip_s)
-        assert (line.warms("B", much) > 0) == (round_trip_s >= FAR_S), "an unknown line counts as fast"
-        line.up.ended(line.up.began(0.0), int(rate), 1.0)
-        assert line.warms("B", much) == (line.connections("B", much) if worth else 0)
-        line.down.ended(line.down.began(0.0), int(rate), 1.0)
-        assert line.warms("B", much, comes=True) == line.warms("B", much)
-        assert line.warms("B", 1000) == 0, "one connection carries it in a round trip"
+    line = MeasuredLine()
+    line.answered("B", round_trip_s)
+    assert (line.filler_bytes("B", much) > 0) == (round_trip_s >= FAR_S), "an unknown line counts as fast"
+    line.up.ended(line.up.began(0.0), int(rate), 1.0)
+    assert line.filler_bytes("B", much, peers=peers) == expected
+    line.down.ended(line.down.began(0.0), int(rate), 1.0)
+    assert line.filler_bytes("B", much, comes=True, peers=peers) == expected
+    assert line.filler_bytes("B", 1000) == 0, "one connection carries it in a round trip"
+
+
+def test_filler_before_a_short_body_is_short() -> None:
+    line = MeasuredLine()
+    line.answered("B", 0.2)
+    line.up.ended(line.up.began(0.0), 6_250_000, 1.0)
+    assert line.filler_bytes("B", 1 << 20) == 1 << 14, "six times 128 KiB take 0.13 s of its line, the body 0.17 s"
+    assert line.filler_bytes("B", 4 << 20, peers=9) == 0

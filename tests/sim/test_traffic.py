@@ -9,7 +9,7 @@ import pytest
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import CONNECTIONS, WARM_BYTES
+from noloco_p2p.core.line_rate import CONNECTIONS, FILLER_BYTES
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
@@ -159,13 +159,13 @@ def test_filler_saves_a_body_and_its_reply_the_slow_start(there: bool, back: boo
             fills.append(after)
             await asyncio.sleep(20.0)
             if before:
-                transport.warm(CALLEE, 0)
-                transport.warm(CALLEE, 0)
+                transport.warm([CALLEE], 0)
+                transport.warm([CALLEE], 0)
             await asyncio.sleep(1.0)
             began = now()
             await transport.propagate(CALLEE, activation())
             seconds.append(now() - began)
-        filler = (there + back) * CONNECTIONS * WARM_BYTES
+        filler = (there + back) * CONNECTIONS * FILLER_BYTES[0]
         kinds = [network.byte_counts[peer]["filler"] for peer in "ab"]
         assert sum_of(kinds) == ByteCounts(sent=filler, received=filler), "once in each direction, and nothing is lost"
 

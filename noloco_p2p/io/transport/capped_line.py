@@ -15,7 +15,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
-from noloco_p2p.io.transport.frame_codec import FILLER
+from noloco_p2p.io.transport.frame_codec import is_filler
 from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
 
 Write = Callable[[bytes], Awaitable[object]]
@@ -138,7 +138,7 @@ class OwnersLine:
             try:
                 message = await read(*arguments)
                 came = len(message) if isinstance(message, bytes) else 0
-                due = 0 if message == FILLER else due
+                due = 0 if is_filler(message) else due
             finally:
                 way.charge(came - charged)
             return message
@@ -163,7 +163,7 @@ class OwnersLine:
                         nbytes = len(message)
                 finally:
                     rate.ended(began, nbytes, clock())
-            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES and message != FILLER
+            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES and not is_filler(message)
             return message
 
         return receive

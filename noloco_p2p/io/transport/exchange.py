@@ -10,7 +10,7 @@ import grpc.aio
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
-from noloco_p2p.io.transport.frame_codec import FILLER, unpacked
+from noloco_p2p.io.transport.frame_codec import is_filler, unpacked
 from noloco_p2p.io.transport.stripes import NO_MORE, Ways
 from noloco_p2p.ports import Claim
 
@@ -106,7 +106,7 @@ class Collected(Generic[T]):
         """What comes over a further call: filler, perhaps, and a part of the reply after its first message."""
         try:
             message = await read()
-            if message == FILLER:
+            if is_filler(message):
                 message = await read()
         except Unreachable:
             # Only the first call knows why there may be no reply: this one is not wanted then.

@@ -4,10 +4,11 @@ TCP has forgotten the speed of a connection that has rested, and finds it again 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 
-from noloco_p2p.core.line_rate import PART_BYTES, WARM_BYTES
+from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import PeerError
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -30,13 +31,15 @@ class Warming:
         self._describe = describe
         self._under_way: dict[PeerId, asyncio.Task[None]] = {}
 
-    def warm(self, peer: Advert, nbytes: int) -> None:
+    def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
         """See `ports.Transport`."""
-        id, line = peer.peer_id, self._line
-        far = nbytes >= PART_BYTES if line.round_trip_s(id) is None else line.warms(id, nbytes)
-        if far and id not in self._under_way and line.rested(id, asyncio.get_running_loop().time()):
-            self._under_way[id] = task = asyncio.create_task(self._warm(peer, nbytes))
-            task.add_done_callback(lambda _: self._under_way.pop(id))
+        line = self._line
+        for peer in peers:
+            id, filler = peer.peer_id, partial(line.filler_bytes, peer.peer_id, nbytes, peers=len(peers))
+            far = nbytes >= PART_BYTES if line.round_trip_s(id) is None else filler()
+            if far and id not in self._under_way and line.rested(id, asyncio.get_running_loop().time()):
+                self._under_way[id] = task = asyncio.create_task(self._warm(peer, nbytes, filler))
+                task.add_done_callback(lambda _, id=id: self._under_way.pop(id))  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop at once."""
@@ -45,21 +48,22 @@ class Warming:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _warm(self, peer: Advert, nbytes: int) -> None:
+    async def _warm(self, peer: Advert, nbytes: int, filler: Callable[[], int]) -> None:
         id, line = peer.peer_id, self._line
         with suppress(PeerError):
             if line.round_trip_s(id) is None:
                 await self._describe(peer)
             async with self._calling(peer, "connection", WARM_S, control=True) as (channel, _):
-                connections = channel.at_most(line.warms(id, nbytes))
-            line.leaves(id)
-            try:
-                await asyncio.gather(*(self._fill(peer, part) for part in range(1, connections + 1)))
-            finally:
-                line.has_left(id, asyncio.get_running_loop().time())
+                connections = channel.at_most(line.connections(id, nbytes))
+            if each := filler():
+                line.leaves(id)
+                try:
+                    await asyncio.gather(*(self._fill(peer, part, each) for part in range(1, connections + 1)))
+                finally:
+                    line.has_left(id, asyncio.get_running_loop().time())
 
-    async def _fill(self, peer: Advert, part: int) -> None:
+    async def _fill(self, peer: Advert, part: int, nbytes: int) -> None:
         with suppress(PeerError):
             async with self._calling(peer, "answer to filler", WARM_S, part=part) as (channel, left_s):
-                self._charge(sent=WARM_BYTES, received=0)
-                await channel.fill(pb.Filler(data=bytes(WARM_BYTES)), timeout=left_s)
+                self._charge(sent=nbytes, received=0)
+                await channel.fill(pb.Filler(data=bytes(nbytes)), timeout=left_s)

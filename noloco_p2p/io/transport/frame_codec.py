@@ -13,7 +13,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import WARM_BYTES
+from noloco_p2p.core.line_rate import FILLER_BYTES
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 
@@ -25,8 +25,8 @@ CHUNK, END = 0x0A, 0x12
 TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
 DIGEST_BYTES = 8
-FILLER = pb.Reply(filler=pb.Filler(data=bytes(WARM_BYTES))).SerializeToString()
-"""The message before a reply that makes a connection fast (`filler`)."""
+FILLERS = {nbytes: pb.Reply(filler=pb.Filler(data=bytes(nbytes))).SerializeToString() for nbytes in FILLER_BYTES}
+"""The message before a reply that makes a connection fast (`filler`), by its bytes."""
 HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
 """Longest headers of messages that do not name the tensors of a stage: peer ids of 128 letters for 1,024 stages."""
 MOST_HEADS = 8
@@ -48,6 +48,11 @@ def varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+def is_filler(message: object) -> bool:
+    """A reply is still to come: this says nothing."""
+    return any(message == filler for filler in FILLERS.values())
 
 
 def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:

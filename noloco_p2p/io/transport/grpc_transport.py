@@ -242,9 +242,9 @@ class GrpcTransport:
                 number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
                 turn = self._turns.of(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
-                longest = stripe_bytes(size) if number else line.message_bytes
-                warm = number > 0 and self.line.warms(peer.peer_id, size, comes=True) > 0
-                head, body = message_codec.announced(activation, number, warm=warm)
+                longest = stripe_bytes(size, len(beside)) if number else line.message_bytes
+                filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
+                head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
                 return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
             leaves()

@@ -13,6 +13,7 @@ import numpy
 import xxhash
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import FILLER_BYTES
 from noloco_p2p.core.messages import (
     LARGEST_COUNT,
     MOST_AVOIDED,
@@ -134,14 +135,14 @@ def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, 
 
 
 def announced(
-    activation: Activation, stripe: int = 0, *, warm: bool = False
+    activation: Activation, stripe: int = 0, filler_bytes: int = 0
 ) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
     """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each.
 
-    With a number for `stripe` other calls may carry some of them, and filler before the reply if `warm`.
+    With a number for `stripe` other calls may carry some of them, and so much filler before the reply.
     """
     head, stream = _head_and_frames(activation)
-    head.header.stripe, head.header.warm = stripe, warm
+    head.header.stripe, head.header.filler_bytes = stripe, filler_bytes
     body = pb.ActivationMessage()
     return packed(head, ()), lambda message_bytes: streamed(body, stream, message_bytes, head_alone=False)
 
@@ -184,6 +185,8 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         raise Violation("the origin's id in an activation is not short printable text")
     if len(sent.avoid) > MOST_AVOIDED or not all(map(is_peer_id, sent.avoid)):
         raise Violation("the peers to avoid in an activation are too many, or not short printable text")
+    if sent.filler_bytes not in (0, *FILLER_BYTES):
+        raise Violation(f"{sent.filler_bytes} bytes of filler before a reply make no sense")
     check_counts(sent.origin.step, sent.origin.index)
     specs = tuple(from_spec(spec) for spec in sent.specs[: MOST_SPECS + 1])
     wire.total_bytes(specs, max_bytes)

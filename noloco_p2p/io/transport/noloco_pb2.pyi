@@ -205,7 +205,7 @@ class ActivationHeader(google.protobuf.message.Message):
     STRIPE_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     AVOID_FIELD_NUMBER: builtins.int
-    WARM_FIELD_NUMBER: builtins.int
+    FILLER_BYTES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run that it belongs to."""
     stage: builtins.int
@@ -222,8 +222,10 @@ class ActivationHeader(google.protobuf.message.Message):
     """Until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
     signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
     """
-    warm: builtins.bool
-    """The connections of these Stripes may need filler before the reply: the sender is far away on a fast line."""
+    filler_bytes: builtins.int
+    """How much filler each of these Stripes may need before the reply, because the sender is far away on a fast line:
+    131072, 16384 or 0 bytes.
+    """
     @property
     def microbatch(self) -> global___MicrobatchId:
         """Which microbatch this is."""
@@ -256,10 +258,10 @@ class ActivationHeader(google.protobuf.message.Message):
         stripe: builtins.int = ...,
         label: builtins.bytes = ...,
         avoid: collections.abc.Iterable[builtins.str] | None = ...,
-        warm: builtins.bool = ...,
+        filler_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["microbatch", b"microbatch", "origin", b"origin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "digest", b"digest", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s", "warm", b"warm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["avoid", b"avoid", "digest", b"digest", "filler_bytes", b"filler_bytes", "label", b"label", "microbatch", b"microbatch", "origin", b"origin", "patient", b"patient", "run_id", b"run_id", "specs", b"specs", "stage", b"stage", "stripe", b"stripe", "time_left_s", b"time_left_s"]) -> None: ...
 
 global___ActivationHeader = ActivationHeader
 

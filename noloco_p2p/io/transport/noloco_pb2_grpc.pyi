@@ -51,7 +51,7 @@ class NodeStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    If the header has `warm`, one message of filler may precede the reply.
+    If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.UnaryUnaryMultiCallable[
@@ -108,7 +108,7 @@ class NodeAsyncStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    If the header has `warm`, one message of filler may precede the reply.
+    If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.aio.UnaryUnaryMultiCallable[
@@ -171,7 +171,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        If the header has `warm`, one message of filler may precede the reply.
+        If the header has `filler_bytes`, one message of so much filler may precede the reply.
         """
 
     @abc.abstractmethod

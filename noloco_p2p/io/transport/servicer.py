@@ -17,7 +17,6 @@ import grpc.aio
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import Precedence
-from noloco_p2p.core.line_rate import stripe_bytes
 from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, weights_codec
@@ -134,7 +133,7 @@ class GrpcServicer:
                 reply.sent += len(message)
 
         if stripes is not None:
-            await stripes.reply(counted(messages_of(min(most, stripe_bytes(size)))), write)
+            await stripes.reply(counted(messages_of(stripes.message_bytes(size, most))), write)
             return
         for message in counted(messages_of(most)):
             await write(message)
@@ -190,7 +189,8 @@ class GrpcServicer:
             return self._line.sender(writing(context.write)), Patience().reading(context.read)
 
         with self._striped.may_carry(caller, number, ways) as stripes:
-            await stripes.reply(messages_of(min(most, stripe_bytes(size)) if number else most), ways(context)[0])
+            most = stripes.message_bytes(size, most) if number else most
+            await stripes.reply(messages_of(most), ways(context)[0])
         self._count(direction="out", kind=kind, bytes=size)
 
     @asynccontextmanager
@@ -295,6 +295,6 @@ class GrpcServicer:
         incoming = IncomingActivation(header, frames, self._count, ways(context)[1], ask, patience)
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller, head.header.stripe, ways))
-            if head.header.warm:
-                incoming.fill = partial(incoming.stripes.fill, self._line.measured, caller.name)
+            if nbytes := head.header.filler_bytes:
+                incoming.fill = partial(incoming.stripes.fill, self._line.measured, caller.name, nbytes)
         return header, incoming

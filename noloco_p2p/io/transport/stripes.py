@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine
+from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine, stripe_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
-from noloco_p2p.io.transport.frame_codec import FILLER
+from noloco_p2p.io.transport.frame_codec import FILLERS
 
 K = TypeVar("K", bound=Hashable)
 Ways = tuple[Write, Read]
@@ -53,8 +53,8 @@ class Stripes:
         self._broken: Violation | None = None
         self._next = asyncio.Event()
         """Filler, the reply or the end: something follows the body."""
-        self._fills = False
-        """Filler precedes the reply."""
+        self._filler = b""
+        """It precedes the reply."""
         self._replying = asyncio.Event()
         """The reply is being sent, or none will be."""
         self._group: asyncio.TaskGroup | None = None
@@ -90,8 +90,8 @@ class Stripes:
             while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
                 self.take(message)
             await self._next.wait()
-            if self._fills and not self._replying.is_set():
-                await write(FILLER)
+            if self._filler and not self._replying.is_set():
+                await write(self._filler)
             await self._replying.wait()
             if self._group is not None:
                 await asyncio.wait([self._group.create_task(self._send(write))])
@@ -103,14 +103,18 @@ class Stripes:
         finally:
             self._calls -= 1
 
-    def fill(self, line: MeasuredLine, caller: PeerId) -> None:
-        """Send filler on every further call, unless they have not rested or the reply begins before."""
+    def fill(self, line: MeasuredLine, caller: PeerId, nbytes: int) -> None:
+        """Send so much filler on every further call, unless they have not rested or the reply begins before."""
         now = asyncio.get_running_loop().time()
         if line.rested(caller, now):
             line.leaves(caller)
             line.has_left(caller, now)
-            self._fills = True
+            self._filler = FILLERS[nbytes]
             self._next.set()
+
+    def message_bytes(self, size: int, most: int) -> int:
+        """Most tensor bytes in one message of a reply of this size, and at most `most`."""
+        return min(most, stripe_bytes(size, max(1, self._calls)))
 
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
         """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.

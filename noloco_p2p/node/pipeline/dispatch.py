@@ -107,8 +107,7 @@ class Dispatcher:
     def prepare(self, origin: Origin) -> None:
         """A microbatch will soon have passed this stage: the connections to whoever may get it next are made fast."""
         if not self._node.last:
-            for peer in self._choice.expected(origin):
-                self._transport.warm(peer, self._node.stage.state.hidden.nbytes)
+            self._transport.warm(self._choice.expected(origin), self._node.stage.state.hidden.nbytes)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
         """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""

@@ -46,8 +46,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every message of an activation that the sender draws."""
     original, seen = message_codec.announced, list[int]()
 
-    def counted(sent: Activation, stripe: int, *, warm: bool) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
-        header, body = original(sent, stripe, warm=warm)
+    def counted(sent: Activation, stripe: int, filler_bytes: int) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
+        header, body = original(sent, stripe, filler_bytes)
         seen.append(0)
 
         def counted_body(message_bytes: int) -> Iterator[bytes]:

@@ -32,11 +32,11 @@ from noloco_p2p.core.line_rate import (
     CONNECTIONS,
     FAR_BYTES,
     FAR_S,
+    FILLER_BYTES,
     LEAST_STRIPE_BYTES,
     PART_BYTES,
     ROUND_TRIPS,
     STRIPES,
-    WARM_BYTES,
     MeasuredLine,
     stripe_bytes,
 )
@@ -47,7 +47,7 @@ from noloco_p2p.io.transport import callers, grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected
-from noloco_p2p.io.transport.frame_codec import FILLER
+from noloco_p2p.io.transport.frame_codec import FILLERS
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
@@ -129,8 +129,16 @@ def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
     for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
         slow.answered(str(round_trip_s), round_trip_s)
         assert slow.connections(str(round_trip_s), MUCH) == connections
-    assert stripe_bytes(1 << 20) == LEAST_STRIPE_BYTES
-    assert stripe_bytes(1 << 26) == (1 << 26) // STRIPES
+
+
+@pytest.mark.parametrize("connections", [1, 2, 5, CONNECTIONS])
+def test_all_connections_can_carry_equally_many_messages(connections: int) -> None:
+    for size in (1, LEAST_STRIPE_BYTES, connections * PART_BYTES - 1, 1 << 26):
+        longest = stripe_bytes(size, connections)
+        messages = -(-size // longest)
+        assert messages <= STRIPES
+        assert longest >= LEAST_STRIPE_BYTES or messages <= connections
+        assert size < connections * connections or messages % connections == 0
 
 
 def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
@@ -175,7 +183,7 @@ def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: C
     filler, filled, may_reply = [0], asyncio.Event(), asyncio.Event()
 
     async def see(message: Any) -> None:
-        filler[0] += message == FILLER
+        filler[0] += message == FILLERS[FILLER_BYTES[0]]
         if filler[0] == CONNECTIONS:
             filled.set()
 
@@ -209,7 +217,7 @@ def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: C
 
 def test_who_sends_filler_again_and_again_breaks_the_protocol() -> None:
     async def filler() -> bytes:
-        return FILLER
+        return FILLERS[FILLER_BYTES[0]]
 
     async def scenario() -> None:
         collected = Collected(GradientReader(activation(LARGE)).feed, [])
@@ -235,21 +243,21 @@ def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_res
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             under_way = both.a._warming._under_way
-            both.a.warm(both.peer, PART_BYTES - 1)
+            both.a.warm([both.peer], PART_BYTES - 1)
             assert not under_way, "a body that uses one connection needs none"
-            both.a.warm(both.peer, LARGE_BYTES)
+            both.a.warm([both.peer], LARGE_BYTES)
             await asyncio.gather(*under_way.values())
             assert both.a.line.round_trip_s("B") is not None, "it was asked for, because it was not known"
             assert not taken, "it is near"
             is_far(both)
             for _ in range(3):
-                both.a.warm(both.peer, LARGE_BYTES)
+                both.a.warm([both.peer], LARGE_BYTES)
             await asyncio.gather(*under_way.values())
-            assert taken == CONNECTIONS * [WARM_BYTES]
-            both.a.warm(both.peer, LARGE_BYTES)
+            assert taken == CONNECTIONS * [FILLER_BYTES[0]]
+            both.a.warm([both.peer], LARGE_BYTES)
             assert not under_way, "they have just been used"
             both.a.line._leaving.clear()
-            both.a.warm(both.peer, LARGE_BYTES)
+            both.a.warm([both.peer], LARGE_BYTES)
             assert under_way
         assert not under_way, "nothing outlives the transport"
 
