@@ -104,7 +104,8 @@ class Transport(Protocol):
     """What the bodies that came and went have shown of this node's line."""
 
     def announces(self, activation: Activation, peer: Advert) -> bool:
-        """The header had better go alone: the body takes longer to send than a round trip to the peer."""
+        """The header had better go alone: the body takes longer to send than a round trip to the peer, or goes over
+        several connections."""
 
     def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
         """A body of about this size may go to one of these peers within a few round trips: if connections for it have

@@ -44,11 +44,11 @@ FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
 """If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that fit in a round trip, and
 at most one for each PART_BYTES of it, and CONNECTIONS. A single connection has 15 KB in flight after a rest, twice as
 much after each round trip, and never more than its buffers hold: twice as many are at full speed a round trip
-earlier."""
+earlier. PART_BYTES is a little less than what one carries in four flights, 225 KB."""
 LEAST_STRIPE_BYTES, STRIPES = 1 << 15, 4 * CONNECTIONS
-"""Such a body is cut into at least STRIPES messages, unless these would be too small, so that all connections end at
-about the same time. There are not more, because messages cost CPU: 33.5 MB and a reply as large took both ends 184 ms
-in 64 messages each way, and 204 ms in 128."""
+"""Such a body is cut into equally many messages for each connection, so that all end at about the same time: STRIPES in
+all, or fewer that are not too small. There are not more, because messages cost CPU: 33.5 MB and a reply as large took
+both ends 184 ms in 64 messages each way, and 204 ms in 128."""
 RESTED_S = 0.5
 """When nothing has left for RESTED_S, connections to a peer are slow: TCP halves their windows each time its
 retransmission timer would have expired, a round trip and 0.2 s."""
@@ -155,7 +155,8 @@ class MeasuredLine:
         return median(map(min, self._round_trips.values())) if self._round_trips else None
 
     def worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
-        """Whether a body takes longer to send than a round trip to its peer, so that it pays to ask for a place first.
+        """Whether it pays to ask for a place first: a body takes longer to send than a round trip to its peer, or uses
+        several connections.
 
         True also while the rate is unknown, because what is sent after a grant is measured. An unknown round trip
         counts as 0.

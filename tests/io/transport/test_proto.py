@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from noloco_p2p.core.wire import Chunk, End, Frame
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import PROTOCOL
 from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +46,11 @@ def test_generating_the_stubs_again_changes_nothing(tmp_path: Path) -> None:
         fresh = (tmp_path / "noloco_p2p" / "io" / "transport" / name).read_text()
         kept = (ROOT / "noloco_p2p" / "io" / "transport" / name).read_text()
         assert fresh == kept, f"{name} is not what proto/noloco.proto gives"
+
+
+def test_the_contract_names_its_version() -> None:
+    (named,) = re.findall(r'the version of this file, "(\d+)"', (ROOT / "proto" / "noloco.proto").read_text())
+    assert named == PROTOCOL
 
 
 def test_the_stubs_are_those_of_the_oldest_grpcio_allowed() -> None:

@@ -183,6 +183,7 @@ HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8)
         ({"time_left_s": 0.0}, "makes no sense"),
         ({"time_left_s": float("nan")}, "makes no sense"),
         ({"stage": 0}, "makes no sense"),
+        ({"filler_bytes": 1 << 20}, "1048576 bytes of filler"),
         ({"specs": specs()}, "an activation is hidden"),
         ({"specs": specs(HIDDEN)}, "an activation is hidden"),
         ({"specs": specs(TARGETS, HIDDEN)}, "an activation is hidden"),
