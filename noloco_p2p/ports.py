@@ -361,7 +361,7 @@ class World:
     checkpoints: Checkpoints
     make_stage: Callable[[int], Awaitable[tuple[Stage, Device]]]
     make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]
-    secret: int
-    """At least 64 random bits of this process that no peer knows."""
+    secret: int | None
+    """At least 64 random bits of this process that no peer knows; None: no data is sent twice, so nothing is secret."""
     local_time: Callable[[], datetime] = datetime.now
     """What the clock on the wall shows."""

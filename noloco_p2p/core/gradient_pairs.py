@@ -69,9 +69,10 @@ class _Pair(NamedTuple):
 
 
 class GradientPairs:
-    """What one node has seen. `secret` is known to nobody else: so nobody can foresee what goes out twice."""
+    """What one node has seen. `secret` is known to nobody else: so nobody can foresee what goes out twice.
+    None: nothing does."""
 
-    def __init__(self, secret: int) -> None:
+    def __init__(self, secret: int | None) -> None:
         self._secret = secret
         self._apart: deque[float] = deque(maxlen=COMPARED)
         self._pairs: deque[_Pair] = deque(maxlen=REMEMBERED)
@@ -80,7 +81,7 @@ class GradientPairs:
         """The one after this microbatch has the same data."""
         suspicious = any(pair.outlier for pair in list(self._pairs)[-SUSPICIOUS_PAIRS:])
         share = SUSPICIOUS if suspicious else EARLY if len(self._pairs) < EARLY_PAIRS else CALM
-        return generator(self._secret, "repeats", *microbatch).random() < share
+        return self._secret is not None and generator(self._secret, "repeats", *microbatch).random() < share
 
     def observe(self, one: Route, other: Route, apart: float) -> tuple[bool, PeerId | None]:
         """Whether a pair is an outlier, and who on the two routes dissents from all others of its stage.

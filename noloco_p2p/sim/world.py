@@ -71,6 +71,8 @@ class SimPlan:
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
     """A crash during a save leaves a checkpoint that looks complete but is not; otherwise it leaves nothing."""
+    gradient_audit: bool = True
+    """Some data goes out twice (METHOD.md, "The same data twice")."""
     stage_factory: StageFactory = LinearStage
     batches_factory: BatchesFactory | None = None
     """None: small integers (`sim.batches`)."""
@@ -131,7 +133,7 @@ class SimSwarm:
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=asyncio.get_running_loop().time())
 
-        secret = generator(plan.seed, "secret", peer, incarnation).getrandbits(64)
+        secret = generator(plan.seed, "secret", peer, incarnation).getrandbits(64) if plan.gradient_audit else None
         world = World(*ports, make_stage, make_batches, secret, local_time)
         node = Node(
             Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation

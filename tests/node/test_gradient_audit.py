@@ -38,12 +38,16 @@ def make(liars: tuple[PeerId, ...], manifest: RunManifest, index: int, me: PeerI
 
 
 @cache
-def run(liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), routing: str = "random") -> Outcome:
+def run(
+    liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), routing: str = "random", audit: bool = True
+) -> Outcome:
     """With one in four microbatches sent twice, so that a run is short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_pairs, "EARLY", 1 / 4)
         manifest = manifest_for(replicas, STEPS, microbatches_per_step=PER_STEP, routing=routing)
-        return SimSwarm(SimPlan(manifest, replicas, seed=3, stage_factory=partial(make, liars))).run()
+        return SimSwarm(
+            SimPlan(manifest, replicas, seed=3, gradient_audit=audit, stage_factory=partial(make, liars))
+        ).run()
 
 
 def set_aside(outcome: Outcome) -> dict[PeerId, set[object]]:
@@ -88,6 +92,11 @@ def test_nobody_honest_is_set_aside(replicas: tuple[int, ...]) -> None:
     outcome = run(replicas=replicas)
     assert set_aside(outcome) == {}
     assert bool(outcome.trace.of("gradient_pair")) == (replicas[1] > 3)
+
+
+def test_without_a_secret_everything_goes_out_once() -> None:
+    assert run().trace.of("gradient_pair")
+    assert not run(audit=False).trace.of("gradient_pair")
 
 
 def test_a_liar_further_on_is_found_and_left_out_for_those_who_know_it() -> None:

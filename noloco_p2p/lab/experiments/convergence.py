@@ -25,14 +25,26 @@ makes of the bytes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import exp
 from statistics import fmean
 from typing import Any
 
 from noloco_p2p.humanize import plural
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, above, known, mean_curve, mean_std, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
+from noloco_p2p.lab.experiments.results import (
+    Columns,
+    above,
+    best_rate,
+    known,
+    loss,
+    mean_curve,
+    mean_std,
+    over,
+    rate_beyond,
+    select,
+    table,
+)
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -43,7 +55,6 @@ RATES = {"adamw": (1.6e-3, 4e-3, 1e-2), "muon": (1e-2, 1.4e-2, 2e-2)}
 """Rates of each optimizer. Muon's are closer together, because a factor of 2.5 from the best rate costs more than the
 methods differ."""
 PARALLEL = {"adamw": "parallel", "muon": "parallel-muon"}
-MOST_RATES = 5
 FLOAT_BYTES = 4
 CURVE_POINTS = 50
 HELD_OUT = 32
@@ -102,24 +113,24 @@ def cases(quick: bool) -> list[Case]:
 def further(quick: bool, results: Results) -> list[Case]:
     """Rates beyond the best one while it is at the end of its grid; then other seeds at the best, and long runs."""
     cases = [_case(name, *rate_seed, quick) for name in METHODS for rate_seed in next_rates(results, name, quick)]
-    longer = [name for name, one in METHODS.items() if one.long and not quick and rate_beyond(results, name) is None]
-    return cases + [_case(name, best_rate(results, name), 1, quick, long=True) for name in longer]
+    for name, method in METHODS.items():
+        runs = first_runs(results, name)
+        if method.long and not quick and rate_beyond(runs, RATES[method.optimizer]) is None:
+            cases.append(_case(name, best_rate(runs), 1, quick, long=True))
+    return cases
+
+
+def first_runs(results: Results, method: str) -> Results:
+    """A method's short runs with the first seed: every rate that was tried."""
+    return select(results, method=method, seed=1, long=False)
 
 
 def next_rates(results: Results, method: str, quick: bool) -> list[tuple[float, int]]:
     """(rate, seed) of a method's next runs: a rate beyond the best one if that is at an end, else other seeds."""
-    if (rate := rate_beyond(results, method)) is not None:
+    runs = first_runs(results, method)
+    if (rate := rate_beyond(runs, RATES[METHODS[method].optimizer])) is not None:
         return [(rate, 1)]
-    return [(best_rate(results, method), seed) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
-
-
-def rate_beyond(results: Results, method: str) -> float | None:
-    """The next rate to try for a method; None if its best one is not at an end, or enough have been tried."""
-    best = best_rate(results, method)
-    rates = sorted(one["rate"] for one in select(results, method=method, seed=1, long=False))
-    first, second, *_ = RATES[METHODS[method].optimizer]
-    beyond = {rates[0]: best * first / second, rates[-1]: best * second / first}
-    return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
+    return [(best_rate(runs), seed) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
 
 
 def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) -> Case:
@@ -197,19 +208,10 @@ Best = Mapping[str, Results]
 """For each method the runs at its best rate, by seed."""
 
 
-def loss(result: Result) -> float:
-    """Final loss on held-out text, mean over the replicas; infinite if it was not finite."""
-    return inf if result["validation_loss"] is None else float(result["validation_loss"])
-
-
-def best_rate(results: Results, method: str) -> float:
-    """The rate with the lowest held-out loss of the first seed, mean over replicas. Raises ValueError: no runs."""
-    return float(min(select(results, method=method, seed=1, long=False), key=loss)["rate"])
-
-
 def report(results: Results) -> list[Block]:
     """The tables, findings in words, the curves, loss over bytes, the rates tried, and the paper's figures."""
-    best = {name: select(results, method=name, rate=best_rate(results, name), long=False) for name in METHODS}
+    rates = {name: best_rate(first_runs(results, name)) for name in METHODS}
+    best = {name: select(results, method=name, rate=rate, long=False) for name, rate in rates.items()}
     long = {name: select(results, method=name, long=True) for name in METHODS}
     gaps, long_gaps = _all_gaps(best), _all_gaps(long)
     curves = [mean_curve(method.title, [one["curve"] for one in best[name]]) for name, method in METHODS.items()]
@@ -278,8 +280,9 @@ def _tried(results: Results) -> Table:
     rates = sorted({one["rate"] for one in results})
     rows: list[list[Cell]] = []
     for name, method in METHODS.items():
-        losses = {one["rate"]: loss(one) for one in select(results, method=name, seed=1, long=False)}
-        rows.append([method.title, *(losses.get(rate) for rate in rates), f"{best_rate(results, name):g}"])
+        runs = first_runs(results, name)
+        losses = {one["rate"]: loss(one) for one in runs}
+        rows.append([method.title, *(losses.get(rate) for rate in rates), f"{best_rate(runs):g}"])
     caption = "Held-out loss (mean over the replicas, first seed) by peak learning rate; a dash: not tried."
     return Table(("method", *(f"{rate:g}" for rate in rates), "chosen"), rows, caption)
 

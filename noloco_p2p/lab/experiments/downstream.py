@@ -24,9 +24,9 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, best_rate, next_rates
+from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, first_runs, next_rates
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, above, known, mean_std, over, select, table
+from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import finite
 
@@ -96,7 +96,7 @@ def measure(case: Case) -> Figures:
 
 def report(results: Results) -> list[Block]:
     """Both tables, and in words the differences from the first method."""
-    runs = {name: select(results, method=name, rate=best_rate(results, name)) for name in (*METHODS, FRESH)}
+    runs = {name: select(results, method=name, rate=best_rate(first_runs(results, name))) for name in (*METHODS, FRESH)}
     return [_losses(runs), _tasks(runs), *(_finding(runs, name) for name in runs if name != METHODS[0])]
 
 

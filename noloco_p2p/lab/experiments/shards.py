@@ -3,13 +3,9 @@
 DiLoCo (arXiv 2311.08105) reports that its outer rounds are robust to that. Here a byte-level Llama (full size: about a
 million parameters) in {STAGES} stages reads eight kinds of text that exist wherever the package is installed: {TEXTS}.
 There are as many replicas of each stage, with one microbatch of 4 × 64 tokens per inner step. *Own kind*: each replica
-of stage 0 reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read about
-as much of each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it
+of stage 0 reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read as
+much of each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it
 sees one kind only, like the replica of stage 0 that it serves.
-
-Nodes send some microbatches twice (METHOD.md, "The same data twice"; not on fixed routes), so the replicas' places in
-their streams drift apart. A step of own kinds still has one microbatch of each, one of mixed kinds does not. This alone
-makes a difference, which `sync` shows, because its replicas are one model. *Beyond `sync`* is what is left without it.
 
 The outer rules have their defaults, but DiLoCo has H = {DILOCO_STEPS} (its default, 500, is longer than the run). All
 use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a cosine to a tenth. Losses are in
@@ -133,8 +129,6 @@ def report(results: Results) -> list[Block]:
     runs = {(rule, kind): select(results, rule=rule, kind=kind) for rule in RULES for kind in ("own", "mixed")}
     costs = {rule: above(runs[rule, "own"], runs[rule, "mixed"], "validation_loss") for rule in RULES}
     merged = {rule: above(runs[rule, "own"], runs[rule, "mixed"], "merged_loss") for rule in RULES}
-    beyond = {rule: [mine - sync for mine, sync in zip(costs[rule], costs["sync"], strict=False)] for rule in RULES}
-    del beyond["gossip-fixed"], beyond["sync"]
 
     def part(kind: str, figure: Any, digits: int = 4) -> Any:
         return lambda rule: over(figure, digits)(runs[rule, kind])
@@ -144,15 +138,14 @@ def report(results: Results) -> list[Block]:
         "mixed: loss": part("mixed", "validation_loss"),
         "own kind: loss": part("own", "validation_loss"),
         "own kind costs": lambda rule: mean_std(costs[rule], 2),
-        "beyond `sync`": lambda rule: mean_std(beyond.get(rule, []), 2),
         "merged model: own kind costs": lambda rule: mean_std(merged[rule], 2),
         "own kind: foreign kinds": part("own", foreign, 2),
         "mixed: foreign kinds": part("mixed", foreign, 2),
     }
     same = runs["sync", "own"]
     caption = f"{same[0]['parameters']:,} parameters, {same[0]['tokens']:,} tokens in each run, {len(same)} seeds."
-    words = "; ".join(f"{RULES[rule][0]} {mean_std(cost, 2)}" for rule, cost in beyond.items())
-    return [table(columns, RULES, caption), f"Own kinds cost beyond `sync`, in nats: {words}.", _alone(results)]
+    words = "; ".join(f"{RULES[rule][0]} {mean_std(cost, 2)}" for rule, cost in costs.items())
+    return [table(columns, RULES, caption), f"Own kinds cost, in nats: {words}.", _alone(results)]
 
 
 def _alone(results: Results) -> Table:

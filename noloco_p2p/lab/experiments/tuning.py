@@ -5,15 +5,16 @@ One stage: a byte-level Llama of {SIZES[layers]} layer (hidden {SIZES[hidden]}) 
 microbatches of 4 × 32 tokens, one per replica and inner step, Muon, a tenth of warm-up and a cosine to a tenth;
 matched pairs, rounds that are waited for; gossip in int4. The search goes one coordinate at a time: every setting is
 the rule's default with one value changed. For every setting and number of replicas the peak rate is the best of
-{RATES} with the first seed, by the loss on held-out text (nats per byte, mean over the replicas); the other seeds use
-that rate. *Less the default's*: the loss, less that of the default with the same seed, each at its own best rate.
+{RATES} with the first seed, by the loss on held-out text (nats per byte, mean over the replicas). While the best
+is the lowest or highest, half or twice of it is tried as well, up to five rates in all. The other seeds use the
+best. *Less the default's*: the loss, less that of the default with the same seed, each at its own best rate.
 *Better* or *worse*: the mean difference is more than {SURE} times its standard error over the seeds, and none has
 the other sign; *unclear* otherwise. So the recommendation for each value is the best one that is better, or else the
 default.
 
 Limits: A tiny model in a short run, whose weights move fast: long runs want a larger m, and their α, β and γ act over
-many more rounds. Three rates with a factor of 2 between them, chosen on the text that is reported and with one seed
-that counts among the others. Few seeds and many comparisons: of {SURE} standard errors over three seeds, some differ
+many more rounds. Rates have a factor of 2 between them, and were chosen on the text that is reported and with one seed,
+which counts among the others. Few seeds and many comparisons: of {SURE} standard errors over three seeds, some differ
 by chance. What changes two values at once is not tried, and bytes, which m decides, are not weighed against loss.
 """
 
@@ -21,14 +22,22 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
 
-from noloco_p2p.lab.experiments.convergence import loss
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
+from noloco_p2p.lab.experiments.results import (
+    Columns,
+    above,
+    best_rate,
+    mean_std,
+    over,
+    rate_beyond,
+    select,
+    table,
+)
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 REPLICAS = (4, 8, 16)
-RATES = (7e-3, 1.4e-2, 2.8e-2)
+RATES = (1.4e-2, 2.8e-2)
 SIZES = {"hidden": 32, "layers": 1}
 SURE = 2.0
 TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
@@ -59,20 +68,21 @@ def cases(quick: bool) -> list[Case]:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """The other seeds, at each setting's best rate."""
-    return [
-        _case(rule, replicas, name, value, (best_rate(results, rule, replicas, name, value), seed), quick)
-        for seed in (2, 3)
-        for replicas in REPLICAS
-        for rule in TRIED
-        for name, value in settings_of(rule)
-    ]
+    """Rates beyond a setting's best one while that is at an end; then the other seeds at the best."""
+    found = []
+    for replicas in REPLICAS:
+        for rule in TRIED:
+            for name, value in settings_of(rule):
+                runs = first_runs(results, rule, replicas, name, value)
+                beyond = rate_beyond(runs, RATES)
+                next_runs = [(best_rate(runs), 2), (best_rate(runs), 3)] if beyond is None else [(beyond, 1)]
+                found += [_case(rule, replicas, name, value, run, quick) for run in next_runs]
+    return found
 
 
-def best_rate(results: Results, rule: str, replicas: int, name: str, value: float) -> float:
-    """The rate with the lowest held-out loss of the first seed."""
-    runs = select(results, rule=rule, replicas=replicas, what=name, value=value, seed=1)
-    return float(min(runs, key=loss)["rate"])
+def first_runs(results: Results, rule: str, replicas: int, name: str, value: float) -> Results:
+    """A setting's runs with the first seed: every rate that was tried."""
+    return select(results, rule=rule, replicas=replicas, what=name, value=value, seed=1)
 
 
 def _case(rule: str, replicas: int, name: str, value: float, run: tuple[float, int], quick: bool) -> Case:
@@ -160,7 +170,7 @@ def title(name: str, value: float) -> str:
 
 
 def _at_best(results: Results, rule: str, replicas: int, name: str, value: float) -> Results:
-    rate = best_rate(results, rule, replicas, name, value)
+    rate = best_rate(first_runs(results, rule, replicas, name, value))
     return select(results, rule=rule, replicas=replicas, what=name, value=value, rate=rate)
 
 

@@ -30,7 +30,7 @@ class Twins:
 class GradientAudit:
     """Of one node of stage 0, with its `World.secret`."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, secret: int) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, secret: int | None) -> None:
         self._node = node
         self._swarm = swarm
         self._waits = waits

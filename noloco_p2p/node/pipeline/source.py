@@ -23,7 +23,7 @@ class MicrobatchSource:
         swarm: Membership,
         waits: Waits,
         dispatcher: Dispatcher,
-        secret: int,
+        secret: int | None,
         incarnation: int,
     ) -> None:
         self._node = node
