@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Protocol, TypeVar
 
 from noloco_p2p.core.gradient_pairs import GradientLikeness
-from noloco_p2p.core.line_rate import MeasuredLine
+from noloco_p2p.core.line_rate import MeasuredLine, Sending
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -103,9 +103,8 @@ class Transport(Protocol):
     line: MeasuredLine
     """What the bodies that came and went have shown of this node's line."""
 
-    def announces(self, activation: Activation, peer: Advert) -> bool:
-        """The header had better go alone: the body takes longer to send than a round trip to the peer, or goes over
-        several connections."""
+    def sending(self, activation: Activation, peer: Advert) -> Sending:
+        """How an activation had better go to a peer."""
 
     def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
         """A body of about this size may go to one of these peers within a few round trips: if connections for it have
@@ -115,7 +114,7 @@ class Transport(Protocol):
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
 
-        The body leaves when the peer has asked for it and `claim` lets it; with None at once, if one message holds it.
+        The body leaves when the peer has asked for it and `claim` lets it; with None at once, unless it is too large.
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec` and has the same
         microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """

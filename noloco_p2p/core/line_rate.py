@@ -8,6 +8,7 @@ can do, not how much it is used: idle time does not count, and concurrent transf
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from enum import Enum
 from statistics import median
 
 from noloco_p2p.core.messages import PeerId
@@ -45,7 +46,7 @@ FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
 at most one for each PART_BYTES of it, and CONNECTIONS. A single connection has 15 KB in flight after a rest, twice as
 much after each round trip, and never more than its buffers hold: twice as many are at full speed a round trip
 earlier. PART_BYTES is a little less than what one carries in four flights, 225 KB."""
-LEAST_STRIPE_BYTES, STRIPES = 1 << 15, 4 * CONNECTIONS
+LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is cut into equally many messages for each connection, so that all end at about the same time: STRIPES in
 all, or fewer that are not too small. There are not more, because messages cost CPU: 33.5 MB and a reply as large took
 both ends 184 ms in 64 messages each way, and 204 ms in 128."""
@@ -127,6 +128,14 @@ class LineRate:
         self._as_of = now
 
 
+class Sending(Enum):
+    """How an activation goes to a peer."""
+
+    WHOLE = "one message"
+    AT_ONCE = "over several connections, in line at the peer if need be"
+    ASKED = "the header first, because the body takes longer to send than half a round trip"
+
+
 class MeasuredLine:
     """Both directions, and the peers at the other end."""
 
@@ -154,9 +163,14 @@ class MeasuredLine:
         """The median of these over the peers; None: there are none."""
         return median(map(min, self._round_trips.values())) if self._round_trips else None
 
-    def worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
-        """Whether it pays to ask for a place first: a body takes longer to send than a round trip to its peer, or uses
-        several connections.
+    def sending(self, peer: PeerId, nbytes: int, now: float, *, fits: bool) -> Sending:
+        """How a body had better go to a peer; `fits`: one message holds it."""
+        if not fits or self._worth_asking(peer, nbytes, now):
+            return Sending.ASKED
+        return Sending.AT_ONCE if self.connections(peer, nbytes) > 1 else Sending.WHOLE
+
+    def _worth_asking(self, peer: PeerId, nbytes: int, now: float) -> bool:
+        """Whether it pays to ask for a place first: a body takes longer to send than half a round trip to its peer.
 
         True also while the rate is unknown, because what is sent after a grant is measured. An unknown round trip
         counts as 0.
@@ -164,9 +178,9 @@ class MeasuredLine:
         if nbytes <= SMALL_BYTES:
             return False
         rate, at = self.up.bytes_per_s, self.up.measured_at
-        if rate is None or at is None or now - at > STALE_S or self.connections(peer, nbytes) > 1:
+        if rate is None or at is None or now - at > STALE_S:
             return True
-        return nbytes / rate > max(SMALL_S, self.round_trip_s(peer) or 0.0)
+        return nbytes / rate > max(SMALL_S, (self.round_trip_s(peer) or 0.0) / 2)
 
     def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
         """Over how many connections a body goes to a peer: one may have less under way than the line would carry.

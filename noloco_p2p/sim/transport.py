@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import PART_BYTES
+from noloco_p2p.core.line_rate import PART_BYTES, Sending
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -63,10 +63,10 @@ class SimTransport:
         self.line = network.traffic.lines.new(me)
         """See `ports.Transport`."""
 
-    def announces(self, activation: Activation, peer: Advert) -> bool:
+    def sending(self, activation: Activation, peer: Advert) -> Sending:
         """See `ports.Transport`."""
         nbytes, now = self._network.payload_bytes("activation", activation.tensors), asyncio.get_running_loop().time()
-        return nbytes > wire.PACK_BYTES or self.line.worth_asking(peer.peer_id, nbytes, now)
+        return self.line.sending(peer.peer_id, nbytes, now, fits=nbytes <= wire.PACK_BYTES)
 
     def warm(self, peers: Sequence[Advert], nbytes: int) -> None:
         """See `ports.Transport`."""
@@ -190,15 +190,14 @@ class SimTransport:
     async def _submit(
         self, peer: Advert, sent: Activation, claim: Claim | None, what: str, method: Callable[[Handler], Method[T]]
     ) -> T:
-        """Make a call with an activation. Small tensors follow their header at once, large ones when requested."""
+        """Make a call with an activation. Small tensors follow their header at once, large ones when asked for."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
-        whole = claim is None and nbytes <= wire.PACK_BYTES
-        connections = 1 if whole else self.line.connections(peer.peer_id, nbytes)
+        connections = self.line.connections(peer.peer_id, nbytes)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
         body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
         body.filler_bytes = self.line.filler_bytes(peer.peer_id, nbytes, comes=True) if connections > 1 else 0
-        if whole:
+        if claim is None and nbytes <= wire.PACK_BYTES:
             self._network.traffic.depart(payload)
 
         def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:

@@ -18,6 +18,7 @@ from noloco_p2p.core.line_rate import (
     STALE_S,
     LineRate,
     MeasuredLine,
+    Sending,
 )
 
 RATE = 1e6
@@ -112,24 +113,33 @@ def line_of(rate: float = RATE, round_trip_s: float = 0.05) -> MeasuredLine:
     return line
 
 
-def test_a_body_is_announced_when_it_takes_longer_than_a_round_trip() -> None:
+def asks(line: MeasuredLine, nbytes: int, now: float = 2.0, peer: str = "p") -> bool:
+    return line.sending(peer, nbytes, now, fits=True) is Sending.ASKED
+
+
+def test_a_body_is_announced_when_it_takes_longer_than_half_a_round_trip() -> None:
     line = line_of()
-    assert line.worth_asking("p", 100_000, 2.0), "0.1 s against 0.05 s"
-    assert not line.worth_asking("p", SMALL_BYTES, 2.0), "small ones go at once"
-    assert not line_of(round_trip_s=0.2).worth_asking("p", 100_000, 2.0)
-    assert not line_of(rate=1e9, round_trip_s=0.0001).worth_asking("p", 1_000_000, 2.0), "one room"
+    assert asks(line, 100_000), "0.1 s against 0.025 s"
+    assert not asks(line, SMALL_BYTES), "small ones go at once"
+    assert asks(line_of(round_trip_s=0.19), 100_000)
+    assert not asks(line_of(round_trip_s=0.21), 100_000)
+    assert not asks(line_of(rate=1e9, round_trip_s=0.0001), 1_000_000), "one room"
+    assert line.sending("p", SMALL_BYTES, 2.0, fits=False) is Sending.ASKED
+
+
+def test_what_goes_to_a_far_peer_at_once_goes_over_several_connections() -> None:
     far = line_of(rate=1e9, round_trip_s=0.2)
-    assert not far.worth_asking("p", PART_BYTES - 1, 2.0)
-    assert far.worth_asking("p", PART_BYTES, 2.0), "only what is announced goes over several connections"
+    assert far.sending("p", PART_BYTES - 1, 2.0, fits=True) is Sending.WHOLE
+    assert far.sending("p", PART_BYTES, 2.0, fits=True) is Sending.AT_ONCE
 
 
 def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
-    assert MeasuredLine().worth_asking("p", SMALL_BYTES + 1, 0.0)
+    assert asks(MeasuredLine(), SMALL_BYTES + 1, 0.0)
     fast = line_of(rate=1e9)
-    assert not fast.worth_asking("p", 100_000, 2.0)
-    assert not fast.worth_asking("stranger", 100_000, 2.0), "as if it were near"
-    assert line_of(rate=1e6).worth_asking("stranger", 100_000, 2.0), "0.1 s"
-    assert fast.worth_asking("p", 100_000, 2.0 + STALE_S)
+    assert not asks(fast, 100_000)
+    assert not asks(fast, 100_000, peer="stranger"), "as if it were near"
+    assert asks(line_of(rate=1e6), 100_000, peer="stranger"), "0.1 s"
+    assert asks(fast, 100_000, 2.0 + STALE_S)
 
 
 def test_a_round_trip_is_the_shortest_of_the_last_and_peers_are_forgotten() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-from noloco_p2p.core.line_rate import FAR_S, MeasuredLine
+from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
 
@@ -31,9 +31,17 @@ class Chooser:
         swarm: Any = SimpleNamespace(members=members, view=view)
         self._of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
 
-    def choose(self, step: int, index: int, *, busy: tuple[PeerId, ...] = (), announced: bool = True) -> Choice:
-        heard = Attempts(True, frozenset(), busy=set(busy))
-        return self._of.by_policy(Origin("me", step, index), heard, lambda advert: announced)
+    def choose(
+        self,
+        step: int,
+        index: int,
+        *,
+        busy: tuple[PeerId, ...] = (),
+        busy_at: float | None = None,
+        way: Sending = Sending.ASKED,
+    ) -> Choice:
+        heard = Attempts(True, frozenset(), busy=set(busy), busy_at=busy_at)
+        return self._of.by_policy(Origin("me", step, index), heard, lambda advert: way)
 
     def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
         return [advert.peer_id for advert in self.choose(step, index, **options).replicas]
@@ -72,7 +80,18 @@ def test_another_one_stands_in_for_who_is_busy_or_gone() -> None:
 
 def test_a_small_body_goes_to_one_of_the_pair() -> None:
     chooser = Chooser()
-    assert chooser.pair(0, 0, announced=False) == chooser.pair(0, 0)[:1]
+    for way in (Sending.WHOLE, Sending.AT_ONCE):
+        assert chooser.pair(0, 0, way=way) == chooser.pair(0, 0)[:1]
+
+
+def test_only_a_whole_body_is_refused_while_another_replica_may_be_free() -> None:
+    patient = {way: Chooser().choose(0, 0, way=way).patient for way in Sending}
+    assert patient == {Sending.WHOLE: False, Sending.AT_ONCE: True, Sending.ASKED: True}
+
+
+def test_a_body_that_was_refused_once_is_asked_for() -> None:
+    first = {way: Chooser().choose(0, 0, way=way, busy_at=1.0).header_first for way in Sending}
+    assert first == {Sending.WHOLE: False, Sending.AT_ONCE: True, Sending.ASKED: True}
 
 
 def test_a_later_stage_draws_for_each() -> None:

@@ -9,7 +9,7 @@ import pytest
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import CONNECTIONS, FILLER_BYTES
+from noloco_p2p.core.line_rate import CONNECTIONS, FILLER_BYTES, Sending
 from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
@@ -113,13 +113,32 @@ LARGE = replace(SIZES, activation_bytes=4 * wire.PACK_BYTES, gradient_bytes=2 * 
 def test_a_large_body_leaves_when_it_is_asked_for() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = LARGE
-        assert transport.announces(activation(), CALLEE)
+        assert transport.sending(activation(), CALLEE) is Sending.ASKED
         await transport.propagate(CALLEE, activation())
         expected = 4 * LATENCY_S + sum(after_a_rest_s(part * wire.PACK_BYTES, wire.PACK_BYTES) for part in (4, 2))
         assert now() == pytest.approx(expected), "header, grant, body, gradient"
         assert expected > 4 * LATENCY_S + 4.0 + 2.0 + 1.0
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=9.0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_far_body_that_fits_a_message_leaves_at_once_over_several_connections(asked: bool) -> None:
+    nbytes, bytes_per_s = 1 << 19, 1e7
+    rest = Link(0.2, bytes_per_s=bytes_per_s)
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        network.sizes = replace(SIZES, activation_bytes=nbytes)
+        await transport.describe(CALLEE)
+        transport.line.up.ended(transport.line.up.began(now() - 1.0), bytes_per_s, now())
+        assert transport.line.connections(CALLEE.peer_id, nbytes) == 3
+        assert transport.sending(activation(), CALLEE) is Sending.AT_ONCE
+        began = now()
+        await transport.propagate(CALLEE, activation(), Claim(lambda: True, lambda: None) if asked else None)
+        seconds = 2 * 0.2 + after_a_rest_s(nbytes / 3, bytes_per_s / 3, 0.4) + 400 / bytes_per_s
+        assert now() - began == pytest.approx(seconds + 2 * 0.2 * asked, rel=5e-3), "the grant costs a round trip"
+
+    play(script, with_body, rest, longest_s=9.0)
 
 
 @pytest.mark.parametrize("refuses", [True, False])

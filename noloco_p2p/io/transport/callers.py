@@ -20,7 +20,7 @@ from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.dht.reach import RELAY
 
-PROTOCOL = "8"
+PROTOCOL = "9"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set. Without a limit a call could hold memory forever."""

@@ -103,19 +103,24 @@ class Turns:
         lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
         self._queues[peer] = lock, users + 1
         try:
-            async with lock:
-                begins()
-                self._line.leaves(peer)
-                try:
-                    yield
-                finally:
-                    self._line.has_left(peer, asyncio.get_running_loop().time())
+            async with lock, self.at_once(peer, begins):
+                yield
         finally:
             users = self._queues[peer][1] - 1
             if users:
                 self._queues[peer] = lock, users
             else:
                 del self._queues[peer]
+
+    @asynccontextmanager
+    async def at_once(self, peer: PeerId, begins: Callable[[], object]) -> AsyncIterator[None]:
+        """The turn of a body that waits for no other; calls `begins`."""
+        begins()
+        self._line.leaves(peer)
+        try:
+            yield
+        finally:
+            self._line.has_left(peer, asyncio.get_running_loop().time())
 
 
 ChannelKey = tuple[PeerId, int]

@@ -50,12 +50,15 @@ class Collected(Generic[T]):
         self._reply: T | None = None
         self._begun = asyncio.Event()
         """The first message has come."""
+        self._answered = asyncio.Event()
+        """Something has come over the first call: a grant, or that message."""
         self._replying = replying
         self._unopened = 0
         """Connections that there are not."""
 
     def take(self, message: bytes) -> None:
         """A message has come. Raises Violation: it is the end, and the caller is still waiting for the rest."""
+        self._answered.set()
         self._reply = self._feed(_some(message))
         if not self._begun.is_set():
             self._begun.set()
@@ -63,17 +66,17 @@ class Collected(Generic[T]):
 
     async def whole(self, read: Read) -> T:
         """The reply, once all of it has come; what comes over the first call is given by `read`."""
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: list[asyncio.Task[None]] = []
         try:
             if self._stripes and self._reply is None:
-                tasks = {asyncio.create_task(one) for one in (self._receive(read), *map(self._beside, self._stripes))}
+                tasks = [asyncio.create_task(one) for one in (self._receive(read), *map(self._beside, self._stripes))]
             else:
                 await self._receive(read)
-            left = tasks
+            left = set(tasks)
             while left and self._reply is None:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                for task in filter(done.__contains__, tasks):
+                    task.result()  # First that of the first call, which says why the others end.
         finally:
             await _cancelled(tasks)
         if self._reply is None:
@@ -98,6 +101,8 @@ class Collected(Generic[T]):
         except Unreachable:
             self._unopened += 1
             if opened:
+                # Where the body is refused, so is this call, but only the first one says why.
+                await self._answered.wait()
                 raise
             if self._unopened == len(self._stripes):
                 await self._carry_alone()
@@ -167,8 +172,8 @@ class Fetched(Collected[T]):
             call.cancel()
 
 
-class AnnouncedActivation(Collected[T]):
-    """An activation whose body follows when its peer has granted it a place, and the reply.
+class SentActivation(Collected[T]):
+    """An activation whose body follows when its peer has granted it a place, or at once, and the reply.
 
     Calls beside it carry all of the body and of the reply, if there are any: then nothing delays headers and grants.
     When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
@@ -182,11 +187,15 @@ class AnnouncedActivation(Collected[T]):
         claim: Claim,
         feed: Callable[[bytes], T | None],
         stripes: Sequence[AbstractAsyncContextManager[Ways]],
+        at_once: bool,
     ) -> None:
-        """The body leaves in its `turn`; `feed` gets the reply. `stripes` open calls that each carry a part of both."""
+        """The body leaves in its `turn`, or `at_once`; `feed` gets the reply. `stripes` open calls that each carry a
+        part of both."""
         super().__init__(feed, stripes, claim.replying)
         self._header, self._body = sent
         self._turn, self._claim = turn, claim
+        self._at_once = at_once
+        """The body leaves before its grant, which has not come yet."""
         self._messages: Iterator[bytes] = iter(())
         """What is left of the body."""
         self._write: Write | None = None
@@ -202,19 +211,33 @@ class AnnouncedActivation(Collected[T]):
         sending: list[asyncio.Task[None]] = []
         try:
             await write(self._header)
-            message = _some(await read())
-            if (message_bytes := from_grant(message)) is not None:
-                if not self._claim.take():
-                    raise Busy("another replica has granted a place first")
+            if (message_bytes := 0 if self._at_once else await self._granted(read)) is not None:
                 self._messages = self._body(message_bytes)
                 sending.append(asyncio.create_task(self._send(write)))
-            else:
-                self._may_go.set()
-                self.take(message)
             return await self.whole(read)
         finally:
             call.cancel()
             await _cancelled(sending)
+
+    async def _granted(self, read: Read) -> int | None:
+        """What the grant says; None: a reply came instead. Raises Busy: the body has gone to another replica."""
+        message = _some(await read())
+        if (message_bytes := from_grant(message)) is None:
+            self._may_go.set()
+            self.take(message)
+            return None
+        self._answered.set()
+        if not self._claim.take():
+            raise Busy("another replica has granted a place first")
+        return message_bytes
+
+    def take(self, message: bytes) -> None:
+        """See `Collected`. The grant of a body that left at once is of no use any more."""
+        if self._at_once and from_grant(message) is not None:
+            self._at_once = False
+            self._answered.set()
+        else:
+            super().take(message)
 
     async def _send(self, write: Write) -> None:
         async with self._turn:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from noloco_p2p.config import LimitSettings, ListenSettings
 from noloco_p2p.core.line_cap import Precedence
-from noloco_p2p.core.line_rate import PART_BYTES, stripe_bytes
+from noloco_p2p.core.line_rate import PART_BYTES, Sending, stripe_bytes
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -32,7 +32,7 @@ from noloco_p2p.io.transport import callers, message_codec, service, servicer, s
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine, Rank, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
-from noloco_p2p.io.transport.exchange import AnnouncedActivation, Fetched
+from noloco_p2p.io.transport.exchange import Fetched, SentActivation
 from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
@@ -111,11 +111,11 @@ class GrpcTransport:
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    def announces(self, activation: Activation, peer: Advert) -> bool:
+    def sending(self, activation: Activation, peer: Advert) -> Sending:
         """See `ports.Transport`."""
         fits = message_codec.fits_one_message(activation, self._line.whole_bytes)
-        size = sum(tensor.data.nbytes for tensor in activation.tensors)
-        return not fits or self.line.worth_asking(peer.peer_id, size, asyncio.get_running_loop().time())
+        size, now = sum(one.data.nbytes for one in activation.tensors), asyncio.get_running_loop().time()
+        return self.line.sending(peer.peer_id, size, now, fits=fits)
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
@@ -187,10 +187,8 @@ class GrpcTransport:
         due: Callable[[Read], Read] = lambda read: read,
     ) -> tuple[Weights, float]:
         """What `reader` puts together from one call and those beside it, and the seconds since its first message.
-
-        Raises Unreachable after `limits_s`: in all, before the first message, and after it, and after SILENCE_S between
-        two; and when `due` does, through which all but the first message is read.
-        """
+        Raises Unreachable after `limits_s` (in all, before the first message, after it) or SILENCE_S between two, and
+        as `due`, through which all but the first is read."""
         what, size, (seconds, first_s, rest_s) = reader.what, sum(spec.nbytes for spec in expected), limits_s
         if size >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
             await self.describe(peer)
@@ -230,31 +228,32 @@ class GrpcTransport:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
-        whole = claim is None and message_codec.fits_one_message(activation, line.whole_bytes)
-        most = 1 if whole else self.line.connections(peer.peer_id, size)
+        at_once = claim is None and message_codec.fits_one_message(activation, line.whole_bytes)
+        most = self.line.connections(peer.peer_id, size)
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
             line.measured.up.carries("activation", size)
             leaves = partial(self._count, direction="out", kind="activation", bytes=size)
-            if not whole:
+            if most > 1 or not at_once:
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
                 ways = partial(self._ways, ranks=(there, back))
                 number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
-                turn = self._turns.of(peer.peer_id, leaves)
+                turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
                 longest = stripe_bytes(size, len(beside)) if number else line.message_bytes
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
-                return await AnnouncedActivation(sent, turn, claim or ALONE, feed, beside).exchange(call, ways(call))
+                going = SentActivation(sent, turn, claim or ALONE, feed, beside, at_once)
+                return await going.exchange(call, ways(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
             reply = await channel.send_whole(method, message, **options)
             line.charge(sent=0, received=len(reply))
-            if (result := feed(reply)) is None:
-                raise Violation(f"the {what} from {peer.peer_id} is not whole")
-            return result
+            if (result := feed(reply)) is not None:
+                return result
+            raise Violation(f"the {what} from {peer.peer_id} is not whole")
 
     def _beside(
         self, peer: Advert, connections: int, call: CallBeside

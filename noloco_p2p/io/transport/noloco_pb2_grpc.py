@@ -100,7 +100,7 @@ class NodeServicer(object):
     def Stripe(self, request_iterator, context):
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

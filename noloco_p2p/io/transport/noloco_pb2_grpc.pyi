@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "8"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+`noloco-protocol` (the version of this file, "9"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
 where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
 what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
@@ -51,7 +51,7 @@ class NodeStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.UnaryUnaryMultiCallable[
@@ -108,7 +108,7 @@ class NodeAsyncStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.aio.UnaryUnaryMultiCallable[
@@ -171,7 +171,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
         """
 
     @abc.abstractmethod

@@ -39,7 +39,7 @@ from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
-from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Ways
+from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Ways, no_body
 from noloco_p2p.ports import Body, Handler, Telemetry
 
 Messages = Callable[[int], Iterable[bytes]]
@@ -143,7 +143,7 @@ class GrpcServicer:
         try:
             caller, _ = self._admit(said, context, observers=True)
             first = await self._first_message(context)
-            found = None if first is grpc.aio.EOF else self._striped.of(caller, first)
+            found = None if first is grpc.aio.EOF else await self._striped.of(caller, first)
             if found is not None and await found[0].carry(*found[1](context)):
                 return
         except Silent:
@@ -189,6 +189,7 @@ class GrpcServicer:
             return self._line.sender(writing(context.write)), Patience().reading(context.read)
 
         with self._striped.may_carry(caller, number, ways) as stripes:
+            stripes.expect(no_body)
             most = stripes.message_bytes(size, most) if number else most
             await stripes.reply(messages_of(most), ways(context)[0])
         self._count(direction="out", kind=kind, bytes=size)
@@ -255,10 +256,7 @@ class GrpcServicer:
         return b""
 
     def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
-        """The caller, by its certificate, and the handler.
-
-        Raises Violation: a stranger to this run; Declined: there is no handler yet.
-        """
+        """The caller, by its certificate, and the handler. Raises Violation: a stranger; Declined: none yet."""
         check_admissible(context)
         caller = said._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:

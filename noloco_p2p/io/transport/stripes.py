@@ -27,6 +27,8 @@ CallBeside = tuple[str, float, Callable[[Any], Ways]]
 """What a call waits for, for how long, in seconds, and how it is written and read."""
 NO_MORE = b""
 """The part of a call is over."""
+HEADER_S = 5.0
+"""A call that carries part of a body may come so long before the header, which takes another connection."""
 
 
 def to_stripe(number: int) -> bytes:
@@ -42,12 +44,20 @@ def from_stripe(raw: bytes) -> int:
         raise Violation("a call that carries part of a body says of which one") from None
 
 
+def no_body(message: bytes) -> bool:
+    """What `Stripes.expect` gets beside a question. Raises Violation."""
+    raise Violation("part of a body came that nobody has asked for")
+
+
 class Stripes:
     """The calls that carry parts of one body, and of its reply, beside the call that announced it."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._take: Callable[[bytes], bool] | None = None
+        self._wanted = asyncio.Event()
+        """The body may come, or a reply goes without it, or all is over. Until then nothing of it is read."""
+        self._over = False
         self._whole = asyncio.Event()
         """All of the body is there, or something that breaks the protocol."""
         self._broken: Violation | None = None
@@ -67,12 +77,11 @@ class Stripes:
     def expect(self, take: Callable[[bytes], bool]) -> None:
         """The body may come now: `take` gets every message of it, and says whether all of it is there."""
         self._take = take
+        self._wanted.set()
 
     def take(self, message: bytes) -> None:
         """A message of the body has come on one of the calls. Raises Violation."""
-        if self._take is None:
-            raise Violation("part of a body came that nobody has asked for")
-        if self._take(message):
+        if self._take is not None and self._take(message):
             self._whole.set()
 
     async def body(self) -> None:
@@ -87,6 +96,9 @@ class Stripes:
             return False
         self._calls += 1
         try:
+            await self._wanted.wait()
+            if self._over:
+                return False
             while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
                 self.take(message)
             await self._next.wait()
@@ -127,8 +139,7 @@ class Stripes:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self._replying.set()
-                self._next.set()
+                self._go_on()
                 try:
                     await (self._sent.wait() if self._calls else self._send(write))
                 finally:
@@ -148,8 +159,12 @@ class Stripes:
 
     def end(self) -> None:
         """The call that announced it is over, and with it these."""
-        self._replying.set()
-        self._next.set()
+        self._over = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for event in (self._wanted, self._replying, self._next):
+            event.set()
 
 
 class StripedCalls(Generic[K]):
@@ -157,10 +172,24 @@ class StripedCalls(Generic[K]):
 
     def __init__(self) -> None:
         self._known: dict[tuple[K, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
+        self._waiting: dict[tuple[K, int], set[asyncio.Future[None]]] = {}
+        """Calls that came before the header."""
 
-    def of(self, caller: K, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
-        """What the call is for that begins with this message, and how it is written and read. Raises Violation."""
-        return self._known.get((caller, from_stripe(raw)))
+    async def of(self, caller: K, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
+        """What the call is for that begins with this message, and how it is written and read; None: no header has come
+        within HEADER_S. Raises Violation."""
+        key = caller, from_stripe(raw)
+        if key[1] and key not in self._known:
+            came = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(key, set()).add(came)
+            try:
+                await asyncio.wait([came], timeout=HEADER_S)
+            finally:
+                waiting = self._waiting.get(key, set())
+                waiting.discard(came)
+                if not waiting:
+                    self._waiting.pop(key, None)
+        return self._known.get(key)
 
     @contextmanager
     def may_carry(self, caller: K, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
@@ -173,6 +202,8 @@ class StripedCalls(Generic[K]):
             raise Violation("two bodies have the same number")
         if number:
             self._known[key] = stripes, ways
+            for came in self._waiting.pop(key, ()):
+                came.set_result(None)
         try:
             yield stripes
         finally:

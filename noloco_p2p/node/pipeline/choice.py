@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import routing
-from noloco_p2p.core.line_rate import FAR_S, MeasuredLine
+from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
@@ -74,7 +74,7 @@ class ReplicaChoice:
         self._line = line
         self._candidates = StepCandidates(-1, [])
 
-    def by_policy(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
+    def by_policy(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
         """Training: the replica that the run's policy chooses.
 
         Where any may serve, two are drawn, if only the header goes to the one that comes too late: loads even out.
@@ -90,11 +90,14 @@ class ReplicaChoice:
         drawn = self._drawn_together(origin, usable) if policy == "random" and node.index == 0 else []
         pair = [advert for peer in drawn if peer in free and (advert := members.get(peer)) is not None]
         first = pair[0] if pair else self._draw(origin, heard, free)
-        header_first = announced(first)
+        way = sending(first)
+        if way is Sending.AT_ONCE and heard.busy_at is not None:
+            way = Sending.ASKED  # or all of it is sent again for each time that Busy is heard
+        header_first = way is Sending.ASKED
         if policy not in routing.FREE:
             return Choice([first], header_first)
         # Who is asked alone although there are others had better say Busy: whichever is free first serves.
-        patient = header_first or len(usable) == 1
+        patient = way is not Sending.WHOLE or len(usable) == 1
         others = free if policy == "weighted" else [peer for peer in free if peer != first.peer_id]
         if not (header_first and others):
             return Choice([first], header_first, patient)
@@ -145,7 +148,7 @@ class ReplicaChoice:
         assert advert is not None, "it is usable"
         return advert
 
-    def in_turn(self, origin: Origin, heard: Attempts, announced: Callable[[Advert], bool]) -> Choice:
+    def in_turn(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
         """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
 
         The next one in turn stands in for a replica that is set aside or has declined.
@@ -158,4 +161,4 @@ class ReplicaChoice:
         in_turn = [*replicas[turn:], *replicas[:turn]]
         free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
         chosen = (free or in_turn)[0]
-        return Choice([chosen], announced(chosen))
+        return Choice([chosen], sending(chosen) is not Sending.WHOLE)

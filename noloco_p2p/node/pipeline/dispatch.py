@@ -13,6 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from noloco_p2p.core import routing
+from noloco_p2p.core.line_rate import Sending
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -51,8 +52,8 @@ class RetryPolicy(Generic[R]):
     reply: str
     """What is waited for."""
     send: Callable[[Advert, Activation, Claim | None], Awaitable[R]]
-    choose: Callable[[Origin, Attempts, Callable[[Advert], bool]], Choice]
-    """The replicas to call now; of each it is known whether it would get the header first."""
+    choose: Callable[[Origin, Attempts, Callable[[Advert], Sending]], Choice]
+    """The replicas to call now; of each it is known how the activation would go there."""
     trains: bool
     """A microbatch that is lost costs gradients: it goes on while the node drains, tries another replica at once, and
     says Busy to its caller if it heard nothing else. An evaluation pauses after each failure: it may come late."""
@@ -159,8 +160,8 @@ class Dispatcher:
                 raise self._give_up(output.microbatch, heard)
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
-            announced = partial(self._transport.announces, activation)
-            peers, header_first, patient = policy.choose(output.origin, heard, announced)
+            sending = partial(self._transport.sending, activation)
+            peers, header_first, patient = policy.choose(output.origin, heard, sending)
             if not peers:
                 if self._nobody_to_ask(heard):
                     raise self._give_up(output.microbatch, heard)

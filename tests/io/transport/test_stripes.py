@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -38,23 +40,26 @@ from noloco_p2p.core.line_rate import (
     ROUND_TRIPS,
     STRIPES,
     MeasuredLine,
+    Sending,
     stripe_bytes,
 )
 from noloco_p2p.core.messages import Gradient, Header, HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Unreachable, Violation
-from noloco_p2p.io.transport import callers, grpc_transport, message_codec
+from noloco_p2p.io.transport import callers, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
-from noloco_p2p.io.transport.exchange import Collected
+from noloco_p2p.io.transport.exchange import Collected, SentActivation
 from noloco_p2p.io.transport.frame_codec import FILLERS
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
-from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
-from noloco_p2p.ports import Body
+from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
+from noloco_p2p.ports import ALONE, Body
 
 MIDDLE = (3, 333, 777)
 MUCH = 1 << 30
+AT_ONCE = (2, 64, 1600)
+"""800 KiB: it fits a message, and goes over five connections."""
 LARGE_BYTES = 4 * LARGE[0] * LARGE[1] * LARGE[2]
 
 
@@ -177,6 +182,130 @@ def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, l
     run(scenario())
 
 
+def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_is_granted(carried: Carried) -> None:
+    sent, left, may_read = activation(AT_ONCE), asyncio.Event(), asyncio.Event()
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        await left.wait()
+        assert body.received == 0, "until it is asked for it is not read"
+        may_read.set()
+        return await echo(header, body)
+
+    async def leaves(method: str, call: Any) -> None:
+        if method == "Stripe" and carried.sent.get("Stripe", 0) >= 6:
+            left.set()
+
+    async def scenario() -> None:
+        node = Node(serve)
+        async with pair(node) as both:
+            assert both.a.sending(sent, both.peer) is Sending.ASKED, "nothing has been measured"
+            is_far(both)
+            assert both.a.sending(sent, both.peer) is Sending.AT_ONCE
+            assert both.a.sending(activation(), both.peer) is Sending.WHOLE
+            assert both.a.sending(activation(LARGE), both.peer) is Sending.ASKED
+            carried.before_write = leaves
+            got = await soon(both.a.propagate(both.peer, sent))
+            assert may_read.is_set()
+            assert got.grad.data == sent.hidden.data
+            assert carried.received["Propagate"] == 2, "the grant, which comes too late to be of use, and the head"
+            assert len({slot for _, slot in both.a._channels._kept if slot > CONTROL_SLOT}) == 5
+            loss = await soon(both.a.evaluate(both.peer, activation(AT_ONCE, counter=2)))
+            assert loss.tokens == 7
+            assert not both.a.line.rested("B", asyncio.get_running_loop().time())
+
+    run(scenario())
+
+
+def test_bodies_that_go_at_once_do_not_wait_for_each_other(carried: Carried) -> None:
+    """The one that the peer wants first may be behind one for which it has no place."""
+    may_read = {1: asyncio.Event(), 2: asyncio.Event()}
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        await may_read[header.microbatch.counter].wait()
+        return await echo(header, body)
+
+    async def scenario() -> None:
+        node = Node(serve)
+        async with pair(node) as both:
+            is_far(both)
+            first, second = (activation(AT_ONCE, counter=n) for n in (1, 2))
+            flights = [asyncio.create_task(both.a.propagate(both.peer, one)) for one in (first, second)]
+            may_read[2].set()
+            assert (await soon(flights[1])).grad.data == second.hidden.data
+            assert not flights[0].done()
+            may_read[1].set()
+            assert (await soon(flights[0])).grad.data == first.hidden.data
+
+    run(scenario())
+
+
+def test_a_reply_that_needs_no_body_comes_through(carried: Carried) -> None:
+    async def kept(header: Header, body: Body) -> Gradient:
+        return Gradient(header.microbatch, replace(sent.hidden, name="grad"), 1.0, 7, ("B",))
+
+    sent = activation(AT_ONCE)
+
+    async def scenario() -> None:
+        async with pair(Node(kept)) as both:
+            is_far(both)
+            for _ in range(3):
+                assert (await soon(both.a.propagate(both.peer, sent))).grad.data == sent.hidden.data
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_refused_body_that_went_at_once_says_why(carried: Carried, read: bool) -> None:
+    async def full(header: Header, body: Body) -> Gradient:
+        if read:
+            await body()
+        raise Busy("full")
+
+    async def scenario() -> None:
+        async with pair(Node(full)) as both:
+            is_far(both)
+            for n in range(10):
+                with pytest.raises(Busy, match="full"):
+                    await soon(both.a.propagate(both.peer, activation(AT_ONCE, counter=n)))
+            await soon(all_have_ended(both.b))
+
+    run(scenario())
+
+
+def test_why_is_known_only_from_the_first_call() -> None:
+    """However late it comes: the calls beside it are refused, too."""
+
+    class Refused(AbstractAsyncContextManager[Any]):
+        async def __aenter__(self) -> Any:
+            async def write(message: bytes) -> None:
+                raise Unreachable("this node does not expect this part of a body")
+
+            return write, None
+
+        async def __aexit__(self, *error: object) -> None:
+            return None
+
+    async def scenario() -> None:
+        reader = GradientReader(activation(AT_ONCE))
+        head, body = message_codec.announced(activation(AT_ONCE), 1)
+        going = SentActivation(
+            (head, lambda _: body(1 << 16)), nullcontext(), ALONE, reader.feed, [Refused()], at_once=True
+        )
+
+        async def read() -> bytes:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return message_codec.to_refused(Busy("full"))
+
+        async def write(message: bytes) -> None:
+            assert message == head
+
+        with pytest.raises(Busy, match="full"):
+            await soon(going.exchange(SimpleNamespace(cancel=lambda: None), (write, read)))
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("limits", [None, "capped"])
 def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: Carried, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
@@ -201,6 +330,7 @@ def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: C
             is_far(both)
             rate = both.a.line.down.bytes_per_s
             may_reply.clear()
+            await soon(all_have_ended(both.b))
             both.b.line._leaving.clear()
             sent = activation(LARGE, counter=1)
             flight = asyncio.create_task(both.a.propagate(both.peer, sent))
@@ -499,6 +629,42 @@ async def beside(start: Callable[[str], Any], number: int) -> Any:
     return call
 
 
+def test_parts_may_come_before_the_header() -> None:
+    async def scenario() -> None:
+        async with raw_stub(Node(echo)) as start:
+            head, *body = messages(7)
+            early = [await beside(start, 7) for _ in range(3)]
+            for call in early:
+                await call.write(body.pop())
+                await call.write(END)
+            await asyncio.sleep(0.05)
+            main = await granted(start, head)
+            for one in (*body, END):
+                await main.write(one)
+            assert (await soon(main.read())).HasField("gradient")
+
+    run(scenario())
+
+
+def test_calls_whose_header_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes, "HEADER_S", 0.05)
+
+    async def scenario() -> None:
+        known = StripedCalls[str]()
+        waiting = [asyncio.create_task(known.of("A", stripes.to_stripe(number))) for number in (7, 7, 8)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        with known.may_carry("A", 8, lambda context: context):
+            assert await soon(waiting[2]) is not None
+        assert await soon(waiting[1]) is None
+        assert not known._waiting
+        assert not known._known
+        assert await known.of("A", stripes.to_stripe(0)) is None
+
+    run(scenario())
+
+
 def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
@@ -520,7 +686,9 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 9])
-def test_a_part_that_nobody_expects_fails(number: int) -> None:
+def test_a_part_that_nobody_expects_fails(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes, "HEADER_S", 0.05)
+
     async def scenario() -> None:
         async with raw_stub(Node(hang)) as start:
             call = await beside(start, number)
@@ -599,7 +767,11 @@ def test_a_reply_whose_other_call_is_lost_fails_at_once() -> None:
             await soon(stripes.reply([b"head", b"1", b"2"], stuck))
         stripes.end()
         assert await carrying
-        assert not await Stripes().carry(broken, body), "nobody has been granted a place"
+        refused = Stripes()
+        carrying = asyncio.create_task(refused.carry(broken, body))
+        await asyncio.sleep(0)
+        refused.end()
+        assert not await carrying, "nobody has been granted a place"
 
     run(scenario())
 

@@ -39,7 +39,7 @@ from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import Patience
-from noloco_p2p.io.transport.exchange import AnnouncedActivation
+from noloco_p2p.io.transport.exchange import SentActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
@@ -375,7 +375,7 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
         call = Full()
         sent = b"header", lambda message_bytes: iter([b"body"])
         sending = asyncio.create_task(
-            AnnouncedActivation(sent, nullcontext(), ALONE, lambda reply: reply, ()).exchange(
+            SentActivation(sent, nullcontext(), ALONE, lambda reply: reply, (), False).exchange(
                 call, (call.write, call.read)
             )
         )

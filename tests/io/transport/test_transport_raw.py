@@ -230,7 +230,7 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
         async with pair(node) as both, bare(both.peer) as channel:
             odd = (("noloco-protocol", "99"),)
             reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
-            assert "protocol '99', this node speaks '8'" in reply.refusal.message
+            assert "protocol '99', this node speaks '9'" in reply.refusal.message
             assert (reply.peer_id, reply.run_id) == ("B", RUN)
         assert node.calls == []
 
