@@ -84,7 +84,8 @@ class NodeServicer(object):
     def Propagate(self, request_iterator, context):
         """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
         message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-        it a place; a reply may come before that (Busy, or a kept reply).
+        it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
+        its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,7 +101,7 @@ class NodeServicer(object):
     def Stripe(self, request_iterator, context):
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,8 @@ class NodeStub:
     ]
     """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
     message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-    it a place; a reply may come before that (Busy, or a kept reply).
+    it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
+    its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
     """
 
     Evaluate: grpc.StreamStreamMultiCallable[
@@ -51,7 +52,7 @@ class NodeStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.UnaryUnaryMultiCallable[
@@ -93,7 +94,8 @@ class NodeAsyncStub:
     ]
     """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
     message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-    it a place; a reply may come before that (Busy, or a kept reply).
+    it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
+    its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
     """
 
     Evaluate: grpc.aio.StreamStreamMultiCallable[
@@ -108,7 +110,7 @@ class NodeAsyncStub:
     ]
     """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
     messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
     """
 
     Warm: grpc.aio.UnaryUnaryMultiCallable[
@@ -152,7 +154,8 @@ class NodeServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
         message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-        it a place; a reply may come before that (Busy, or a kept reply).
+        it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
+        its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
         """
 
     @abc.abstractmethod
@@ -171,7 +174,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
         """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
         messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        It may come before the header, and a body of one message's size before its grant: it is read after both. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
         """
 
     @abc.abstractmethod
