@@ -36,7 +36,7 @@ from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to a body that leaves only when a peer has asked for it."""
+    """The right to a body that leaves when a peer has asked for it, or at once."""
 
     take: Callable[[], bool]
     """A peer has asked: may it leave for this one? False: another peer was faster, the call is over."""
@@ -44,10 +44,12 @@ class Claim:
     """All of it has been sent."""
     replying: Callable[[], None] = lambda: None
     """The reply begins to come."""
+    asked: bool = True
+    """False: the body leaves at once, unless it is too large."""
 
 
-ALONE = Claim(lambda: True, lambda: None)
-"""Of a call whose peer is the only one that was asked."""
+ALONE = Claim(lambda: True, lambda: None, asked=False)
+"""Of a call to a peer that is the only one to get the body."""
 
 
 class Body(Protocol):
@@ -111,15 +113,15 @@ class Transport(Protocol):
         rested and it is worth it, make them fast with filler. Returns at once; what fails here, the body's own call
         will find."""
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         """Send an activation, wait for the gradient as long as the link and the peer's process are there.
 
-        The body leaves when the peer has asked for it and `claim` lets it; with None at once, unless it is too large.
+        The body leaves when the peer has asked for it and `claim` lets it, or at once.
         Fills in the header's `specs` and `digest`. The gradient returned is of `activation.reply_spec` and has the same
         microbatch id (else Violation). Raises Busy, Declined, Violation, Unreachable.
         """
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
 
     async def progress(

@@ -86,7 +86,7 @@ class SimTransport:
             if each := filler():
                 self._network.traffic.fill(self._me, peer.peer_id, self.line.connections(peer.peer_id, size), each)
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         """See `ports.Transport`."""
         sent = _sent(activation)
         gradient = await self._submit(peer, sent, claim, "propagate", lambda handler: handler.propagate)
@@ -96,7 +96,7 @@ class SimTransport:
             raise Violation(f"{peer.peer_id} answered {gradient.grad.spec}, not {sent.reply_spec}")
         return replace(gradient, grad=_copy(gradient.grad))
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> LossSum:
         """See `ports.Transport`."""
         return await self._submit(peer, _sent(activation), claim, "evaluate", lambda handler: handler.evaluate)
 
@@ -188,16 +188,16 @@ class SimTransport:
         return self.line.connections(peer.peer_id, nbytes, comes=True)
 
     async def _submit(
-        self, peer: Advert, sent: Activation, claim: Claim | None, what: str, method: Callable[[Handler], Method[T]]
+        self, peer: Advert, sent: Activation, claim: Claim, what: str, method: Callable[[Handler], Method[T]]
     ) -> T:
         """Make a call with an activation. Small tensors follow their header at once, large ones when asked for."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
         connections = self.line.connections(peer.peer_id, nbytes)
         payload = Payload(self._me, peer.peer_id, "activation", nbytes, connections=connections)
-        body, began = _SimBody(self._network, sent, payload, claim or ALONE), asyncio.get_running_loop().time()
+        body, began = _SimBody(self._network, sent, payload, claim), asyncio.get_running_loop().time()
         body.filler_bytes = self.line.filler_bytes(peer.peer_id, nbytes, comes=True) if connections > 1 else 0
-        if claim is None and nbytes <= wire.PACK_BYTES:
+        if not claim.asked and nbytes <= wire.PACK_BYTES:
             self._network.traffic.depart(payload)
 
         def invoke(handler: Handler, _: SimCall[T]) -> Coroutine[Any, Any, T]:
@@ -205,7 +205,7 @@ class SimTransport:
             return method(handler)(self._me, sent.header, body)
 
         call = partial(self._call, peer, invoke, LONGEST_CALL_S, what, nbytes=(self._network.control.header, 0))
-        return await call(apart=connections > 1, body=payload, replying=(claim or ALONE).replying)
+        return await call(apart=connections > 1, body=payload, replying=claim.replying)
 
     async def _call(
         self,

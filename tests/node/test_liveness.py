@@ -20,7 +20,7 @@ from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
 from noloco_p2p.node.pipeline.liveness import Liveness
-from noloco_p2p.ports import Claim
+from noloco_p2p.ports import ALONE, Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
@@ -63,7 +63,7 @@ def called_at(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = {}
     propagate = SimTransport.propagate
 
-    async def noted(self: SimTransport, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+    async def noted(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         calls.setdefault((self._me, peer.peer_id), []).append(asyncio.get_running_loop().time())
         return await propagate(self, peer, activation, claim)
 

@@ -24,7 +24,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
-from noloco_p2p.ports import Body, Claim
+from noloco_p2p.ports import ALONE, Body, Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
@@ -155,7 +155,7 @@ def test_a_label_counts_as_far_as_its_origin_can_have_come(monkeypatch: pytest.M
     """One origin of two labels its microbatches with a step far ahead: later stages jumped to the end of the run."""
     propagate, plan = SimTransport.propagate, plan_of((2, 2), steps=60)
 
-    async def forged(self: SimTransport, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+    async def forged(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         if self._me == "s0r1":
             header = activation.header
             header = replace(header, origin=replace(header.origin, step=header.origin.step + 10**6))

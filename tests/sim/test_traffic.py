@@ -134,7 +134,7 @@ def test_a_far_body_that_fits_a_message_leaves_at_once_over_several_connections(
         assert transport.line.connections(CALLEE.peer_id, nbytes) == 3
         assert transport.sending(activation(), CALLEE) is Sending.AT_ONCE
         began = now()
-        await transport.propagate(CALLEE, activation(), Claim(lambda: True, lambda: None) if asked else None)
+        await transport.propagate(CALLEE, activation(), Claim(lambda: True, lambda: None, asked=asked))
         seconds = 2 * 0.2 + after_a_rest_s(nbytes / 3, bytes_per_s / 3, 0.4) + 400 / bytes_per_s
         assert now() - began == pytest.approx(seconds + 2 * 0.2 * asked, rel=5e-3), "the grant costs a round trip"
 

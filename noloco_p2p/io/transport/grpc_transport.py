@@ -117,7 +117,7 @@ class GrpcTransport:
         size, now = sum(one.data.nbytes for one in activation.tensors), asyncio.get_running_loop().time()
         return self.line.sending(peer.peer_id, size, now, fits=fits)
 
-    async def propagate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> Gradient:
+    async def propagate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
         """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
         reader = GradientReader(activation)
         gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
@@ -125,7 +125,7 @@ class GrpcTransport:
         self.line.down.carries("gradient", gradient.grad.data.nbytes)
         return gradient
 
-    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim | None = None) -> LossSum:
+    async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> LossSum:
         """Send a held-out activation, wait for its loss. Raises as propagate."""
         feed = partial(message_codec.from_loss, targets=activation.targets.spec)
         return await self._exchange(peer, "Evaluate", "loss", activation, claim, feed)
@@ -222,13 +222,13 @@ class GrpcTransport:
         method: str,
         what: str,
         activation: Activation,
-        claim: Claim | None,
+        claim: Claim,
         feed: Callable[[bytes], T | None],
     ) -> T:
         """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
-        at_once = claim is None and message_codec.fits_one_message(activation, line.whole_bytes)
+        at_once = not claim.asked and message_codec.fits_one_message(activation, line.whole_bytes)
         most = self.line.connections(peer.peer_id, size)
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata}
@@ -244,7 +244,7 @@ class GrpcTransport:
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
-                going = SentActivation(sent, turn, claim or ALONE, feed, beside, at_once)
+                going = SentActivation(sent, turn, claim, feed, beside, at_once)
                 return await going.exchange(call, ways(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)

@@ -51,7 +51,7 @@ class RetryPolicy(Generic[R]):
 
     reply: str
     """What is waited for."""
-    send: Callable[[Advert, Activation, Claim | None], Awaitable[R]]
+    send: Callable[[Advert, Activation, Claim], Awaitable[R]]
     choose: Callable[[Origin, Attempts, Callable[[Advert], Sending]], Choice]
     """The replicas to call now; of each it is known how the activation would go there."""
     trains: bool
@@ -202,7 +202,7 @@ class Dispatcher:
         """One call to one replica."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
         with self._waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
-            reply = policy.send(peer, activation, claim if header_first else None)
+            reply = policy.send(peer, activation, replace(claim, asked=header_first))
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
     def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:

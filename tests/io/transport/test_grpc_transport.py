@@ -38,7 +38,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.channels import Turns
-from noloco_p2p.ports import ALONE, Body, Claim
+from noloco_p2p.ports import Body, Claim
 
 
 @pytest.fixture
@@ -243,12 +243,14 @@ def test_announced_bodies_to_a_peer_and_their_replies_go_one_after_the_other(mon
 
     monkeypatch.setattr(Turns, "of", watched)
 
+    asked = Claim(lambda: True, lambda: None)
+
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             sent = [activation((4, 64, 512), counter=number) for number in range(4)]
             assert all(message_codec.fits_one_message(one) for one in sent)
-            await asyncio.gather(*(both.a.propagate(both.peer, one, ALONE) for one in sent))
-            await both.a.evaluate(both.peer, activation((4, 64, 512), counter=9), ALONE)
+            await asyncio.gather(*(both.a.propagate(both.peer, one, asked) for one in sent))
+            await both.a.evaluate(both.peer, activation((4, 64, 512), counter=9), asked)
 
     run(scenario())
     assert sorted(Counter(taken).values()) == [4, 5], "a loss is no body, and waits for none"

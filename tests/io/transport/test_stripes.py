@@ -54,7 +54,7 @@ from noloco_p2p.io.transport.frame_codec import FILLERS
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
-from noloco_p2p.ports import ALONE, Body
+from noloco_p2p.ports import ALONE, Body, Claim
 
 MIDDLE = (3, 333, 777)
 MUCH = 1 << 30
@@ -184,6 +184,7 @@ def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, l
 
 def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_is_granted(carried: Carried) -> None:
     sent, left, may_read = activation(AT_ONCE), asyncio.Event(), asyncio.Event()
+    gone, replying = asyncio.Event(), asyncio.Event()
 
     async def serve(header: Header, body: Body) -> Gradient:
         await left.wait()
@@ -204,7 +205,10 @@ def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_
             assert both.a.sending(activation(), both.peer) is Sending.WHOLE
             assert both.a.sending(activation(LARGE), both.peer) is Sending.ASKED
             carried.before_write = leaves
-            got = await soon(both.a.propagate(both.peer, sent))
+            claim = Claim(lambda: True, gone.set, replying.set, asked=False)
+            got = await soon(both.a.propagate(both.peer, sent, claim))
+            assert gone.is_set()
+            assert replying.is_set()
             assert may_read.is_set()
             assert got.grad.data == sent.hidden.data
             assert carried.received["Propagate"] == 2, "the grant, which comes too late to be of use, and the head"
