@@ -69,8 +69,8 @@ class _Pair(NamedTuple):
 
 
 class GradientPairs:
-    """What one node has seen. `secret` is known to nobody else: so nobody can foresee what goes out twice.
-    None: nothing does."""
+    """What one node has seen. `secret` is known to nobody else, so nobody can foresee what goes out twice; with None
+    nothing does."""
 
     def __init__(self, secret: int | None) -> None:
         self._secret = secret

@@ -58,6 +58,7 @@ class Stripes:
         self._wanted = asyncio.Event()
         """The body may come, or a reply goes without it, or all is over. Until then nothing of it is read."""
         self._over = False
+        """The call beside which these are has ended."""
         self._whole = asyncio.Event()
         """All of the body is there, or something that breaks the protocol."""
         self._broken: Violation | None = None
