@@ -96,7 +96,7 @@ class GrpcServicer:
             try:
                 caller, handler = self._admit(said, context)
                 header, incoming = await self._incoming(context, caller, leaving)
-                messages_of, kind, size = await serve(handler, caller.name, header, incoming)
+                parts = await serve(handler, caller.name, header, incoming)
             except Silent as error:
                 await context.abort(grpc.StatusCode.ABORTED, str(error))
             except NolocoError as error:
@@ -107,36 +107,40 @@ class GrpcServicer:
             reply = _Reply(caller.name, header.microbatch)
             self._replies[reply] = None
             leaving.callback(self._replies.pop, reply)
+            takes_turns = parts[1] == "gradient" and not incoming.whole
             try:
-                async with self._turns.of(caller.name) if kind == "gradient" and not incoming.whole else nullcontext():
-                    await self._send(context, incoming, reply, messages_of, size)
+                async with self._turns.of(caller.name) if takes_turns else nullcontext():
+                    await self._send(context, incoming, reply, parts)
             except (grpc.aio.BaseError, Unreachable) as error:
                 # gRPC could not write: a link to the caller is broken, or it does not read.
                 if incoming.stripes is not None or isinstance(error, Unreachable):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
                 return
-        self._count(direction="out", kind=kind, bytes=size)
-        self._line.measured.up.carries(kind, size)
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
             await self.callers.drain(said, context)
 
-    async def _send(
-        self, context: Any, incoming: IncomingActivation, reply: _Reply, messages_of: Messages, size: int
-    ) -> None:
+    async def _send(self, context: Any, incoming: IncomingActivation, reply: _Reply, parts: ReplyParts) -> None:
         write = self._line.sender(Patience().writing(context.write), rank_of(incoming.header, Precedence.GRADIENT))
         most, stripes = wire.PACK_BYTES if incoming.whole else self._message_bytes(context), incoming.stripes
-
-        def counted(messages: Iterable[bytes]) -> Iterator[bytes]:
-            for message in messages:
-                yield message
-                reply.sent += len(message)
-
         if stripes is not None:
-            await stripes.reply(counted(messages_of(stripes.message_bytes(size, most))), write)
+            await stripes.reply(self._counted(parts, stripes.message_bytes(parts[2], most), reply), write)
             return
-        for message in counted(messages_of(most)):
+        for message in self._counted(parts, most, reply):
             await write(message)
+
+    def _counted(self, parts: ReplyParts, most: int, reply: _Reply | None = None) -> Iterator[bytes]:
+        """The messages. They count when the last is drawn, because a caller may end its call once it has them all."""
+        messages_of, kind, size = parts
+        left = size
+        for message in messages_of(most):
+            if 0 < left <= len(message):
+                self._count(direction="out", kind=kind, bytes=size)
+                self._line.measured.up.carries(kind, size)
+            left -= len(message)
+            yield message
+            if reply is not None:
+                reply.sent += len(message)
 
     async def stripe(self, said: Caller, request_iterator: Any, context: Any) -> None:
         """Carry part of what another call has announced or asked for."""
@@ -182,7 +186,6 @@ class GrpcServicer:
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
     ) -> None:
         """Send weights, over calls with this number, too, unless it is 0; all are written through `writing`."""
-        messages_of, kind, size = parts
         most = self._message_bytes(context)
 
         def ways(context: Any) -> Ways:
@@ -190,9 +193,8 @@ class GrpcServicer:
 
         with self._striped.may_carry(caller, number, ways) as stripes:
             stripes.expect(no_body)
-            most = stripes.message_bytes(size, most) if number else most
-            await stripes.reply(messages_of(most), ways(context)[0])
-        self._count(direction="out", kind=kind, bytes=size)
+            most = stripes.message_bytes(parts[2], most) if number else most
+            await stripes.reply(self._counted(parts, most), ways(context)[0])
 
     @asynccontextmanager
     async def _transfer(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ from noloco_p2p.core.line_rate import (
 from noloco_p2p.core.messages import Gradient, Header, HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Unreachable, Violation
-from noloco_p2p.io.transport import callers, grpc_transport, message_codec, stripes
+from noloco_p2p.io.transport import callers, capped_line, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected, SentActivation
@@ -510,7 +511,7 @@ def state_of(donor: Donor) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, A
 
 
 async def all_have_ended(server: Any) -> None:
-    """It counts what it sent when a call ends, which is after its caller has the reply."""
+    """A call ends after its caller has the reply."""
     while not server._servicer.callers.holds_nothing:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -530,9 +531,51 @@ def test_weights_from_far_come_over_all_connections(carried: Carried, what: str,
             assert await soon(fetch(both)) == whole
             assert carried.sent["Stripe"] == 2 * (CONNECTIONS - 1), "a number, and that no body comes"
             assert carried.received["Stripe"] > CONNECTIONS
-            await soon(all_have_ended(both.b))
             sent = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "out"]
             assert sent == 2 * [sum(spec.nbytes for spec in LONG_SPECS)]
+
+    run(scenario())
+
+
+def gradient_of() -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
+    """The same of a reply to an activation."""
+    sent = activation(LARGE)
+    return Node(echo), lambda both: both.a.propagate(both.peer, sent), sent.hidden.data
+
+
+@pytest.mark.parametrize("what", ["snapshot", "state", "gradient"])
+def test_what_was_sent_counts_though_its_caller_ends_the_call(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It does as soon as it has everything; here no write of a long message ends before that."""
+    plain, given = capped_line.OwnersLine.sender, 0
+    size = LARGE_BYTES if what == "gradient" else sum(spec.nbytes for spec in LONG_SPECS)
+
+    def sender(line: capped_line.OwnersLine, write: capped_line.Write, *rank: Any) -> capped_line.Write:
+        send = plain(line, write, *rank)
+
+        async def stuck(message: bytes) -> None:
+            nonlocal given
+            await send(message)
+            given += len(message)
+            if given >= size:
+                await asyncio.Event().wait()
+
+        return stuck
+
+    async def scenario() -> None:
+        events = Events()
+        kinds = {"snapshot": partial(snapshot_of, LONG.tensors), "state": partial(state_of, Donor(LONG))}
+        node, fetch, whole = kinds.get(what, gradient_of)()
+        async with pair(node, theirs=events) as both:
+            is_far(both)
+            line = both.b._servicer._line
+            monkeypatch.setattr(line, "sender", partial(sender, line))
+            got = await soon(fetch(both))
+            assert (got.grad.data if what == "gradient" else got) == whole
+            await soon(all_have_ended(both.b))
+            sent = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "out"]
+            assert sent == [size]
 
     run(scenario())
 
