@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 31_609
+CODE_LINES = 31_743
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
@@ -31,6 +31,7 @@ BROAD: dict[str, str] = {
     "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
+    "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.collect": "a bug in the status may not cost the others",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",
@@ -251,7 +252,7 @@ def test_the_package_is_as_small_as_it_is_meant_to_be() -> None:
     lines = {_name(path): code_lines(path) for path in files}
     kernel = sum(count for file, count in lines.items() if file.startswith(KERNEL))
     assert sum(lines.values()) <= CODE_LINES
-    assert kernel <= 14_109
+    assert kernel <= 14_229
 
 
 def test_every_cited_section_exists() -> None:

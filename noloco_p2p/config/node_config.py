@@ -23,6 +23,8 @@ class ListenSettings(Settings):
     """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one; none: no such page."""
+    upnp: bool = True
+    """Whether a node that others cannot dial asks its home router, over UPnP, to map `grpc_port`."""
 
 
 class DirectorySettings(Settings):

@@ -45,12 +45,12 @@ class Exchanges:
         found = self._outcomes.get(peer)
         return found.said if found is not None and now - found.at <= LIFETIMES * self._ttl_s else None
 
-    def silent_s(self, peer: PeerId, *, now: float) -> float:
-        """For how long the peer has been asked in vain; 0 if it has answered, or was not asked recently."""
+    def silent_s(self, peer: PeerId, *, now: float, since: float = -inf) -> float:
+        """For how long, from `since` on, the peer was asked in vain; 0 if it answered, or was not asked recently."""
         found = self._outcomes.get(peer)
-        if found is None or found.silent_since is None or now - found.at > LIFETIMES * self._ttl_s:
+        if found is None or found.silent_since is None or found.at < max(since, now - LIFETIMES * self._ttl_s):
             return 0.0
-        return max(now - found.silent_since, 1e-9)
+        return max(now - max(found.silent_since, since), 1e-9)
 
     def proven(self, adverts: Iterable[Advert], states: Set[str], *, now: float) -> list[Advert]:
         """Those that have answered, with the stage of their adverts and one of these states."""

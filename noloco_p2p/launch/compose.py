@@ -21,7 +21,7 @@ import uvloop
 
 from noloco_p2p import __version__
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import NO_STAGE, STREAM, Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import clock_watch
 from noloco_p2p.io.dht import join_handshake as joining
@@ -148,7 +148,7 @@ async def _open_ports(
     await transport.listen()
     closing.push_async_callback(transport.close)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
-    hidden = await ways.find(libp2p, streams, listen.host, host, transport.port)
+    hidden = await ways.find(closing, libp2p, streams, listen, host, transport.port)
     directory = await HivemindDirectory.open(
         libp2p,
         run_id=run_id,
@@ -171,7 +171,7 @@ async def _open_ports(
         me,
         run_id,
         NO_STAGE,
-        (joined(host, transport.port), *([STREAM] if hidden is not None else [])),
+        (joined(host, transport.port), *(hidden.addresses()[:1] if hidden is not None else ())),
         metrics=f"http://{joined(host, metrics_port)}/metrics",
         libp2p_metrics=f"http://{joined(host, libp2p.metrics_port)}/metrics" if libp2p.metrics_port else "",
         version=__version__,

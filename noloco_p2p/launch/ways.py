@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from noloco_p2p.config import LimitSettings, NodeConfig
+from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import from_here
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.port_mapping import port_mapping
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import Streams
@@ -32,12 +33,15 @@ def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, sta
     return streams
 
 
-async def find(libp2p: Libp2pDaemon, streams: Streams, listen_host: str, host: str, port: int) -> WaysIn | None:
-    """How this node, whose gRPC server listens at `listen_host`, is reached; None: at `host` and `port`, as announced.
+async def find(
+    closing: AsyncExitStack, libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, host: str, port: int
+) -> WaysIn | None:
+    """How this node, whose gRPC server listens as in `listen`, is reached; None: at `host` and `port`, as announced.
 
-    Raises LocalError: it is not reached at all.
+    `closing` takes back what a router was asked for. Raises LocalError: the node is not reached at all.
     """
-    ways = WaysIn(libp2p, streams, (from_here(listen_host).strip("[]"), port))
+    ways = WaysIn(libp2p, streams, (from_here(listen.host).strip("[]"), port), mapping=port_mapping(listen, host, port))
+    closing.push_async_callback(ways.close)
     if await joining.check_reachable(libp2p, joined(host, port), ways):
         return None
     libp2p.ways = ways.addresses

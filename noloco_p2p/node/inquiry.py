@@ -97,9 +97,12 @@ class Inquiry:
     def is_gone(self, peer: PeerId) -> bool:
         """The peer has not answered for as long as an answer counts, and none of its microbatches arrived. If one did,
         this node may have been out of reach itself."""
+        return self.silent_s(peer) > LIFETIMES * self._node.config.directory.ttl_s
+
+    def silent_s(self, peer: PeerId, since: float = -inf) -> float:
+        """For how long, from `since` on, the peer has been asked in vain, and no microbatch of it arrived."""
         now = self._node.now()
-        silent_s = min(self.exchanges.silent_s(peer, now=now), now - self._members.heard_at(peer))
-        return silent_s > LIFETIMES * self._node.config.directory.ttl_s
+        return min(self.exchanges.silent_s(peer, now=now, since=since), now - self._members.heard_at(peer))
 
     def as_it_says(self, advert: Advert) -> Advert | None:
         """The advert, with what the peer has just said; None: it is silent."""

@@ -1,12 +1,15 @@
 """Evaluation on held-out data, and how a run ends (ARCHITECTURE.md, "Start and end")."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.messages import Batch, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.exchanges import PROBES
+from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
+from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
@@ -82,13 +85,14 @@ class Shutdown:
         A replica that pulls from here in its last outer round gets as much time as a transfer may take.
         """
         node, members, limits = self._node, self._swarm.members, self._node.config.limits
-        at_work = membership.STAGE_0_AT_WORK | membership.READY
+        at_work, began = membership.STAGE_0_AT_WORK | membership.READY, node.now()
 
-        def others(stages: Callable[[int], bool]) -> bool:
-            return any(stages(stage) and state in at_work for stage, state in members.counts())
+        def others(stages: Iterable[int]) -> bool:
+            return bool(self._present(chain.from_iterable(members.of_stage(stage, at_work) for stage in stages), began))
 
         def all_evaluated() -> bool:
-            return all(a.evaluated for a in members.of_stage(0, {"finished"})) and not others(lambda s: s == 0)
+            found = members.of_stage(0, at_work | {"finished"})
+            return not self._present((a for a in found if a.state in at_work or not a.evaluated), began)
 
         def all_pulled() -> bool:
             pullers = self._rounds.frozen.pullers()
@@ -109,9 +113,22 @@ class Shutdown:
                     break
             await stay(*pulled)
             return
-        if not await stay(lambda: not others(lambda s: s > 0), "end of the later stages", Resource.SWARM):
+        later = range(1, node.manifest.stages)
+        if not await stay(lambda: not others(later), "end of the later stages", Resource.SWARM):
             node.event("warning", message="evaluating although a later stage has not finished")
         await self.evaluate()
         node.publish(evaluated=True)
-        await stay(lambda: not others(lambda s: s == 0), "end of stage 0", Resource.SWARM)
+        await stay(lambda: not others([0]), "end of stage 0", Resource.SWARM)
         await stay(*pulled)
+
+    def _present(self, listed: Iterable[Advert], since: float) -> list[Advert]:
+        """Of these nodes, those that still run.
+
+        The last advert of a node that has left may not have come. So the last few are asked: one that is silent, from
+        `since` on, for as long as it would take to renew its advert is gone.
+        """
+        found, node, inquiry = list(listed), self._node, self._swarm.inquiry
+        if len(found) <= PROBES:
+            inquiry.ask(found, node.now() - node.config.limits.patience_floor_s)
+        longest_s = node.config.directory.ttl_s / RENEWALS_PER_TTL
+        return [advert for advert in found if inquiry.silent_s(advert.peer_id, since) <= longest_s]

@@ -6,9 +6,12 @@ Its addresses are public ones, which lead nowhere else: no namespace has a way o
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
 
 IPTABLES, IP6TABLES = (shutil.which(f"{name}-nft") or shutil.which(name) for name in ("iptables", "ip6tables"))
 PUBLIC, PUBLIC_6 = "11.1.1", "2a10:1::"
@@ -23,12 +26,21 @@ def why_not() -> str:
     return "" if made.returncode == 0 and os.access("/run", os.W_OK) else "network namespaces cannot be made here"
 
 
+def why_no_namespaces() -> str:
+    """Why there can be none even without gateways of iptables; empty: there can."""
+    if shutil.which("ip") is None or shutil.which("sysctl") is None:
+        return "needs ip and sysctl"
+    made = subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False)
+    return "" if made.returncode == 0 and os.access("/run", os.W_OK) else "network namespaces cannot be made here"
+
+
 @dataclass
 class Internet:
     """Made by `internet`, with which it goes."""
 
     name: str
     hosts: list[str] = field(default_factory=list)
+    routers: list["subprocess.Popen[str]"] = field(default_factory=list)
 
     def namespace(self, host: str) -> str:
         return f"{self.name}-{host}"
@@ -80,6 +92,29 @@ class Internet:
         ):
             self.run(name, str(IPTABLES), *words)
 
+    def router(self, name: str, number: int, how: str = "", *, known_to: Sequence[str] = ()) -> IO[str]:
+        """A home router with UPnP, and a host behind it, `at-<name>`, at 192.168.<number>.2; what the router notes.
+
+        There is no NAT. Nobody dials a private address from outside, and `known_to` know the way back to it.
+        """
+        wan = self.public(name, number)
+        self.host(f"at-{name}")
+        self._wire(name, "lan0", f"at-{name}", "eth0")
+        lan, inside = f"192.168.{number}.1", f"192.168.{number}.2"
+        self._address(name, "lan0", f"{lan}/24")
+        self._address(f"at-{name}", "eth0", f"{inside}/24")
+        self.run(f"at-{name}", "ip", "route", "add", "default", "via", lan)
+        self.run(name, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        for host in known_to:
+            self.run(host, "ip", "route", "add", f"192.168.{number}.0/24", "via", wan)
+        script = str(Path(__file__).with_name("home_router.py"))
+        words = ["ip", "netns", "exec", self.namespace(name), sys.executable, script, lan, wan, how]
+        router = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self.routers.append(router)
+        assert router.stdout is not None
+        assert "ready" in router.stdout.readline()
+        return router.stdout
+
     def firewall_6(self, name: str, number: int) -> None:
         """A host of IPv6 only, to which nobody opens a connection."""
         self.public(name, number)
@@ -111,5 +146,8 @@ def internet() -> Iterator[Internet]:
         made.run("wan", "ip", "link", "set", "br0", "up")
         yield made
     finally:
+        for router in made.routers:
+            router.kill()
+            router.communicate()
         for host in made.hosts:
             subprocess.run(["ip", "netns", "del", made.namespace(host)], check=False)

@@ -9,6 +9,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
@@ -162,7 +163,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
 
 
 async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
-    """Have a joined peer find this node at its gRPC address (`host:port`), or else over the streams that `ways` serves.
+    """Have a joined peer find this node at its gRPC address (`host:port`), or else in one of the `ways`.
 
     Returns whether it is reached at the address. Raises LocalError: it is reached in neither way. If a peer cannot be
     asked (it has just died, or is busy), the next one is.
@@ -176,6 +177,9 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
                 if reason is None:
                     return True
                 await ways.serve()
+                if outside := await ways.through_router(partial(ask_dial_back, libp2p, peer.peer_id)):
+                    log.info("others reach this node at %s, a port that its router has mapped (UPnP)", outside)
+                    return False
                 no_stream = await ask_dial_back(libp2p, peer.peer_id, STREAM)
             except (Busy, Declined, Unreachable) as error:
                 failure = str(error)

@@ -1,5 +1,5 @@
-"""How others reach a node that they cannot dial: over links that it keeps to public members, and through two of these
-as relays (ARCHITECTURE.md, "Reachability").
+"""How others reach a node that they cannot dial at its own address: at a port of its router, or over links that it
+keeps to public members, and through two of these as relays (ARCHITECTURE.md, "Reachability").
 """
 
 import asyncio
@@ -10,9 +10,10 @@ from functools import partial
 from hashlib import blake2b
 
 from noloco_p2p.core.messages import STREAM, PeerId
-from noloco_p2p.errors import ConfigError, LocalError, PeerError
+from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
+from noloco_p2p.io.dht.port_mapping import RENEW_S, PortMapping
 from noloco_p2p.io.dht.reach import RELAY, joined
 from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
@@ -34,21 +35,52 @@ log = logging.getLogger(__name__)
 class WaysIn:
     """The ways to one node. Belongs to one event loop."""
 
-    def __init__(self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int]) -> None:
-        """`server`: host and port of this node's gRPC server, from here."""
+    def __init__(
+        self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int], mapping: PortMapping | None = None
+    ) -> None:
+        """`server`: host and port of this node's gRPC server, from here; `mapping`: what may lead there."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
+        self._mapping = mapping
+        self._outside = ""
+        """`host:port` at which the router passes connections on, as a peer has found."""
         self._relays: tuple[PeerId, ...] = ()
         self._refused_at: dict[PeerId, float] = {}
         self._open: Counter[str] = Counter()
 
     def addresses(self) -> tuple[str, ...]:
         """The addresses in the advert, best first."""
-        return STREAM, *(f"{RELAY}{relay}" for relay in self._relays)
+        return self._outside or STREAM, *(f"{RELAY}{relay}" for relay in self._relays)
 
     async def serve(self) -> None:
         """From now on connect others' streams to the gRPC server."""
         await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
         await self._libp2p.serve_streams(RELAYED_STREAMS, self._relayed)
+
+    async def through_router(self, dial_back: Callable[[str], Awaitable[str | None]]) -> str:
+        """The address of a port that the router maps to this node; empty: there is none, or not even that leads here.
+
+        `dial_back` has a peer find this node there, and returns why it could not.
+        """
+        if self._mapping is None:
+            return ""
+        try:
+            await self._mapping.renew()
+        except Unreachable as error:
+            log.info("no home router maps a port to this node: %s", error)
+            self._mapping = None
+            return ""
+        if (reason := await dial_back(self._mapping.address)) is not None:
+            log.info("nor at %s, a port that the router has mapped: %s", self._mapping.address, reason)
+            await self.close()
+            self._mapping = None
+            return ""
+        self._outside = self._mapping.address
+        return self._outside
+
+    async def close(self) -> None:
+        """Take back what the router was asked for."""
+        if self._mapping is not None:
+            await self._mapping.end()
 
     async def find_relays(self) -> bool:
         """Renew the reservations, and replace those that are lost. Returns whether the addresses changed."""
@@ -66,14 +98,24 @@ class WaysIn:
         async with asyncio.TaskGroup() as both:
             both.create_task(self._again(self._keep_relays, changed))
             both.create_task(self._again(self._keep_links))
+            if self._mapping is not None:
+                both.create_task(self._again(self._keep_mapping, self._mapping, changed, every_s=RENEW_S))
 
-    async def _again(self, look: Callable[..., Awaitable[object]], *arguments: object) -> None:
+    async def _again(self, look: Callable[..., Awaitable[object]], *arguments: object, every_s: float = LOOK_S) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(every_s)
             try:
                 await look(*arguments)
             except (PeerError, LocalError) as error:
                 log.warning("ways to this node: %s", error)
+
+    async def _keep_mapping(self, mapping: PortMapping, changed: Callable[[], Awaitable[object]]) -> None:
+        """While it fails, callers come through the relays, and the address stays."""
+        await mapping.renew()
+        if mapping.address != self._outside:
+            self._outside = mapping.address
+            log.info("the router has another address: %s", self._outside)
+            await changed()
 
     async def _keep_relays(self, changed: Callable[[], Awaitable[object]]) -> None:
         if await self.find_relays():

@@ -3,6 +3,8 @@
 import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, RunManifest
@@ -16,6 +18,7 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.port_mapping import port_mapping
 from noloco_p2p.io.dht.reach import endpoint, joined
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
@@ -142,33 +145,39 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
 async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, links: Links) -> None:
     """Listen where a node would, and let joined peers dial back."""
     transport = GrpcTransport(links, listen, NullTelemetry(), 0)
-    try:
-        await transport.listen()
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(transport.close)
+        try:
+            await transport.listen()
+        except LocalError as error:
+            report.error("port", str(error), "set listen.grpc_port")
+            return
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
-        here = from_here(listen.host).strip("[]"), transport.port
-        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here)
+        here, mapping = (from_here(listen.host).strip("[]"), transport.port), port_mapping(listen, host, transport.port)
+        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here, mapping)
+        closing.push_async_callback(ways.close)
         await _dialled_back(report, libp2p, joined(host, transport.port), ways)
-    except LocalError as error:
-        report.error("port", str(error), "set listen.grpc_port")
-    finally:
-        await transport.close()
 
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
-    """Let joined peers dial back this machine's gRPC address, at which this process listens; else over a stream."""
-    failure = ""
+    """Let joined peers dial back this machine's gRPC address, at which this process listens; else in another way."""
+    failure = outside = ""
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"letting {short_id(peer)} dial {address} back"):
                 reason = no_stream = await join_handshake.ask_dial_back(libp2p, peer, address)
                 if reason is not None:
                     await ways.serve()
-                    no_stream = await join_handshake.ask_dial_back(libp2p, peer, STREAM)
+                    dial_back = partial(join_handshake.ask_dial_back, libp2p, peer)
+                    outside = await ways.through_router(dial_back)
+                    no_stream = None if outside else await dial_back(STREAM)
         except PeerError as error:
             failure = str(error)
             continue
         if reason is None:
             report.ok("port", f"{short_id(peer)} reaches this machine at {address}")
+        elif outside:
+            report.ok("port", f"{short_id(peer)} reaches this machine at {outside}, a port that its router maps (UPnP)")
         else:
             port = address.rpartition(":")[2]
             advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"

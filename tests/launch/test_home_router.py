@@ -1,0 +1,52 @@
+"""A node behind a home router with UPnP is dialled there, and trains: real processes in network namespaces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gateways
+import pytest
+from gateways import internet
+from processes import SMALL, node_processes, settings
+from test_behind_nat import in_namespace
+
+pytestmark = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
+
+
+@pytest.mark.parametrize("how", ["", "closed"])
+def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
+    """It holds the last stage, so the public node dials it: at the router, or over a link if the router lies."""
+    with node_processes(tmp_path) as nodes, internet() as net:
+        address = net.public("public", 1)
+        noted = net.router("home", 12, how, known_to=["public"])
+        few = settings(steps="4", start_replicas="1", security="open", listen__host=address)
+        first = in_namespace(nodes, net, "public", *SMALL, *few, "--stage", "0")
+        joining = "--join", first.endpoints().join[0], *settings(listen__host="192.168.12.2")
+        doctor = [
+            "ip",
+            "netns",
+            "exec",
+            net.namespace("at-home"),
+            sys.executable,
+            "-m",
+            "noloco_p2p.cli.main",
+            "doctor",
+        ]
+        examined = subprocess.run([*doctor, *joining], capture_output=True, text=True, check=False, cwd=tmp_path).stdout
+        home = in_namespace(nodes, net, "at-home", *joining, "--stage", "1")
+        nodes.all_end_well()
+        nodes.nothing_left()
+        net.routers[0].terminate()
+        seen = [json.loads(line) for line in noted]
+    asked = [one for one in seen if one["action"] != "connected"]
+    assert [one["action"] for one in asked] == 2 * ["AddPortMapping", "DeletePortMapping"], "doctor and node"
+    ports = [one["NewExternalPort"] for one in asked]
+    told = f"reaches this machine at 11.1.1.12:{ports[0]}, a port that its router maps (UPnP)"
+    assert (told in " ".join(examined.split())) == (how == ""), examined
+    mapped = f"11.1.1.12:{ports[2]}"
+    assert (f"others reach this node at {mapped}" in home.logged()) == (how == "")
+    assert ("over links that this node keeps open" in home.logged()) == (how == "closed")
+    assert ("connected" in [one["action"] for one in seen]) == (how == "")
+    assert [one.summary()["state"] for one in (first, home)] == ["finished", "finished"]
+    assert home.summary()["microbatch_results"]["done"] > 0

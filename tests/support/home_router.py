@@ -1,0 +1,150 @@
+"""A home router's UPnP (an Internet Gateway Device), as a process: `home_router.py LAN_ADDRESS WAN_ADDRESS [how]`.
+
+It answers searches on its LAN, and passes on the TCP ports of its WAN address that it was asked for, in user space.
+What it is asked for, and each connection, becomes a line of JSON on standard output. `how`: `permanent` (only mappings
+without an end), `taken` (another host has the first port that it is asked for), `refuses`, `closed` (maps, and passes
+nothing on), `silent`.
+"""
+
+import asyncio
+import json
+import re
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import cast
+
+GROUP, PORT, HTTP_PORT = "239.255.255.250", 1900, 5000
+DEVICE = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
+SERVICE = "urn:schemas-upnp-org:service:WANIPConnection:1"
+DESCRIPTION = f"""<?xml version="1.0"?>
+<root xmlns="urn:schemas-upnp-org:device-1-0"><specVersion><major>1</major><minor>0</minor></specVersion>
+<device><deviceType>{DEVICE}</deviceType><friendlyName>router</friendlyName><UDN>uuid:1</UDN><deviceList>
+<device><deviceType>urn:schemas-upnp-org:device:WANDevice:1</deviceType><UDN>uuid:2</UDN><deviceList>
+<device><deviceType>urn:schemas-upnp-org:device:WANConnectionDevice:1</deviceType><UDN>uuid:3</UDN><serviceList>
+<service><serviceType>{SERVICE}</serviceType><serviceId>urn:upnp-org:serviceId:WANIPConn1</serviceId>
+<SCPDURL>/scpd.xml</SCPDURL><controlURL>/control</controlURL><eventSubURL>/events</eventSubURL></service>
+</serviceList></device></deviceList></device></deviceList></device></root>"""
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+def note(action: str, **fields: str) -> None:
+    sys.stdout.write(json.dumps({"action": action, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+class Search(asyncio.DatagramProtocol):
+    """Answers whoever searches for a gateway."""
+
+    def __init__(self, lan: str) -> None:
+        self._lan = lan
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.DatagramTransport, transport)
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        if data.startswith(b"M-SEARCH"):
+            lines = (
+                "HTTP/1.1 200 OK",
+                f"LOCATION: http://{self._lan}:{HTTP_PORT}/root.xml",
+                f"ST: {DEVICE}",
+                "USN: uuid:1",
+            )
+            self._transport.sendto("\r\n".join((*lines, "", "")).encode(), addr)
+
+
+class Router:
+    """What it has mapped, and how it answers."""
+
+    def __init__(self, lan: str, wan: str, how: str) -> None:
+        self.lan, self.wan, self._how = lan, wan, how
+        self._mapped: dict[int, asyncio.Server] = {}
+        self._taken: int | None = None
+
+    async def serve(self, reader: Reader, writer: Writer) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        if head.startswith("GET"):
+            status, body = 200, DESCRIPTION
+        else:
+            length = re.search(r"content-length: *(\d+)", head, re.IGNORECASE)
+            action = re.search(r'soapaction: *"?[^#]*#(\w+)', head, re.IGNORECASE)
+            assert length is not None
+            assert action is not None
+            sent = (await reader.readexactly(int(length[1]))).decode()
+            fields = dict(re.findall(r"<(New\w+)>([^<]*)</New\w+>", sent))
+            status, body = await self._answer(action[1], fields)
+        writer.write(
+            f"HTTP/1.1 {status} x\r\nContent-Type: text/xml\r\nContent-Length: {len(body)}\r\n"
+            f"Connection: close\r\n\r\n{body}".encode()
+        )
+        await writer.drain()
+        writer.close()
+
+    async def _answer(self, action: str, fields: dict[str, str]) -> tuple[int, str]:
+        if action not in ("GetStatusInfo", "GetExternalIPAddress"):
+            note(action, **fields)
+        code = await self._do(action, fields)
+        if isinstance(code, int):
+            fault = f"<errorCode>{code}</errorCode><errorDescription>no</errorDescription>"
+            inner = f"<s:Fault><detail><UPnPError>{fault}</UPnPError></detail></s:Fault>"
+        else:
+            inner = f'<u:{action}Response xmlns:u="{SERVICE}">{code}</u:{action}Response>'
+        envelope = 'xmlns:s="http://schemas.xmlsoap.org/soap/envelope/"'
+        return (500 if isinstance(code, int) else 200), f"<s:Envelope {envelope}><s:Body>{inner}</s:Body></s:Envelope>"
+
+    async def _do(self, action: str, fields: dict[str, str]) -> int | str:
+        """What it answers; a number: the error."""
+        if action == "GetStatusInfo":
+            return "<NewConnectionStatus>Connected</NewConnectionStatus><NewUptime>9</NewUptime>"
+        if action == "GetExternalIPAddress":
+            return f"<NewExternalIPAddress>{self.wan}</NewExternalIPAddress>"
+        port = int(fields["NewExternalPort"])
+        if action == "DeletePortMapping":
+            if port in self._mapped:
+                self._mapped.pop(port).close()
+            return ""
+        if self._how == "refuses":
+            return 606
+        if self._how == "permanent" and fields["NewLeaseDuration"] != "0":
+            return 725
+        if self._how == "taken":
+            self._taken = port if self._taken is None else self._taken
+            if port == self._taken:
+                return 718
+        if port not in self._mapped and self._how != "closed":
+            inside = fields["NewInternalClient"], int(fields["NewInternalPort"])
+
+            async def passed_on(reader: Reader, writer: Writer) -> None:
+                note("connected")
+                there = await asyncio.open_connection(*inside)
+                await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+
+            self._mapped[port] = await asyncio.start_server(passed_on, self.wan, port)
+        return ""
+
+
+async def copy(reader: Reader, writer: Writer) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def main(lan: str, wan: str, how: str = "") -> None:
+    heard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    heard.bind((GROUP, PORT))
+    heard.setsockopt(
+        socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, struct.pack("4s4s", socket.inet_aton(GROUP), socket.inet_aton(lan))
+    )
+    router = Router(lan, wan, how)
+    await asyncio.start_server(router.serve, lan, HTTP_PORT)
+    if how != "silent":
+        await asyncio.get_running_loop().create_datagram_endpoint(lambda: Search(lan), sock=heard)
+    note("ready")
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
