@@ -1,4 +1,4 @@
-"""A node behind a home router with UPnP is dialled there, and trains: real processes in network namespaces."""
+"""Nodes behind a home router are dialled there, or by each other, and train: real processes in network namespaces."""
 
 import json
 import subprocess
@@ -50,3 +50,22 @@ def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
     assert ("connected" in [one["action"] for one in seen]) == (how == "")
     assert [one.summary()["state"] for one in (first, home)] == ["finished", "finished"]
     assert home.summary()["microbatch_results"]["done"] > 0
+
+
+def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_path: Path) -> None:
+    """Nobody relays in an open run, and no port is mapped, so there is no other way."""
+    with node_processes(tmp_path) as nodes, internet() as net:
+        address = net.public("public", 1)
+        net.router("home", 12, "silent", known_to=["public"])
+        net.behind("home", "next", 13, "11.1.1.12", known_to=["public"])
+        few = settings(steps="8", start_replicas="1", security="open", listen__host=address)
+        first = in_namespace(nodes, net, "public", *SMALL, *few, "--stage", "1")
+        joining = "--join", first.endpoints().join[0], "--stage"
+        other = in_namespace(nodes, net, "next", *joining, "1", *settings(listen__host="192.168.13.2"))
+        other.endpoints()
+        origin = in_namespace(nodes, net, "at-home", *joining, "0", *settings(listen__host="192.168.12.2"))
+        nodes.all_end_well()
+        nodes.nothing_left()
+    assert [one.summary()["state"] for one in (first, other, origin)] == ["finished"] * 3
+    assert other.summary()["microbatch_results"]["done"] > 0
+    assert origin.summary()["reroutes"] == {}

@@ -97,16 +97,9 @@ class Internet:
 
         There is no NAT. Nobody dials a private address from outside, and `known_to` know the way back to it.
         """
-        wan = self.public(name, number)
-        self.host(f"at-{name}")
-        self._wire(name, "lan0", f"at-{name}", "eth0")
-        lan, inside = f"192.168.{number}.1", f"192.168.{number}.2"
-        self._address(name, "lan0", f"{lan}/24")
-        self._address(f"at-{name}", "eth0", f"{inside}/24")
-        self.run(f"at-{name}", "ip", "route", "add", "default", "via", lan)
+        wan, lan = self.public(name, number), f"192.168.{number}.1"
         self.run(name, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        for host in known_to:
-            self.run(host, "ip", "route", "add", f"192.168.{number}.0/24", "via", wan)
+        self.behind(name, f"at-{name}", number, wan, known_to)
         script = str(Path(__file__).with_name("home_router.py"))
         words = ["ip", "netns", "exec", self.namespace(name), sys.executable, script, lan, wan, how]
         router = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
@@ -114,6 +107,17 @@ class Internet:
         assert router.stdout is not None
         assert "ready" in router.stdout.readline()
         return router.stdout
+
+    def behind(self, router: str, host: str, number: int, wan: str, known_to: Sequence[str]) -> None:
+        """A host behind a router, whose address outside is `wan`, on a wire of its own."""
+        self.host(host)
+        self._wire(router, f"lan{number}", host, "eth0")
+        lan, inside = f"192.168.{number}.1", f"192.168.{number}.2"
+        self._address(router, f"lan{number}", f"{lan}/24")
+        self._address(host, "eth0", f"{inside}/24")
+        self.run(host, "ip", "route", "add", "default", "via", lan)
+        for one in known_to:
+            self.run(one, "ip", "route", "add", f"192.168.{number}.0/24", "via", wan)
 
     def firewall_6(self, name: str, number: int) -> None:
         """A host of IPv6 only, to which nobody opens a connection."""

@@ -69,6 +69,12 @@ def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_private(address: str) -> bool:
+    """Whether an address is `host:port` with the IP address of a private network."""
+    place = endpoint(address)
+    return place is not None and _is_address(place[0]) and scope(place[0]) == "private"
+
+
 def relay_of(address: str) -> PeerId | None:
     """The relay that an address names; None: it names none."""
     relay = address.removeprefix(RELAY)

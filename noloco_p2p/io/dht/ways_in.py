@@ -14,7 +14,7 @@ from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.port_mapping import RENEW_S, PortMapping
-from noloco_p2p.io.dht.reach import RELAY, joined
+from noloco_p2p.io.dht.reach import RELAY, is_private, joined
 from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
 RELAYS = 2
@@ -36,11 +36,17 @@ class WaysIn:
     """The ways to one node. Belongs to one event loop."""
 
     def __init__(
-        self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int], mapping: PortMapping | None = None
+        self,
+        libp2p: Libp2pDaemon,
+        streams: Streams,
+        server: tuple[str, int],
+        address: str = "",
+        mapping: PortMapping | None = None,
     ) -> None:
-        """`server`: host and port of this node's gRPC server, from here; `mapping`: what may lead there."""
+        """`server`: host and port of this node's gRPC server, from here; `address`: `host:port` by which its own
+        network reaches it; `mapping`: what may lead there."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
-        self._mapping = mapping
+        self._mapping, self._near = mapping, (address,) if is_private(address) else ()
         self._outside = ""
         """`host:port` at which the router passes connections on, as a peer has found."""
         self._relays: tuple[PeerId, ...] = ()
@@ -49,7 +55,7 @@ class WaysIn:
 
     def addresses(self) -> tuple[str, ...]:
         """The addresses in the advert, best first."""
-        return self._outside or STREAM, *(f"{RELAY}{relay}" for relay in self._relays)
+        return self._outside or STREAM, *(f"{RELAY}{relay}" for relay in self._relays), *self._near
 
     async def serve(self) -> None:
         """From now on connect others' streams to the gRPC server."""

@@ -1,12 +1,13 @@
 """Open gRPC connections to peers: made when first needed, shared by the calls to a peer, dropped when they fail.
 
-A peer is reached at the first of its advertised addresses that accepts a connection.
+A peer is reached at the first of its advertised addresses that accepts a connection, or on this node's own network.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from google.protobuf.message import Message
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.reach import RELAY
+from noloco_p2p.io.dht.reach import RELAY, is_private
 from noloco_p2p.io.transport.peer_links import Links, target
 
 CHANNELS_PER_PEER = 2
@@ -27,6 +28,11 @@ MAX_CHANNELS = 512
 """Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
 """Longest wait for one address to accept a connection; one that refuses answers in a millisecond."""
+NEAR_S, NOT_NEAR_S = 0.5, 300.0
+"""A private address behind others is tried first, for NEAR_S: its peer may be on this node's own network. One that does
+not answer is not tried so again for NOT_NEAR_S."""
+MOST_NOT_NEAR = 1024
+"""Such addresses are remembered."""
 KEEPALIVE_MS = 5_000
 """Silence after which a link with calls in flight is probed, milliseconds."""
 PROBE_MS = 10_000
@@ -142,6 +148,8 @@ class ChannelPool:
         """Every one not yet closed, also those that are being opened or end their last calls."""
         self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._not_near: dict[str, float] = {}
+        """When these addresses did not answer."""
         self._closed = False
 
     @asynccontextmanager
@@ -218,7 +226,7 @@ class ChannelPool:
         """A new connection, or why there is none."""
         try:
             reasons = []
-            for address in peer.addresses:
+            for address, seconds in self._tries(peer.addresses):
                 try:
                     dialled = await target(self._links, address, peer.peer_id)
                 except Unreachable as error:
@@ -226,17 +234,32 @@ class ChannelPool:
                     continue
                 channel = PeerChannel(address, self._links.channel(dialled, peer.peer_id, self._options))
                 self._open.add(channel)
-                reason = await connect(channel.channel, CONNECT_S)
+                reason = await connect(channel.channel, seconds)
                 if reason is None:
                     self._on_open()
                     self._make_room()
                     self._kept[key] = channel
                     return channel
                 self._close(channel)
+                if seconds == NEAR_S:
+                    self._note_not_near(address)
                 reasons.append(f"{address}: {reason}")
             return "; ".join(reasons) or "it announces no address"
         finally:
             self._opening.pop(key, None)
+
+    def _tries(self, addresses: Sequence[str]) -> list[tuple[str, float]]:
+        """Which addresses to try, in order, and for how long each."""
+        now = asyncio.get_running_loop().time()
+        behind = [address for address in addresses[1:] if is_private(address)]
+        near = [one for one in behind if now - self._not_near.get(one, -inf) >= NOT_NEAR_S]
+        return [*((one, NEAR_S) for one in near), *((one, CONNECT_S) for one in addresses)]
+
+    def _note_not_near(self, address: str) -> None:
+        self._not_near.pop(address, None)
+        self._not_near[address] = asyncio.get_running_loop().time()
+        if len(self._not_near) > MOST_NOT_NEAR:
+            del self._not_near[next(iter(self._not_near))]
 
     def _make_room(self) -> None:
         unused = [key for key, channel in self._kept.items() if channel.calls == 0]

@@ -154,9 +154,10 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
             return
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
         here, mapping = (from_here(listen.host).strip("[]"), transport.port), port_mapping(listen, host, transport.port)
-        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here, mapping)
+        address = joined(host, transport.port)
+        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here, address, mapping)
         closing.push_async_callback(ways.close)
-        await _dialled_back(report, libp2p, joined(host, transport.port), ways)
+        await _dialled_back(report, libp2p, address, ways)
 
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
@@ -241,7 +242,7 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
 
 async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
     """Check whether this machine reaches the gRPC addresses of the nodes that are present."""
-    dialled = [advert for advert in present if any(map(endpoint, advert.addresses))][:MOST_PROBED]
+    dialled = [advert for advert in present if any(map(endpoint, advert.addresses[:1]))][:MOST_PROBED]
     if not dialled:
         return
 

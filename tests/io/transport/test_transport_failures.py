@@ -36,7 +36,7 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import grpc_transport, message_codec
+from noloco_p2p.io.transport import channels, grpc_transport, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.exchange import SentActivation
@@ -158,6 +158,37 @@ def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
                     await both.a.propagate(advert(peer_id="D"), activation())
 
     run(scenario())
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_an_address_of_the_own_network_is_tried_first_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, at_home: bool
+) -> None:
+    dialled: list[str] = []
+    plain = channels.target
+
+    async def target(links: Any, address: str, peer: str) -> str:
+        dialled.append(address)
+        return await plain(links, address, peer)
+
+    monkeypatch.setattr(channels, "target", target)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        async def scenario() -> None:
+            async with pair(Node(echo)) as both:
+                [there] = both.peer.addresses
+                near, other = (there, dead) if at_home else (dead, there)
+                monkeypatch.setattr(channels, "is_private", near.__eq__)
+                peer = advert(other, near)
+                await both.a.propagate(peer, activation())
+                assert dialled == ([near] if at_home else [near, other])
+                dialled.clear()
+                await both.a.describe(peer)
+                assert dialled == ([near] if at_home else [other]), "it is not at home, which is remembered"
+
+        run(scenario())
 
 
 def test_another_run_is_refused() -> None:
