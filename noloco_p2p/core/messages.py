@@ -243,8 +243,8 @@ class Advert:
     stage: int
     addresses: tuple[str, ...]
     """gRPC addresses, best first: `host:port`; of a node behind NAT `p2p`, over a link that it keeps to the caller, and
-    `relay/<peer id>` of relays, and last `host:port` on its own network. Of a node's own: where it listens, and `p2p` if
-    nobody can dial it there."""
+    `relay/<peer id>` of relays, and last `host:port` on its own network. Of a node's own: where it listens, and `p2p`
+    if nobody can dial it there."""
     metrics: str = ""
     """`http://host:port/metrics`, empty when it serves none."""
     libp2p_metrics: str = ""

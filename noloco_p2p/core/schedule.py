@@ -8,6 +8,13 @@ import math
 import statistics
 from collections.abc import Iterable
 
+READING_S = 0.5
+"""Shortest time between two readings of the membership."""
+ADVERTS_PER_S = 200
+"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
+READINGS = 4.0
+"""An advert is at most as old as so many readings are apart: it was announced after one of its sender's."""
+
 
 def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_fraction: float) -> float:
     """Learning rate of step t, counted from 1: linear to `peak`, then a cosine to `final_fraction`·peak at `steps`.
@@ -46,14 +53,22 @@ def clock_median(samples: Iterable[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def project(step: float, age_s: float, steps_per_s: float, m: int) -> float:
-    """A clock seen `age_s` ago, carried to now at the speed its owner announces, at most two outer intervals ahead.
+def project(step: float, age_s: float, steps_per_s: float, most: float) -> float:
+    """A clock seen `age_s` ago, carried to now at the speed its owner announces, at most so many steps ahead.
 
     Speed and age are claims of a stranger: what is negative or not a number carries it nowhere.
     """
     if not (age_s > 0 and steps_per_s > 0):
         return step
-    return step + min(age_s * steps_per_s, 2.0 * m)
+    return step + min(age_s * steps_per_s, most)
+
+
+def most_projected(m: int, members: int, steps_per_s: float) -> float:
+    """The most steps that a clock is projected: two outer intervals, or what my own speed makes of READINGS readings.
+
+    With less, the clocks of fast steps would seem to lag, and hold each other back.
+    """
+    return max(2.0 * m, READINGS * max(READING_S, members / ADVERTS_PER_S) * steps_per_s)
 
 
 def furthest(step: float, age_s: float, steps_per_s: float, m: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from noloco_p2p.core.schedule import ADVERTS_PER_S, READING_S
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.membership import Membership
@@ -9,10 +10,6 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Directory
 
-BRISK_S = 0.5
-"""Seconds between two readings of the membership while the node does not train."""
-ADVERTS_PER_S = 200
-"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
 FIRST_S = 2.0
 """Seconds between two readings at stage 0 until the first inner steps have been timed."""
 QUIET_S = 1.0
@@ -84,8 +81,8 @@ class MembershipLoop:
         """Every `refresh_s` in training, and at stage 0 every outer interval. More often if nobody calls any more, or
         while a stage is deserted, to notice soon that a node takes it.
 
-        Clocks are projected by at most two outer intervals, and may be one interval old when they are announced; older
-        ones would hold everybody back. Later stages learn the clocks from the labels of their microbatches.
+        Clocks are projected only so far (`schedule.most_projected`), and may be one interval old when they are
+        announced; older ones would hold everybody back. Later stages learn the clocks from their microbatches' labels.
         """
         now = self._node.now()
         if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
@@ -99,7 +96,7 @@ class MembershipLoop:
     @property
     def _tick_s(self) -> float:
         """Shortest time between two readings."""
-        return max(min(BRISK_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
+        return max(min(READING_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
 
     def _quiet_s(self) -> float:
         # Two of them may have been unusual: an evaluation, a stall.

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
+from noloco_p2p.core import schedule
 from noloco_p2p.core.exchanges import LIFETIMES, PROBES, Exchanges
 from noloco_p2p.core.members import STAGE_0_AT_WORK, TRAINED, TRAINING, Members
 from noloco_p2p.core.messages import Advert, PeerId
@@ -113,10 +114,12 @@ class Inquiry:
 
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 
-    def clocks(self) -> list[tuple[float, float, float]]:
-        """`Members.clocks` of the stage-0 replicas that answer: those that are only listed move no clock."""
+    def clocks(self) -> list[float]:
+        """The clocks of the stage-0 replicas that answer, projected to now: who is only listed moves no clock."""
+        node, m = self._node, self._node.manifest.outer.inner_steps
         answering = self.answering(self._members.of_stage(0, TRAINING), TRAINED)
-        return self._members.clocks(answering, now=self._node.now())
+        most = schedule.most_projected(m, len(self._members), node.advert.steps_per_s)
+        return [schedule.project(*clock, most) for clock in self._members.clocks(answering, now=node.now())]
 
     def ask_first_stage(self) -> None:
         """While this node trains: ask a few whose clocks may count, and learn whether they are at work."""

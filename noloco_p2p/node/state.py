@@ -224,10 +224,8 @@ class NodeState:
         self.inner_steps = inner_steps
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
-    def finish_inner_step(
-        self, result: StepResult, clocks: Iterable[tuple[float, float, float]], line: MeasuredLine
-    ) -> None:
-        """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0 (Members.clocks), and my speeds.
+    def finish_inner_step(self, result: StepResult, clocks: Iterable[float], line: MeasuredLine) -> None:
+        """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0, as they are now, and my speeds.
 
         The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
         projected as slow. Microbatches count by the seconds that the device worked: in wall time all stages pass
@@ -237,8 +235,7 @@ class NodeState:
         self.routes = {}
         now, manifest = self.now(), self.manifest
         samples = [self.advert.step + 0.5] if self.index == 0 else []
-        samples += [schedule.project(*clock, manifest.outer.inner_steps) for clock in clocks]
-        median = schedule.clock_median(samples)
+        median = schedule.clock_median([*samples, *clocks])
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
         step = schedule.advance(self.advert.step, median, manifest.steps, pull)
         if self._clocked_at is not None and now > self._clocked_at:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.schedule import advance, clock_median, due_round, learning_rate, project
+from noloco_p2p.core.schedule import READING_S, advance, clock_median, due_round, learning_rate, most_projected, project
 
 lengths = st.integers(min_value=1, max_value=500)
 
@@ -98,8 +98,15 @@ def test_the_median_ignores_one_liar_among_three() -> None:
 
 
 def test_a_projection_is_bounded_and_believes_no_nonsense() -> None:
-    assert project(10.0, 2.0, 3.0, 10) == 16.0
-    assert project(10.0, 100.0, 3.0, 10) == 30.0
+    assert project(10.0, 2.0, 3.0, 20.0) == 16.0
+    assert project(10.0, 100.0, 3.0, 20.0) == 30.0
     for age_s, speed in ((-1.0, 3.0), (2.0, -3.0), (2.0, math.nan), (math.nan, 3.0), (0.0, math.inf)):
-        assert project(10.0, age_s, speed, 10) == 10.0
-    assert project(10.0, 1.0, math.inf, 10) == 30.0
+        assert project(10.0, age_s, speed, 20.0) == 10.0
+    assert project(10.0, 1.0, math.inf, 20.0) == 30.0
+
+
+def test_a_clock_is_projected_over_two_outer_intervals_or_the_time_between_readings() -> None:
+    assert most_projected(10, 8, 2.0) == 20.0
+    assert most_projected(1, 8, 2.0) == 4 * READING_S * 2.0
+    assert most_projected(1, 1000, 2.0) == 4 * 5.0 * 2.0, "a large membership is read less often"
+    assert most_projected(1, 8, 0.0) == 2.0

@@ -1,0 +1,28 @@
+"""The step clock of a swarm goes on by one with every inner step, however old the adverts are that carry it."""
+
+from collections import Counter
+
+import pytest
+from short_runs import manifest_for
+
+from noloco_p2p.config import OuterSettings
+from noloco_p2p.sim.device import Costs
+from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.world import SimPlan, SimSwarm
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("microbatch_s", [0.012, 0.1])
+def test_a_run_takes_as_many_inner_steps_as_it_has_steps(microbatch_s: float, seed: int) -> None:
+    """Rounds follow every step here, and adverts come every half a second: the fast nodes take ten steps meanwhile."""
+    replicas, steps = (2, 2), 400
+    outer = OuterSettings(rule="gossip", inner_steps=1)
+    manifest = manifest_for(replicas, steps=steps, microbatches_per_step=4, outer=outer, routing="random", seed=seed)
+    costs = Costs(forward_s=microbatch_s / 3, backward_s=2 * microbatch_s / 3, spread=0.4)
+    plan = SimPlan(manifest, replicas, seed=seed, link=Link(latency_s=0.002, spread=0.2), costs=costs)
+    trace = SimSwarm(plan).run(limit_s=4 * steps * 4 * microbatch_s).trace
+    taken = Counter(event.peer for event in trace.of("inner_step"))
+    assert 0.98 * steps < min(taken.values())
+    assert max(taken.values()) < 1.04 * steps
+    rounds = trace.totals("outer_round", "result")
+    assert rounds["partner"] > 0.9 * rounds.total(), "and partners meet in the same round"
