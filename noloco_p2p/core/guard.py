@@ -8,6 +8,7 @@ Distances and radii are norms of groups of tensors, in the order of the groups.
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
+from math import hypot, inf, isfinite
 from statistics import median
 
 from noloco_p2p.core.messages import TensorSpec
@@ -15,7 +16,9 @@ from noloco_p2p.core.messages import TensorSpec
 RADIUS = 5.0
 """A partner is clipped beyond so many times the median distance of those before it. Figures: METHOD.md."""
 REFUSED = 8.0
-"""Beyond so many radii a vector is refused. Honest replicas are not so far apart, even after a long separation."""
+"""A vector is refused if all groups together are beyond so many radii. Honest replicas are not so far apart, even after
+a long separation. A single group may be: its usual distance can be tiny, as that of a few values that all replicas move
+alike until they are separated."""
 WINDOW, FEWEST = 16, 3
 """The median is over at most WINDOW and at least FEWEST distances."""
 UNKNOWN = 0.5
@@ -72,9 +75,14 @@ def moved_by(radii: Sequence[float], gain: float) -> tuple[float, ...]:
 
 
 def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, ...] | None:
-    """What each group's difference is multiplied by, 1 at most; None: refused, also if a distance is not finite."""
+    """What each group's difference is multiplied by, 1 at most; None: refused, also if a distance is not finite.
+
+    An infinite radius is unknown.
+    """
     pairs = list(zip(distances, radii, strict=True))
-    if not all(distance <= REFUSED * radius for distance, radius in pairs):
+    known = [(distance, radius) for distance, radius in pairs if radius < inf]
+    far, usual = (hypot(*values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
+    if far > REFUSED * usual or not all(map(isfinite, distances)):
         return None
     return tuple(1.0 if distance <= radius else radius / distance for distance, radius in pairs)
 

@@ -51,8 +51,12 @@ def test_who_is_far_is_clipped_to_the_radius_and_who_is_much_too_far_refused() -
     assert factors((1.0, 2.0), (2.0, 2.0)) == (1.0, 1.0)
     assert factors((1.0, 4.0), (2.0, 2.0)) == (1.0, 0.5)
     assert factors((2 * REFUSED,), (2.0,)) == (1 / REFUSED,)
-    for far in (2.01 * REFUSED, 1e38, inf, nan):
+    for far in (3 * REFUSED, 1e38, inf, nan):
         assert factors((1.0, far), (2.0, 2.0)) is None
+    assert factors((1.0, 2.0 * REFUSED), (2.0, 1.0)) == (1.0, 1 / (2 * REFUSED)), "one small group alone is clipped"
+    for distances, radii in (((9 * REFUSED, 1.0), (1.0, inf)), ((1.0, inf), (1.0, inf)), ((1.0, nan), (1.0, inf))):
+        assert factors(distances, radii) is None, "what is unknown hides nothing"
+    assert factors((1.0, 9.0), (2.0, inf)) == (1.0, 1.0)
 
 
 def test_a_minority_of_liars_moves_no_radius() -> None:
