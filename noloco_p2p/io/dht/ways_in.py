@@ -76,7 +76,7 @@ class WaysIn:
             self._mapping = None
             return ""
         if (reason := await dial_back(self._mapping.address)) is not None:
-            log.info("nor at %s, a port that the router has mapped: %s", self._mapping.address, reason)
+            log.info("nobody reaches this node at %s, which its router has mapped: %s", self._mapping.address, reason)
             await self.close()
             self._mapping = None
             return ""
