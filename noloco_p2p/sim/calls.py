@@ -6,6 +6,7 @@ It is a chain of event-loop callbacks whose only task is the handler's work, bec
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from noloco_p2p.core.messages import Gradient, PeerId
@@ -15,7 +16,9 @@ from noloco_p2p.sim.network import Endpoint, Network
 from noloco_p2p.sim.payloads import Payload
 
 DEAD_LINK_S = 15.0
-"""Time after which a gRPC server notices that its caller has silently gone."""
+"""Time after which both ends of a gRPC connection notice that the other one has silently gone."""
+RESENT_S = 0.2
+"""TCP sends again after so long what a cut has swallowed, and from then on whenever twice as much time has passed."""
 
 T = TypeVar("T")
 
@@ -76,7 +79,10 @@ class SimCall(Generic[T]):
         self._listen()
 
     def end(self) -> None:
-        """The caller no longer waits, for whatever reason. The callee hears of it one latency later."""
+        """The caller no longer waits, for whatever reason. The callee hears of it one latency later, if it knows of the
+        call."""
+        if self._alive and self._endpoint is None and self.network.cut(self.caller, self.callee):
+            self._give_up()
         self._deadline.cancel()
         if self._listening is not None:
             self._listening.cancel()
@@ -138,8 +144,10 @@ class SimCall(Generic[T]):
             traffic.drop(payload)
             raise
 
-    def _arrive(self) -> None:
+    def _arrive(self, waited_s: float = 0.0) -> None:
         self._step = None
+        if self._is_resent(self.caller, self.callee, self._arrive, waited_s):
+            return
         if self.network.request_lost(self.caller, self.callee):
             self._alive = False
             for payload in (self._message, self.body):
@@ -165,11 +173,28 @@ class SimCall(Generic[T]):
             return
         if outcome is None:
             self._break()
+        else:
+            self._answer_with(outcome)
+
+    def _answer_with(self, outcome: T | PeerError, waited_s: float = 0.0) -> None:
+        self._step = None
+        if self._is_resent(self.callee, self.caller, partial(self._answer_with, outcome), waited_s):
+            return
+        if self.network.endpoint(self.callee) is not self._endpoint:
+            self._break()
         elif self.network.reply_lost(self.caller, self.callee):
             self._alive = False
             self._drop_reply()
         else:
             self._reply_with(outcome)
+
+    def _is_resent(self, sender: PeerId, receiver: PeerId, arrive: Callable[[float], None], waited_s: float) -> bool:
+        """Whether a message meets a cut now, after `waited_s`, and will be sent again."""
+        if waited_s >= DEAD_LINK_S or not self.network.cut(sender, receiver):
+            return False
+        later_s = max(RESENT_S, waited_s)
+        self._step = self._loop.call_later(later_s, arrive, waited_s + later_s)
+        return True
 
     def _reply_with(self, outcome: T | PeerError) -> None:
         """Tensors precede their answer. A stream has already sent its own."""

@@ -31,7 +31,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
 from noloco_p2p.ports import ALONE, Body, Claim, Handler
-from noloco_p2p.sim.calls import SimCall
+from noloco_p2p.sim.calls import RESENT_S, SimCall
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import Payload
 
@@ -268,8 +268,11 @@ class _SimBody:
             latency_s = network.latency_s(granting, asked)
             word, apart = network.control.word, payload.connections > 1
             await network.traffic.deliver(granting, asked, word, latency_s, apart=apart)
-            if network.cut(payload.receiver, payload.sender):
-                await asyncio.get_running_loop().create_future()
+            waited_s = 0.0
+            while network.cut(granting, asked):
+                later_s = max(RESENT_S, waited_s)
+                await asyncio.sleep(later_s)
+                waited_s += later_s
             if not payload.over and self._claim.take():
                 network.traffic.depart(payload)
         await network.traffic.whole(payload, self.latency_s)

@@ -211,6 +211,30 @@ def test_held_messages_are_swallowed_until_the_release(fault: str) -> None:
     play(script, after(1.0))
 
 
+@pytest.mark.parametrize("fault", ["hold", "partition"])
+@pytest.mark.parametrize("at_s", [0.0, 0.5])
+def test_what_a_short_cut_swallows_is_sent_again(fault: str, at_s: float) -> None:
+    """The request, or the answer, which is ready after a second. TCP tries it 0.2, 0.4, 0.8, 1.6, 3.2 s later."""
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        loop = asyncio.get_running_loop()
+
+        def cut() -> None:
+            network.hold("b") if fault == "hold" else network.partition("a", "b")
+
+        def mend() -> None:
+            network.release("b") if fault == "hold" else network.repair("a", "b")
+
+        loop.call_later(at_s, cut)
+        loop.call_later(at_s + 2.0, mend)
+        await asyncio.sleep(0.001)
+        assert await transport.propagate(CALLEE, activation()) == gradient()
+        assert 2.0 < loop.time() < 5.0
+        assert [what for what, _ in serving.log].count("header from a") == 1
+
+    play(script, after(1.0))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
