@@ -62,25 +62,25 @@ class Network:
         self.traffic.relink(sender, receiver)
 
     def hold(self, peer: PeerId) -> None:
-        """Drop all messages from and to a node until `release`. Callers wait until their deadlines.
+        """Let nothing from and to a node through until `release`. Callers wait until their deadlines.
 
-        Tensors under way stall and continue when the hold ends.
+        What arrives meanwhile is sent again (`calls`), and tensors under way continue, when the hold ends.
         """
         self._held[peer] = None
         self.traffic.review()
 
     def release(self, peer: PeerId) -> None:
-        """End a hold. Dropped messages stay lost."""
+        """End a hold."""
         self._held.pop(peer, None)
         self.traffic.review()
 
     def partition(self, one: PeerId, other: PeerId) -> None:
-        """Drop all messages between two nodes until `repair`."""
+        """Let nothing through between two nodes until `repair`."""
         self._cut_pairs[one, other] = self._cut_pairs[other, one] = None
         self.traffic.review()
 
     def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
-        """Drop the messages from one node to another, but not back, until `repair`."""
+        """Let nothing through from one node to another until `repair`; what goes back gets through."""
         self._cut_pairs[sender, receiver] = None
         self.traffic.review()
 
@@ -91,7 +91,7 @@ class Network:
         self.traffic.review()
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """Drop all messages between nodes of different groups until `heal`. A node in no group reaches all."""
+        """Let nothing through between nodes of different groups until `heal`. A node in no group reaches all."""
         self._group = {peer: number for number, group in enumerate(groups) for peer in group}
         self.traffic.review()
 

@@ -158,7 +158,7 @@ class Traffic:
         """After the set of cut pairs has changed, stall payloads that cannot get through, and continue the others where
         they were.
 
-        TCP would continue later, at its next retransmission. Messages without tensors are lost.
+        TCP would continue later, at its next retransmission. Messages without tensors that are in a line now are lost.
         """
         for payload in list(self._open):
             if payload.flow is None or payload.sender == payload.receiver:

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from typing import cast
+from typing import TypeAlias, cast
 
 GROUP, PORT, HTTP_PORT = "239.255.255.250", 1900, 5000
 DEVICE = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
@@ -26,7 +26,8 @@ DESCRIPTION = f"""<?xml version="1.0"?>
 <service><serviceType>{SERVICE}</serviceType><serviceId>urn:upnp-org:serviceId:WANIPConn1</serviceId>
 <SCPDURL>/scpd.xml</SCPDURL><controlURL>/control</controlURL><eventSubURL>/events</eventSubURL></service>
 </serviceList></device></deviceList></device></deviceList></device></root>"""
-Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Reader: TypeAlias = asyncio.StreamReader
+Writer: TypeAlias = asyncio.StreamWriter
 
 
 def note(action: str, **fields: str) -> None:

@@ -81,7 +81,7 @@ async def start(identity: Identity, host: str, address: JoinAddress, metrics_por
             raise LocalError(port_in_use(host, address.port, "listen.dht_port")) from error
         raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
     except (OSError, EOFError) as error:
-        raise LocalError("the libp2p daemon died while it started") from error
+        raise LocalError(f"the libp2p daemon died while it started ({error or type(error).__name__})") from error
 
 
 async def _handled(handler: Any, reader: Any, writer: Any) -> None:

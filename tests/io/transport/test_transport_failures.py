@@ -36,7 +36,7 @@ from transport_fixture import (
 
 from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
-from noloco_p2p.io.transport import channels, grpc_transport, message_codec
+from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.exchange import SentActivation
@@ -165,7 +165,7 @@ def test_an_address_of_the_own_network_is_tried_first_for_a_moment(
     monkeypatch: pytest.MonkeyPatch, at_home: bool
 ) -> None:
     dialled: list[str] = []
-    plain = channels.target
+    plain = peer_links.target
 
     async def target(links: Any, address: str, peer: str) -> str:
         dialled.append(address)
