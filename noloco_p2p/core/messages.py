@@ -277,11 +277,12 @@ class Advert:
 
     @property
     def is_hidden(self) -> bool:
-        """Nobody can dial it. Two such nodes reach each other only through a relay."""
+        """Nobody outside of its own network can dial it. Two such nodes count as far from each other: they reach each
+        other through a relay, unless they share a network."""
         return STREAM in self.addresses
 
     def needs_relay(self, peer: "Advert") -> bool:
-        """Whether the two reach each other only through a relay."""
+        """Whether the two may reach each other only through a relay."""
         return self.is_hidden and peer.is_hidden
 
 

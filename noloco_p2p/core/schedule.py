@@ -13,7 +13,7 @@ READING_S = 0.5
 ADVERTS_PER_S = 200
 """Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
 READINGS = 4.0
-"""An advert is at most as old as so many readings are apart: it was announced after one of its sender's."""
+"""An advert is rarely older than the time between so many readings: its sender announced it after one of its own."""
 
 
 def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_fraction: float) -> float:

@@ -23,6 +23,11 @@ RESENT_S = 0.2
 T = TypeVar("T")
 
 
+def resent_after_s(waited_s: float) -> float:
+    """When TCP sends again what has waited so long."""
+    return max(RESENT_S, waited_s)
+
+
 @dataclass(slots=True, eq=False)
 class SimCall(Generic[T]):
     """A call, from the moment it is made. `answer` gets its result.
@@ -192,7 +197,7 @@ class SimCall(Generic[T]):
         """Whether a message meets a cut now, after `waited_s`, and will be sent again."""
         if waited_s >= DEAD_LINK_S or not self.network.cut(sender, receiver):
             return False
-        later_s = max(RESENT_S, waited_s)
+        later_s = resent_after_s(waited_s)
         self._step = self._loop.call_later(later_s, arrive, waited_s + later_s)
         return True
 

@@ -63,7 +63,7 @@ class PortMapping:
 
     def _map(self) -> str:
         router, first = _router(), self._outside
-        host = str(ip_address(_answer(router.externalipaddress)))
+        host = _address(router)
         for port in range(first, first + TRIES):
             try:
                 self._add(router, port)
@@ -100,6 +100,15 @@ def _router() -> Any:
     except Unreachable as error:
         raise Unreachable("no router answers") from error
     return router
+
+
+def _address(router: Any) -> str:
+    """Outside. Raises Unreachable: it has none, or says what is none."""
+    said = _answer(router.externalipaddress)
+    try:
+        return str(ip_address(said))
+    except ValueError:
+        raise Unreachable("the router has no address outside") from None
 
 
 def _answer(ask: Callable[..., Any], *words: object) -> Any:

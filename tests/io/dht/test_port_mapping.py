@@ -28,6 +28,7 @@ CASES = [
         [(ADD, "5001", LEASE_S), (ADD, "5002", LEASE_S), (ADD, "5002", LEASE_S), (DELETE, "5002", None)],
     ),
     ("refuses", ["Action not authorized"], [(ADD, "5001", LEASE_S)]),
+    ("offline", ["the router has no address outside"], []),
     ("silent", ["no router answers"], []),
 ]
 
