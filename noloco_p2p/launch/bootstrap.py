@@ -24,6 +24,7 @@ from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.port_mapping import home_router
 from noloco_p2p.io.dht.reach import is_open_to_others
 from noloco_p2p.io.telemetry.http_server import Health, Page
 from noloco_p2p.io.transport.peer_links import Links
@@ -75,25 +76,32 @@ class NodeOptions:
         return replace(self, key=path, overrides=self.overrides.for_members(public))
 
 
-async def opened(join: tuple[str, ...], identity: Identity, listen: ListenSettings) -> Libp2pDaemon:
-    """The daemon; `join`: the values of `--join`. A file is waited for, and read again while nobody answers.
+async def opened(
+    join: tuple[str, ...], identity: Identity, listen: ListenSettings, begins: RunManifest | None
+) -> Libp2pDaemon:
+    """The daemon; `join`: the values of `--join`; `begins`: the run of a first node. A file is waited for, and read
+    again while nobody answers.
 
     A node that ran here before needs none of them: it knows its run and other peers. Raises as `Libp2pDaemon.open`.
     """
-    ran_before = run_files.stored_manifest(identity.path.parent) is not None
+    stored = run_files.stored_manifest(identity.path.parent)
+    ran_before, known = stored is not None, begins or stored
+    members = known is not None and known.security.root_key is not None
     addresses = join_file.JoinAddresses(join, join_file.PATIENCE_S if ran_before else math.inf)
     if addresses.files:
         # What fails here fails again below, where it is asked for.
         await asyncio.gather(addresses.come(), asyncio.to_thread(import_ahead), return_exceptions=True)
     while True:
         try:
+            texts = await addresses.come()
             return await Libp2pDaemon.open(
                 identity,
                 host=listen.host,
                 port=listen.dht_port,
                 announce_host=listen.announce_host,
-                join=await addresses.come(),
+                join=texts,
                 metrics_port=listen.libp2p_metrics_port,
+                router=home_router(listen, [*map(JoinAddress.parse, texts)], members=members),
             )
         except Unreachable as error:
             if await addresses.may_change(error):

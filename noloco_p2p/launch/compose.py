@@ -91,7 +91,7 @@ async def run(options: NodeOptions) -> None:
     listen = run_files.same_ports(options.dir, local.listen)
     own = None if options.join else await bootstrap.own_run(options, local)
     async with AsyncExitStack() as closing:
-        libp2p = await bootstrap.opened(options.join, options.identity, listen)
+        libp2p = await bootstrap.opened(options.join, options.identity, listen, own[0] if own is not None else None)
         closing.push_async_callback(libp2p.close)
         local = run_key.with_invited_stage(local, libp2p)
         manifest, data = own if own is not None else (await bootstrap.joined_run(options, libp2p, local), None)
@@ -117,7 +117,7 @@ async def run(options: NodeOptions) -> None:
         await ports.transport.serve(node.handler)
         joins = [f"{address}{standing.invitation}" for address in libp2p.join_addresses]
         how_to_join = standing.how_to_join(options.dir) or f"noloco-node --join {joins[0]}"
-        if libp2p.ways is not None:
+        if libp2p.asks_only:
             how_to_join = ways.NOT_HERE
         run_files.introduce(options.dir, ports.advert, libp2p, listen.host, how_to_join)
         if options.address_file is not None:
@@ -165,7 +165,7 @@ async def _open_ports(
         await revocations.serve(libp2p, standing.records.revoked)
     if hidden is not None:
         closing.callback(asyncio.create_task(hidden.keep(directory.announce_again)).cancel)
-    elif (relay := ways.relay(libp2p, run_id, standing, transport, local)) is not None:
+    if not libp2p.asks_only and (relay := ways.relay(libp2p, run_id, standing, transport, local)) is not None:
         await relay.serve()
     advert = Advert(
         me,

@@ -89,7 +89,7 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
     """The ports that this node had before, where any would do and they are still free: so its peers find it again."""
     found = node_probe.read_json(directory / node_probe.ENDPOINTS) or {}
     before = {
-        "dht_port": str((found.get("join") or [""])[0]).partition("/tcp/")[2].partition("/")[0],
+        "dht_port": str((found.get("join") or [""])[-1]).partition("/tcp/")[2].partition("/")[0],
         "grpc_port": str(found.get("grpc", "")).rpartition(":")[2],
         "metrics_port": str(found.get("metrics", "")).rpartition(":")[2].partition("/")[0],
     }

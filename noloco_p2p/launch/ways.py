@@ -9,7 +9,6 @@ from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import from_here
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.port_mapping import port_mapping
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import Streams
@@ -38,10 +37,9 @@ async def find(
 ) -> WaysIn | None:
     """How this node, whose gRPC server listens as in `listen`, is reached; None: at `host` and `port`, as announced.
 
-    `closing` takes back what a router was asked for. Raises LocalError: the node is not reached at all.
+    Raises LocalError: the node is not reached at all.
     """
-    ways = WaysIn(libp2p, streams, (from_here(listen.host).strip("[]"), port), mapping=port_mapping(listen, host, port))
-    closing.push_async_callback(ways.close)
+    ways = WaysIn(libp2p, streams, (from_here(listen.host).strip("[]"), port), joined(host, port))
     if await joining.check_reachable(libp2p, joined(host, port), ways):
         return None
     libp2p.ways = ways.addresses

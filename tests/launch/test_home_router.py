@@ -8,7 +8,7 @@ from pathlib import Path
 import gateways
 import pytest
 from gateways import internet
-from processes import SMALL, node_processes, settings
+from processes import NOLOCO, SMALL, node_processes, settings
 from test_behind_nat import in_namespace
 
 pytestmark = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
@@ -40,11 +40,12 @@ def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
         net.routers[0].terminate()
         seen = [json.loads(line) for line in noted]
     asked = [one for one in seen if one["action"] != "connected"]
-    assert [one["action"] for one in asked] == 2 * ["AddPortMapping", "DeletePortMapping"], "doctor and node"
+    ports_each = 2 * ["AddPortMapping"] + 2 * ["DeletePortMapping"]
+    assert [one["action"] for one in asked] == 2 * ports_each, "libp2p and gRPC, by doctor and node"
     ports = [one["NewExternalPort"] for one in asked]
-    told = f"reaches this machine at 11.1.1.12:{ports[0]}, a port that its router maps (UPnP)"
+    told = f"reaches this machine at 11.1.1.12:{ports[1]}, a port that its router maps (UPnP)"
     assert (told in " ".join(examined.split())) == (how == ""), examined
-    mapped = f"11.1.1.12:{ports[2]}"
+    mapped = f"11.1.1.12:{ports[5]}"
     assert (f"others reach this node at {mapped}" in home.logged()) == (how == "")
     assert ("over links that this node keeps open" in home.logged()) == (how == "closed")
     assert ("connected" in [one["action"] for one in seen]) == (how == "")
@@ -65,3 +66,34 @@ def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_p
         other.endpoints()
         in_namespace(nodes, net, "at-home", *joining, "0", *settings(listen__host="192.168.12.2"))
         other.wait_for(lambda: "  loss " in other.logged(), "a loss, so microbatches of the origin")
+
+
+@pytest.mark.skipif(gateways.why_not() != "", reason=gateways.why_not())
+def test_a_run_begins_behind_a_home_router_and_goes_on_without_a_public_node(tmp_path: Path) -> None:
+    """2 × 2: two nodes at routers that map ports, two that nobody can dial."""
+    with node_processes(tmp_path) as nodes, internet() as net:
+        for name, number in (("home", 12), ("office", 13)):
+            net.router(name, number)
+        for name, number in (("shop", 14), ("school", 15)):
+            net.gateway(name, number)
+        made = nodes.start("key", "new", str(key := tmp_path / "root.key"), command=NOLOCO)
+        assert made.end() == 0, made.logged()
+        few = settings(steps="8", start_replicas="2", listen__host="0.0.0.0")
+        first = in_namespace(nodes, net, "at-home", *SMALL, *few, "--key", str(key), "--stage", "0")
+        first.endpoints()
+        address = first.printed().split()[-1]
+        assert address.startswith("/ip4/11.1.1.12/tcp/")
+        wide = settings(listen__host="0.0.0.0")
+        second = in_namespace(nodes, net, "at-office", "--join", address, "--stage", "1", *wide)
+        joining = "--join", second.endpoints().join[0], "--join", address, *wide, "--stage"
+        assert joining[1].startswith("/ip4/11.1.1.13/tcp/")
+        hidden = [in_namespace(nodes, net, *of) for of in (("at-shop", *joining, "0"), ("at-school", *joining, "1"))]
+        nodes.all_end_well()
+        nodes.nothing_left()
+    assert "nobody has dialled it there yet" in first.logged()
+    assert "others reach this node at 11.1.1.13:" in second.logged()
+    for one in hidden:
+        assert "over links that this node keeps open" in one.logged()
+    for one in (first, second, *hidden):
+        assert one.summary()["state"] == "finished"
+        assert one.summary()["microbatch_results"]["done"] > 0

@@ -92,14 +92,20 @@ class Internet:
         ):
             self.run(name, str(IPTABLES), *words)
 
-    def router(self, name: str, number: int, how: str = "", *, known_to: Sequence[str] = ()) -> IO[str]:
+    def router(self, name: str, number: int, how: str = "", *, known_to: Sequence[str] | None = None) -> IO[str]:
         """A home router with UPnP, and a host behind it, `at-<name>`, at 192.168.<number>.2; what the router notes.
 
-        There is no NAT. Nobody dials a private address from outside, and `known_to` know the way back to it.
+        With `known_to` there is no NAT, which needs iptables: they know the way back to the private addresses.
         """
-        wan, lan = self.public(name, number), f"192.168.{number}.1"
-        self.run(name, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        self.behind(name, f"at-{name}", number, wan, known_to)
+        wan, lan = f"{PUBLIC}.{number}", f"192.168.{number}.1"
+        if known_to is None:
+            self.gateway(name, number)
+            self.run(name, str(IPTABLES), "-P", "INPUT", "ACCEPT")
+            self.run(name, str(IPTABLES), "-F", "INPUT")
+        else:
+            self.public(name, number)
+            self.run(name, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+            self.behind(name, f"at-{name}", number, wan, known_to)
         script = str(Path(__file__).with_name("home_router.py"))
         words = ["ip", "netns", "exec", self.namespace(name), sys.executable, script, lan, wan, how]
         router = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,7 @@
 It answers searches on its LAN, and passes on the TCP ports of its WAN address that it was asked for, in user space.
 What it is asked for, and each connection, becomes a line of JSON on standard output. `how`: `permanent` (only mappings
 without an end), `taken` (another host has the first port that it is asked for), `refuses`, `closed` (maps, and passes
-nothing on), `offline` (has no address outside), `silent`.
+nothing on), `offline` (has no address outside), `carrier` (has one of its provider's own network), `silent`.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class Router:
         if action == "GetStatusInfo":
             return "<NewConnectionStatus>Connected</NewConnectionStatus><NewUptime>9</NewUptime>"
         if action == "GetExternalIPAddress":
-            address = "" if self._how == "offline" else self.wan
+            address = {"offline": "", "carrier": "100.64.0.7"}.get(self._how, self.wan)
             return f"<NewExternalIPAddress>{address}</NewExternalIPAddress>"
         port = int(fields["NewExternalPort"])
         if action == "DeletePortMapping":

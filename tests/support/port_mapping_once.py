@@ -1,22 +1,22 @@
-"""Has port 5001 mapped by the home router, renews that, and gives it back; prints the addresses, or why not."""
+"""Has ports 5001 and 5009 mapped by the home router, renews that, and gives it back; prints the places, or why not."""
 
 import asyncio
 import sys
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.port_mapping import PortMapping
+from noloco_p2p.io.dht.port_mapping import HomeRouter
 
 
 async def main() -> None:
-    mapping = PortMapping(5001)
+    router = HomeRouter()
     try:
-        for _ in range(2):
-            await mapping.renew()
-            sys.stdout.write(f"{mapping.address}\n")
+        for port in (5001, 5009, 5001):
+            host, outside = await router.map(port)
+            sys.stdout.write(f"{port} at {host}:{outside}\n")
     except Unreachable as error:
         sys.stdout.write(f"{error}\n")
-    await mapping.end()
-    assert mapping.address == ""
+    await router.end()
+    await router.end()
 
 
 if __name__ == "__main__":

@@ -198,9 +198,9 @@ class HivemindDirectory:
     async def _store(self, advert: Advert, ttl_s: float) -> None:
         members = self._members
         of_member = (members.certificate, members.revoked.held.number) if members is not None else ("", 0)
-        ways, places = self._libp2p.ways, tuple(self._libp2p.join_addresses)
+        ways, places = self._libp2p.ways, () if self._libp2p.asks_only else tuple(self._libp2p.join_addresses)
         if ways is not None:
-            advert, places = replace(advert, addresses=ways()), ()
+            advert = replace(advert, addresses=ways())
         payload = adverts.encode(AdvertRecord(advert, dht_time(), places, *of_member))
         try:
             await self._store_at_others(advert, payload, ttl_s)
@@ -288,5 +288,5 @@ class HivemindDirectory:
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
-        creating = dht_node.create(self._libp2p.p2p, validator, node_id, asks_only=self._libp2p.ways is not None)
+        creating = dht_node.create(self._libp2p.p2p, validator, node_id, asks_only=self._libp2p.asks_only)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")

@@ -15,9 +15,10 @@ from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
 from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.humanize import plain
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.reach import endpoint, joined
+from noloco_p2p.io.dht.reach import endpoint, host_scope, joined
 from noloco_p2p.io.dht.ways_in import WaysIn
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
@@ -162,37 +163,62 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     return plain(reason, _REASON_LIMIT)
 
 
-async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
-    """Have a joined peer find this node at its gRPC address (`host:port`), or else in one of the `ways`.
+async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: WaysIn) -> tuple[str, str]:
+    """Where a joined peer finds this node: at a port of its router, at its gRPC address (`host:port`), or as `p2p`;
+    empty: nowhere. And why it does not at the gRPC address.
 
-    Returns whether it is reached at the address. Raises LocalError: it is reached in neither way. If a peer cannot be
-    asked (it has just died, or is busy), the next one is.
+    A peer of this node's own network cannot tell what the router's port is worth, so it is not asked. Raises as
+    `ask_dial_back`.
     """
-    failure, reason = "", None
+    dial_back = partial(ask_dial_back, libp2p, peer.peer_id)
+    if outside := await ways.through_router():
+        reason = None if host_scope(peer.host) == "private" else await dial_back(outside)
+        if reason is None:
+            await ways.serve()
+            return outside, ""
+        await ways.not_through_router(f"{outside}: {reason}")
+    if (reason := await dial_back(address)) is None:
+        return address, ""
+    await ways.serve()
+    try:
+        no_stream = await dial_back(STREAM)
+    except (Busy, Declined, Unreachable) as error:
+        no_stream = str(error)
+    return (STREAM, reason) if no_stream is None else ("", f"{reason}, nor over libp2p: {no_stream}")
+
+
+async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
+    """Have a joined peer find this node at its gRPC address (`host:port`), or in one of the `ways`.
+
+    Returns whether it is reached at the address. Raises LocalError: it is reached nowhere. If a peer cannot be asked
+    (it has just died, or is busy), the next one is.
+    """
+    failure = nowhere = ""
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
         await asyncio.sleep(attempt)
         for peer in libp2p.joined:
             try:
-                reason = reason or await ask_dial_back(libp2p, peer.peer_id, address)
-                if reason is None:
-                    return True
-                await ways.serve()
-                if outside := await ways.through_router(partial(ask_dial_back, libp2p, peer.peer_id)):
-                    log.info("others reach this node at %s, a port that its router has mapped (UPnP)", outside)
-                    return False
-                no_stream = await ask_dial_back(libp2p, peer.peer_id, STREAM)
+                where, reason = await find_way(libp2p, peer, address, ways)
             except (Busy, Declined, Unreachable) as error:
                 failure = str(error)
                 continue
-            if no_stream is None:
+            if where == address:
+                return True
+            if where == STREAM:
                 log.warning("%s; they come over links that this node keeps open", _unreachable(address, reason))
                 return False
-            failure = no_stream
-    if reason is not None:
-        raise LocalError(f"{_unreachable(address, reason)}, nor over libp2p ({failure})")
+            if where:
+                log.info("others reach this node at %s, a port that its router maps (UPnP)", where)
+                return False
+            nowhere = reason
+    if nowhere:
+        raise LocalError(_unreachable(address, nowhere))
     if failure:
         log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)
-    return True
+    if outside := await ways.through_router():
+        log.info("the router maps %s to this node (UPnP); nobody has dialled it there yet", outside)
+        await ways.serve()
+    return not outside
 
 
 def _unreachable(address: str, reason: str) -> str:

@@ -6,6 +6,7 @@ daemon leaves them waiting forever, so each one goes through `guard`. Foreign ex
 
 import asyncio
 import contextlib
+import importlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unre
 from noloco_p2p.io.dht import p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, host_multiaddress, reserve_port
 from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.port_mapping import HomeRouter, is_behind_router
 from noloco_p2p.io.dht.reach import Reach
 
 T = TypeVar("T")
@@ -62,12 +64,17 @@ class Libp2pDaemon:
         self._host = host
         self._address = address
         self._death = "the libp2p daemon has ended"
+        self._watch: asyncio.Task[None] | None = None
         self._handlers: dict[str, CallHandler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}
         self.met: dict[PeerId, JoinAddress] = {}
         """Where other peers' daemons are, from the last reading of the directory; only those that this node dials."""
         self.ways: Callable[[], tuple[str, ...]] | None = None
-        """Gives the addresses of a node that cannot be dialled, which then only asks in the DHT; None: it can."""
+        """Gives the gRPC addresses of a node that cannot be dialled at its own; None: it can."""
+        self.router: HomeRouter | None = None
+        """Maps the port of this daemon, and more if asked; None: none does."""
+        self.outside: JoinAddress | None = None
+        """Where the router maps the port of this daemon."""
 
     @classmethod
     async def open(
@@ -79,12 +86,15 @@ class Libp2pDaemon:
         announce_host: str | None = None,
         join: Sequence[str] = (),
         metrics_port: int | None = None,
+        router: HomeRouter | None = None,
     ) -> "Libp2pDaemon":
         """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
 
-        With `metrics_port`, 0 picks one too, it serves its own metrics there. One live address among those given
-        suffices. Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer
-        at the address) or Unreachable (no answer), within 10 s.
+        With `metrics_port`, 0 picks one too, it serves its own metrics there. At a private IPv4 address, `router` is
+        asked to map the port. One live address among those given suffices.
+
+        Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer at the
+        address) or Unreachable (no answer), within 10 s.
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
@@ -93,8 +103,9 @@ class Libp2pDaemon:
         announced = announced_host(host, announce_host, others[0] if others else None)
         libp2p = cls(identity, host, JoinAddress(announced, port, identity.peer_id), metrics_port)
         libp2p.reach = Reach([announced, *(target.host for target in others)])
-        await libp2p._start()
+        libp2p.router = router if is_behind_router(announced) else None
         try:
+            await libp2p._start()
             if others:
                 libp2p.joined = await libp2p._join(others)
         except BaseException:
@@ -107,7 +118,7 @@ class Libp2pDaemon:
 
         Raises LocalError, Unreachable.
         """
-        await self.close()
+        await self._stop()
         await self._start()
         for name, handler in self._handlers.items():
             await self.serve(name, handler)
@@ -123,7 +134,12 @@ class Libp2pDaemon:
     @property
     def join_addresses(self) -> list[str]:
         """What others pass to `--join`: `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
-        return [str(self._address)]
+        return [str(one) for one in self._places]
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether this node only asks in the DHT, because most others could not dial it."""
+        return self.ways is not None and self.outside is None
 
     async def dial(self, target: JoinAddress) -> None:
         """Make a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
@@ -246,10 +262,35 @@ class Libp2pDaemon:
 
     async def close(self) -> None:
         """End the daemon and everything that depends on it. Harmless if called twice, or after the daemon has died."""
-        self._watch.cancel()
-        if not self.failed.done():
-            self.failed.cancel()
-        await p2p_daemon.stop(self.p2p)
+        await self._stop()
+        if self.router is not None:
+            await self.router.end()
+
+    @property
+    def _places(self) -> list[JoinAddress]:
+        """Where this daemon is dialled, best first."""
+        return [self._address] if self.outside is None else [self.outside, self._address]
+
+    async def mapped_by(self, router: HomeRouter) -> JoinAddress:
+        """Where the router maps this daemon's port, renewed. Raises Unreachable."""
+        return JoinAddress(*await router.map(self._address.port), self.peer_id)
+
+    async def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            if not self.failed.done():
+                self.failed.cancel()
+            await p2p_daemon.stop(self.p2p)
+
+    async def _map_port(self, router: HomeRouter) -> None:
+        """Have the router map the daemon's port while hivemind is imported: a search for none takes as long."""
+        importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "hivemind.p2p"))
+        try:
+            self.outside = await self.mapped_by(router)
+        except Unreachable as error:
+            log.info("no home router maps a port to this node: %s", error)
+            self.router = None
+        await importing
 
     async def _start(self) -> None:
         """Start the daemon; a port 0 becomes the one that was picked."""
@@ -260,7 +301,9 @@ class Libp2pDaemon:
             if self.metrics_port is not None:
                 metrics = reserve_port(self._host, self.metrics_port, "listen.libp2p_metrics_port")
                 self.metrics_port = held.enter_context(metrics).getsockname()[1]
-            self.p2p = await p2p_daemon.start(self.identity, self._host, self._address, self.metrics_port)
+            if self.router is not None and self.outside is None:
+                await self._map_port(self.router)
+            self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
         self.failed = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watched())
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,10 @@ def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKE
                     path.unlink()
 
 
-async def start(identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> Any:
-    """hivemind's P2P, listening on `host` and the port of `address`, which it announces. Raises LocalError.
+async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
+    """hivemind's P2P, listening on `host` and the port of the last of the `places`, all of which it announces.
 
-    With `metrics_port` (not 0) it serves its own metrics on that port of `host`, at /metrics.
+    Raises LocalError. With `metrics_port` (not 0) it serves its own metrics on that port of `host`, at /metrics.
     """
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
@@ -60,15 +61,15 @@ async def start(identity: Identity, host: str, address: JoinAddress, metrics_por
             program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
             return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options), *metrics]
 
-    bare = f"[{host}]" if ":" in host else host
+    bare, port = f"[{host}]" if ":" in host else host, places[-1].port
     metrics = [] if metrics_port is None else [f"-metricsAddr={bare}:{metrics_port}"]
     use_hivemind_log_handler("nowhere")
     try:
         made = await OwnGroup.create(
             identity_path=str(identity.path),
             check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
-            host_maddrs=[host_multiaddress(host, address.port)],
-            announce_maddrs=[address.multiaddress],
+            host_maddrs=[host_multiaddress(host, port)],
+            announce_maddrs=[place.multiaddress for place in places],
             startup_timeout=START_TIMEOUT_S,
             nat_port_map=False,
             auto_nat=False,
@@ -78,7 +79,7 @@ async def start(identity: Identity, host: str, address: JoinAddress, metrics_por
         return made
     except P2PDaemonError as error:
         if "address already in use" in str(error):
-            raise LocalError(port_in_use(host, address.port, "listen.dht_port")) from error
+            raise LocalError(port_in_use(host, port, "listen.dht_port")) from error
         raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
     except (OSError, EOFError) as error:
         raise LocalError(f"the libp2p daemon died while it started ({error or type(error).__name__})") from error

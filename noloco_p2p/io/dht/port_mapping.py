@@ -1,4 +1,4 @@
-"""A port of the home router that leads to this node, if the router maps one when asked over UPnP
+"""Ports of the home router that lead to this node, if the router maps them when asked over UPnP
 (ARCHITECTURE.md, "Reachability").
 
 miniupnpc blocks, so it runs in a thread.
@@ -6,77 +6,93 @@ miniupnpc blocks, so it runs in a thread.
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.reach import joined, scope
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.reach import host_scope, scope
 
 SEARCH_MS = 500
 """How long a router has to answer. Kinds of routers are searched for one after the other, until one answers."""
 LEASE_S = 3600
 """A router forgets a mapping after this, unless it is renewed."""
 RENEW_S = 300.0
-"""Time between renewals. A router that restarts forgets the mapping until the next one."""
+"""Time between renewals. A router that restarts forgets its mappings until the next one."""
 TRIES = 8
 """Ports of the router that are tried: others may have the first ones."""
 END_S = 3.0
-"""Longest wait until a mapping is removed."""
+"""Longest wait until the mappings are removed."""
 _PERMANENT, _TAKEN = "OnlyPermanentLeasesSupported", "ConflictInMappingEntry"
 """What miniupnpc calls the errors 725 and 718 of a router."""
 
 log = logging.getLogger(__name__)
 
 
-def port_mapping(listen: ListenSettings, host: str, port: int) -> "PortMapping | None":
-    """The mapping that a node which announces `host` may ask for; None: its owner does not want one, or `host` is not
-    that of a machine behind a home router."""
+def home_router(listen: ListenSettings, join: Sequence[JoinAddress], *, members: bool) -> "HomeRouter | None":
+    """Whom to ask for mappings; None: nobody. They are for a run that is also elsewhere, or from which strangers are
+    kept out (`members`: it is known to be a members-only run)."""
+    wide = members or any(one.invitation or _is_public(one.host) for one in join)
+    return HomeRouter() if listen.upnp and wide else None
+
+
+def _is_public(host: str) -> bool:
     try:
-        private = scope(host) == "private" and ip_address(host).version == 4
-    except ValueError:
-        return None  # its owner has named it
-    return PortMapping(port) if listen.upnp and private else None
+        return scope(str(socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0][4][0])) == "public"
+    except OSError:
+        return False
 
 
-class PortMapping:
-    """The mapping to one TCP port of this machine. Belongs to one event loop."""
+def is_behind_router(host: str) -> bool:
+    """Whether `host` is a private IPv4 address."""
+    return host_scope(host) == "private" and ip_address(host).version == 4
 
-    def __init__(self, port: int) -> None:
-        self._port, self._outside = port, port
-        self.address = ""
-        """`host:port` of the router; empty: nothing is mapped."""
 
-    async def renew(self) -> None:
-        """Have the port mapped. Raises Unreachable: no router does that."""
-        self.address = await asyncio.to_thread(self._map)
+class HomeRouter:
+    """The mappings of TCP ports of this machine. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._outside: dict[int, int] = {}
+        """Each port of this machine that is mapped, and the router's port."""
+        self._found: Any = None
+        """miniupnpc's router, once it has been found; None: it is searched for."""
+
+    async def map(self, port: int) -> tuple[str, int]:
+        """The IP address and port outside that lead to a port of this machine; asked again, it renews the mapping.
+
+        Raises Unreachable: no router maps it, or not to where others are.
+        """
+        return await asyncio.to_thread(self._map, port)
 
     async def end(self) -> None:
-        """Remove the mapping, if there is one."""
-        if self.address:
-            self.address = ""
+        """Remove the mappings."""
+        ports, self._outside = sorted(self._outside.values()), {}
+        if ports:
             try:
-                await asyncio.wait_for(asyncio.to_thread(self._remove), END_S)
+                await asyncio.wait_for(asyncio.to_thread(self._remove, ports), END_S)
             except (Unreachable, TimeoutError) as error:
-                log.info("the router keeps the mapping of its port %d: %s", self._outside, error)
+                log.info("the router keeps the mappings of its ports %s: %s", ports, error)
 
-    def _map(self) -> str:
-        router, first = _router(), self._outside
+    def _map(self, port: int) -> tuple[str, int]:
+        router, first = self._found or _router(), self._outside.get(port, port)
+        self._found = None  # until it has answered
         host = _address(router)
-        for port in range(first, first + TRIES):
+        for outside in range(first, first + TRIES):
             try:
-                self._add(router, port)
+                self._add(router, outside, port)
             except Unreachable as error:
                 if str(error) == _TAKEN:
                     continue
                 raise
-            self._outside = port
-            return joined(host, port)
+            self._outside[port], self._found = outside, router
+            return host, outside
         raise Unreachable(f"other machines have the router's ports {first} to {first + TRIES - 1}")
 
-    def _add(self, router: Any, port: int) -> None:
-        request = port, "TCP", router.lanaddr, self._port, "noloco-node", ""
+    def _add(self, router: Any, outside: int, port: int) -> None:
+        request = outside, "TCP", router.lanaddr, port, "noloco-node", ""
         try:
             _answer(router.addportmapping, *request, LEASE_S)
         except Unreachable as error:
@@ -84,8 +100,10 @@ class PortMapping:
                 raise
             _answer(router.addportmapping, *request, 0)
 
-    def _remove(self) -> None:
-        _answer(_router().deleteportmapping, self._outside, "TCP")
+    def _remove(self, ports: list[int]) -> None:
+        router = self._found or _router()
+        for port in ports:
+            _answer(router.deleteportmapping, port, "TCP")
 
 
 def _router() -> Any:
@@ -103,12 +121,15 @@ def _router() -> Any:
 
 
 def _address(router: Any) -> str:
-    """Outside. Raises Unreachable: it has none, or says what is none."""
+    """Outside. Raises Unreachable: it has none, or one that leads nowhere from outside, as behind a second router."""
     said = _answer(router.externalipaddress)
     try:
-        return str(ip_address(said))
+        where = scope(said)
     except ValueError:
         raise Unreachable("the router has no address outside") from None
+    if where != "public":
+        raise Unreachable(f"the router is behind another one: its address outside is {ip_address(said)}")
+    return str(ip_address(said))
 
 
 def _answer(ask: Callable[..., Any], *words: object) -> Any:

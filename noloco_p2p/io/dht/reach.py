@@ -43,12 +43,16 @@ def scope(address: str) -> str:
     return "public" if ip.is_global else "private"
 
 
+def host_scope(host: str) -> str:
+    """The `scope` of an IP address; `name` for a name, whose addresses are not looked up."""
+    return scope(host) if _is_address(host) else "loopback" if host == "localhost" else "name"
+
+
 def is_open_to_others(listen: ListenSettings) -> bool:
     """Whether strangers' nodes can reach what listens there: not on loopback, nor in a network of containers."""
-    host = listen.announce_host or listen.host
-    where = scope(host) if _is_address(host) else "loopback" if host == "localhost" else "public"
+    where = host_scope(listen.announce_host or listen.host)
     contained = any(Path(mark).exists() for mark in CONTAINER_MARKS)
-    return where == "public" or (where != "loopback" and not contained)
+    return where in ("public", "name") or (where != "loopback" and not contained)
 
 
 def _is_address(host: str) -> bool:
@@ -72,7 +76,7 @@ def joined(host: str, port: int) -> str:
 def is_private(address: str) -> bool:
     """Whether an address is `host:port` with the IP address of a private network."""
     place = endpoint(address)
-    return place is not None and _is_address(place[0]) and scope(place[0]) == "private"
+    return place is not None and host_scope(place[0]) == "private"
 
 
 def relay_of(address: str) -> PeerId | None:

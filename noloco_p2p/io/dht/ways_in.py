@@ -13,7 +13,7 @@ from noloco_p2p.core.messages import STREAM, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
-from noloco_p2p.io.dht.port_mapping import RENEW_S, PortMapping
+from noloco_p2p.io.dht.port_mapping import RENEW_S, HomeRouter
 from noloco_p2p.io.dht.reach import RELAY, is_private, joined
 from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
@@ -41,14 +41,13 @@ class WaysIn:
         streams: Streams,
         server: tuple[str, int],
         address: str = "",
-        mapping: PortMapping | None = None,
     ) -> None:
         """`server`: host and port of this node's gRPC server, from here; `address`: `host:port` by which its own
-        network reaches it; `mapping`: what may lead there."""
+        network reaches it."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
-        self._mapping, self._near = mapping, (address,) if is_private(address) else ()
+        self._near = (address,) if is_private(address) else ()
         self._outside = ""
-        """`host:port` at which the router passes connections on, as a peer has found."""
+        """`host:port` at which the router passes connections on."""
         self._relays: tuple[PeerId, ...] = ()
         self._refused_at: dict[PeerId, float] = {}
         self._open: Counter[str] = Counter()
@@ -62,31 +61,21 @@ class WaysIn:
         await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
         await self._libp2p.serve_streams(RELAYED_STREAMS, self._relayed)
 
-    async def through_router(self, dial_back: Callable[[str], Awaitable[str | None]]) -> str:
-        """The address of a port that the router maps to this node; empty: there is none, or not even that leads here.
-
-        `dial_back` has a peer find this node there, and returns why it could not.
-        """
-        if self._mapping is None:
-            return ""
-        try:
-            await self._mapping.renew()
-        except Unreachable as error:
-            log.info("no home router maps a port to this node: %s", error)
-            self._mapping = None
-            return ""
-        if (reason := await dial_back(self._mapping.address)) is not None:
-            log.info("nobody reaches this node at %s, which its router has mapped: %s", self._mapping.address, reason)
-            await self.close()
-            self._mapping = None
-            return ""
-        self._outside = self._mapping.address
+    async def through_router(self) -> str:
+        """`host:port` of the router that it maps to this node's gRPC port; empty: there is none."""
+        if (router := self._libp2p.router) is not None:
+            try:
+                self._outside = joined(*await router.map(self._server[1]))
+            except Unreachable as error:
+                await self.not_through_router(str(error))
         return self._outside
 
-    async def close(self) -> None:
-        """Take back what the router was asked for."""
-        if self._mapping is not None:
-            await self._mapping.end()
+    async def not_through_router(self, reason: str) -> None:
+        """Give its mappings back."""
+        log.info("the home router leads nobody to this node: %s", reason)
+        router, self._libp2p.router, self._libp2p.outside, self._outside = self._libp2p.router, None, None, ""
+        if router is not None:
+            await router.end()
 
     async def find_relays(self) -> bool:
         """Renew the reservations, and replace those that are lost. Returns whether the addresses changed."""
@@ -104,8 +93,8 @@ class WaysIn:
         async with asyncio.TaskGroup() as both:
             both.create_task(self._again(self._keep_relays, changed))
             both.create_task(self._again(self._keep_links))
-            if self._mapping is not None:
-                both.create_task(self._again(self._keep_mapping, self._mapping, changed, every_s=RENEW_S))
+            if self._libp2p.router is not None:
+                both.create_task(self._again(self._keep_mapped, self._libp2p.router, changed, every_s=RENEW_S))
 
     async def _again(self, look: Callable[..., Awaitable[object]], *arguments: object, every_s: float = LOOK_S) -> None:
         while True:
@@ -115,11 +104,12 @@ class WaysIn:
             except (PeerError, LocalError) as error:
                 log.warning("ways to this node: %s", error)
 
-    async def _keep_mapping(self, mapping: PortMapping, changed: Callable[[], Awaitable[object]]) -> None:
-        """While it fails, callers come through the relays, and the address stays."""
-        await mapping.renew()
-        if mapping.address != self._outside:
-            self._outside = mapping.address
+    async def _keep_mapped(self, router: HomeRouter, changed: Callable[[], Awaitable[object]]) -> None:
+        """While it fails, callers come through the relays, and the addresses stay."""
+        before = self._libp2p.outside, self._outside
+        self._libp2p.outside = await self._libp2p.mapped_by(router)
+        self._outside = joined(*await router.map(self._server[1]))
+        if before != (self._libp2p.outside, self._outside):
             log.info("the router has another address: %s", self._outside)
             await changed()
 

@@ -4,7 +4,6 @@ import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, RunManifest
@@ -18,8 +17,8 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.dht.port_mapping import port_mapping
-from noloco_p2p.io.dht.reach import endpoint, joined
+from noloco_p2p.io.dht.port_mapping import home_router
+from noloco_p2p.io.dht.reach import endpoint, is_open_to_others, joined
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -57,12 +56,17 @@ async def open_daemon(
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
         host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
-        return await Libp2pDaemon.open(identity, host=listen.host, port=listen.dht_port, announce_host=host)
+        begins = not join and is_open_to_others(listen)
+        router = home_router(listen, join, members=begins)
+        return await Libp2pDaemon.open(
+            identity, host=listen.host, port=listen.dht_port, announce_host=host, router=router
+        )
 
     libp2p = await report.attempt("libp2p", "starting the libp2p daemon (p2pd)", start(), advice)
     if libp2p is not None:
         where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
-        report.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}")
+        mapped = ", a port that the home router maps (UPnP)" if libp2p.outside is not None else ""
+        report.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}{mapped}")
     return libp2p
 
 
@@ -153,41 +157,33 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
             report.error("port", str(error), "set listen.grpc_port")
             return
         host = announced_host(listen.host, listen.announce_host, libp2p.joined[0])
-        here, mapping = (from_here(listen.host).strip("[]"), transport.port), port_mapping(listen, host, transport.port)
-        address = joined(host, transport.port)
-        ways = WaysIn(libp2p, Streams(libp2p, links.run_id), here, address, mapping)
-        closing.push_async_callback(ways.close)
-        await _dialled_back(report, libp2p, address, ways)
+        here, address = (from_here(listen.host).strip("[]"), transport.port), joined(host, transport.port)
+        await _dialled_back(report, libp2p, address, WaysIn(libp2p, Streams(libp2p, links.run_id), here, address))
 
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
     """Let joined peers dial back this machine's gRPC address, at which this process listens; else in another way."""
-    failure = outside = ""
-    for peer in (target.peer_id for target in libp2p.joined):
+    failure = ""
+    for peer in libp2p.joined:
+        name = short_id(peer.peer_id)
         try:
-            with report.step(f"letting {short_id(peer)} dial {address} back"):
-                reason = no_stream = await join_handshake.ask_dial_back(libp2p, peer, address)
-                if reason is not None:
-                    await ways.serve()
-                    dial_back = partial(join_handshake.ask_dial_back, libp2p, peer)
-                    outside = await ways.through_router(dial_back)
-                    no_stream = None if outside else await dial_back(STREAM)
+            with report.step(f"letting {name} dial {address} back"):
+                where, reason = await join_handshake.find_way(libp2p, peer, address, ways)
         except PeerError as error:
             failure = str(error)
             continue
-        if reason is None:
-            report.ok("port", f"{short_id(peer)} reaches this machine at {address}")
-        elif outside:
-            report.ok("port", f"{short_id(peer)} reaches this machine at {outside}, a port that its router maps (UPnP)")
+        port = address.rpartition(":")[2]
+        advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
+        sentence = f"{name} cannot reach this machine at {address} ({reason})"
+        if where == address:
+            report.ok("port", f"{name} reaches this machine at {address}")
+        elif where == STREAM:
+            sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
+            report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
+        elif where:
+            report.ok("port", f"{name} reaches this machine at {where}, a port that its router maps (UPnP)")
         else:
-            port = address.rpartition(":")[2]
-            advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
-            sentence = f"{short_id(peer)} cannot reach this machine at {address} ({reason})"
-            if no_stream is None:
-                sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
-                report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
-            else:
-                report.error("port", sentence, advice, libp2p.peer_id)
+            report.error("port", sentence, advice, libp2p.peer_id)
         return
     advice = "try again, or join another node"
     report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)

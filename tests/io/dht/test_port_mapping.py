@@ -10,36 +10,48 @@ import pytest
 from gateways import internet
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.io.dht.port_mapping import LEASE_S, port_mapping
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.io.dht.port_mapping import LEASE_S, home_router, is_behind_router
 
 in_namespaces = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
 ONCE = str(Path(gateways.__file__).with_name("port_mapping_once.py"))
+PEER = peer_id_of(bytes(range(32)))
 ADD, DELETE = "AddPortMapping", "DeletePortMapping"
+MAPPED = ["5001 at 11.1.1.12:5001", "5009 at 11.1.1.12:5009", "5001 at 11.1.1.12:5001"]
 CASES = [
-    ("", ["11.1.1.12:5001"] * 2, [(ADD, "5001", LEASE_S)] * 2 + [(DELETE, "5001", None)]),
+    (
+        "",
+        MAPPED,
+        [(ADD, "5001", LEASE_S), (ADD, "5009", LEASE_S), (ADD, "5001", LEASE_S)],
+        [(DELETE, "5001", None), (DELETE, "5009", None)],
+    ),
     (
         "permanent",
-        ["11.1.1.12:5001"] * 2,
-        [(ADD, "5001", LEASE_S), (ADD, "5001", 0)] * 2 + [(DELETE, "5001", None)],
+        MAPPED,
+        [(ADD, port, lease) for port in ("5001", "5009", "5001") for lease in (LEASE_S, 0)],
+        [(DELETE, "5001", None), (DELETE, "5009", None)],
     ),
     (
         "taken",
-        ["11.1.1.12:5002"] * 2,
-        [(ADD, "5001", LEASE_S), (ADD, "5002", LEASE_S), (ADD, "5002", LEASE_S), (DELETE, "5002", None)],
+        [one.replace(":5001", ":5002") for one in MAPPED],
+        [(ADD, port, LEASE_S) for port in ("5001", "5002", "5009", "5002")],
+        [(DELETE, "5002", None), (DELETE, "5009", None)],
     ),
-    ("refuses", ["Action not authorized"], [(ADD, "5001", LEASE_S)]),
-    ("offline", ["the router has no address outside"], []),
-    ("silent", ["no router answers"], []),
+    ("refuses", ["Action not authorized"], [(ADD, "5001", LEASE_S)], []),
+    ("offline", ["the router has no address outside"], [], []),
+    ("carrier", ["the router is behind another one: its address outside is 100.64.0.7"], [], []),
+    ("silent", ["no router answers"], [], []),
 ]
 
 
 @in_namespaces
-@pytest.mark.parametrize(("how", "printed", "asked"), CASES, ids=[one[0] or "plain" for one in CASES])
+@pytest.mark.parametrize(("how", "printed", "added", "deleted"), CASES, ids=[one[0] or "plain" for one in CASES])
 def test_a_port_is_mapped_renewed_and_given_back(
-    how: str, printed: list[str], asked: list[tuple[str, str, int | None]]
+    how: str, printed: list[str], added: list[tuple[str, str, int]], deleted: list[tuple[str, str, None]]
 ) -> None:
     with internet() as net:
-        noted = net.router("home", 12, how)
+        noted = net.router("home", 12, how, known_to=[])
         words = ["ip", "netns", "exec", net.namespace("at-home"), sys.executable, ONCE]
         done = subprocess.run(words, capture_output=True, text=True, check=True)
         net.routers[0].terminate()
@@ -47,20 +59,42 @@ def test_a_port_is_mapped_renewed_and_given_back(
     assert done.stdout.splitlines() == printed
     leases = [int(one["NewLeaseDuration"]) if "NewLeaseDuration" in one else None for one in seen]
     ports = [(one["action"], one["NewExternalPort"]) for one in seen]
-    assert [(*port, lease) for port, lease in zip(ports, leases, strict=True)] == asked
+    assert [(*port, lease) for port, lease in zip(ports, leases, strict=True)] == [*added, *deleted]
     assert all(one["NewInternalClient"] == "192.168.12.2" for one in seen if one["action"] == ADD)
 
 
 @pytest.mark.parametrize(
-    ("host", "upnp", "asks"),
+    ("host", "behind"),
     [
-        ("192.168.1.7", True, True),
-        ("192.168.1.7", False, False),
-        ("8.8.8.8", True, False),
-        ("127.0.0.1", True, False),
-        ("fd00::7", True, False),
-        ("node.example.org", True, False),
+        ("192.168.1.7", True),
+        ("100.64.3.4", True),
+        ("8.8.8.8", False),
+        ("127.0.0.1", False),
+        ("169.254.1.1", False),
+        ("fd00::7", False),
+        ("node.example.org", False),
+        ("localhost", False),
     ],
 )
-def test_only_a_node_at_a_private_address_asks_for_one(host: str, upnp: bool, asks: bool) -> None:
-    assert (port_mapping(ListenSettings(upnp=upnp), host, 5001) is not None) == asks
+def test_only_a_node_at_a_private_address_asks(host: str, behind: bool) -> None:
+    assert is_behind_router(host) == behind
+
+
+@pytest.mark.parametrize(
+    ("upnp", "members", "join", "asked"),
+    [
+        (True, True, "", True),
+        (True, False, "", False),
+        (True, False, "/ip4/8.8.8.8/tcp/1/p2p/{}", True),
+        (True, False, "/dns4/localhost/tcp/1/p2p/{}", False),
+        (True, False, "/ip4/192.168.1.9/tcp/1/p2p/{}", False),
+        (True, False, "/ip4/127.0.0.1/tcp/1/p2p/{}", False),
+        (True, False, "/ip4/192.168.1.9/tcp/1/p2p/{}/invite/abc", True),
+        (False, True, "/ip4/8.8.8.8/tcp/1/p2p/{}", False),
+    ],
+)
+def test_an_open_run_within_one_network_is_not_opened_to_the_internet(
+    upnp: bool, members: bool, join: str, asked: bool
+) -> None:
+    joins = [JoinAddress.parse(join.format(PEER))] if join else []
+    assert (home_router(ListenSettings(upnp=upnp), joins, members=members) is not None) == asked

@@ -261,7 +261,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             assert "is reached over links that it keeps" in found.sentence
             assert "open TCP port" in found.advice
             reaches.clear()
-            with pytest.raises(LocalError, match=r"open TCP port 9, .*, nor over libp2p \(nothing accepts"):
+            with pytest.raises(LocalError, match=r"nor over libp2p: nothing accepts .*: open TCP port 9, "):
                 await check_reachable(b, "127.0.0.1:9", ways)
             reaches.add("127.0.0.1:9")
             assert await check_reachable(b, "127.0.0.1:9", ways)
