@@ -1,4 +1,4 @@
-"""The inner optimizer of one replica: torch's own AdamW and Muon, with readable and settable moments and step count.
+"""The inner optimizer of one replica: torch's AdamW and our Muon, with readable and settable moments and step count.
 
 METHOD.md, "Inner step". AdamW updates all parameters, or under `inner.optimizer=muon` those that are not matrices of
 layers.
@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.compute.muon import Muon
 from noloco_p2p.compute.replica_tensors import Kinds
 from noloco_p2p.config import InnerSettings
 
@@ -47,18 +48,7 @@ class InnerOptimizer:
         )
         self._optimizers: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            # torch's defaults, written out so that a run is the same under every version of torch
-            muon = torch.optim.Muon(
-                matrices,
-                lr=settings.peak_learning_rate,
-                weight_decay=settings.weight_decay,
-                momentum=0.95,
-                nesterov=True,
-                ns_coefficients=(3.4445, -4.7750, 2.0315),
-                eps=1e-7,
-                ns_steps=5,
-                adjust_lr_fn="match_rms_adamw",
-            )
+            muon = Muon(matrices, lr=settings.peak_learning_rate, weight_decay=settings.weight_decay)
             self._optimizers.append(muon)
 
     def step(self, learning_rate: float) -> None:

@@ -271,19 +271,14 @@ def by_muon(name: str, tensor: torch.Tensor, optimizer: str) -> bool:
     return optimizer == "muon" and tensor.ndim == 2 and (".layers." in name or ".h." in name)
 
 
-def newton_schulz(matrix: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """M1's X (https://kellerjordan.github.io/posts/muon/) in float64, after five steps in `dtype`.
-
-    In bfloat16 it rounds where torch does: after each product with what is added to it.
-    """
-    tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.to(dtype).T if tall else matrix.to(dtype)
-    wide = wide / wide.norm().clamp(min=1e-7)
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """M1's X (https://kellerjordan.github.io/posts/muon/), by its singular values."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm().clamp(min=1e-7)
     for _ in range(5):
-        gram = wide @ wide.T
-        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        wide = torch.addmm(wide, polynomial, wide, beta=3.4445)
-    return (wide.T if tall else wide).to(torch.float64)
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    orthogonal: torch.Tensor = left @ torch.diag(values) @ right
+    return orthogonal
 
 
 def outer_rounds(
