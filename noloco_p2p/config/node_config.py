@@ -24,7 +24,8 @@ class ListenSettings(Settings):
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one; none: no such page."""
     upnp: bool = True
-    """Whether a node that others cannot dial asks its home router, over UPnP, to map `grpc_port`."""
+    """Whether a node at a private IPv4 address asks its home router, over UPnP, to map `dht_port` and `grpc_port`: in a
+    members-only run, and in an open one that it joins at a public address."""
 
 
 class DirectorySettings(Settings):

@@ -116,9 +116,7 @@ async def run(options: NodeOptions) -> None:
         ports.telemetry.watch(lambda: node.status(time.monotonic()), options.dir)
         await ports.transport.serve(node.handler)
         joins = [f"{address}{standing.invitation}" for address in libp2p.join_addresses]
-        how_to_join = standing.how_to_join(options.dir) or f"noloco-node --join {joins[0]}"
-        if libp2p.asks_only:
-            how_to_join = ways.NOT_HERE
+        how_to_join = ways.NOT_HERE if libp2p.asks_only else standing.how_to_join(options.dir, joins)
         run_files.introduce(options.dir, ports.advert, libp2p, listen.host, how_to_join)
         if options.address_file is not None:
             join_file.write(options.address_file, joins)

@@ -175,10 +175,10 @@ class Standing:
 
         await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
 
-    def how_to_join(self, home: Path) -> str | None:
-        """What others are told instead of a join address; None: the address, with the invitation, is enough."""
+    def how_to_join(self, home: Path, joins: Sequence[str]) -> str:
+        """What others are told: to join at the first address, nearby also at others, or who invites them."""
         if self.credentials is None or self.invitation:
-            return None
+            return "\nnearby   ".join(f"noloco-node --join {address}" for address in joins)
         if self.issuer is None:
             return "members-only; this node admits nobody: ask whoever started the run for an invitation"
         return f"members-only; to make an invitation: noloco invite --dir {home}"

@@ -81,8 +81,9 @@ def test_a_run_begins_behind_a_home_router_and_goes_on_without_a_public_node(tmp
         few = settings(steps="8", start_replicas="2", listen__host="0.0.0.0")
         first = in_namespace(nodes, net, "at-home", *SMALL, *few, "--key", str(key), "--stage", "0")
         first.endpoints()
-        address = first.printed().split()[-1]
+        address, nearby = (line.split()[-1] for line in first.printed().splitlines()[-2:])
         assert address.startswith("/ip4/11.1.1.12/tcp/")
+        assert nearby.startswith("/ip4/192.168.12.2/tcp/")
         wide = settings(listen__host="0.0.0.0")
         second = in_namespace(nodes, net, "at-office", "--join", address, "--stage", "1", *wide)
         joining = "--join", second.endpoints().join[0], "--join", address, *wide, "--stage"

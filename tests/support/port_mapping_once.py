@@ -6,16 +6,20 @@ import sys
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.port_mapping import HomeRouter
 
+PORTS = 5001, 5009
+
 
 async def main() -> None:
     router = HomeRouter()
     try:
-        for port in (5001, 5009, 5001):
-            host, outside = await router.map(port)
-            sys.stdout.write(f"{port} at {host}:{outside}\n")
+        for port in PORTS:
+            await router.map(port)
+        await router.renew()
     except Unreachable as error:
         sys.stdout.write(f"{error}\n")
+    sys.stdout.write(f"{[router.place(port) for port in PORTS]}\n")
     await router.end()
+    assert router.place(PORTS[0]) is None
     await router.end()
 
 

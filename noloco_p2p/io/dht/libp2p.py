@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht import p2p_daemon
-from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, host_multiaddress, reserve_port
+from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, reserve_port
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.port_mapping import HomeRouter, is_behind_router
 from noloco_p2p.io.dht.reach import Reach
@@ -56,7 +56,7 @@ class Libp2pDaemon:
 
     def __init__(self, identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> None:
         """See `open`; `address` is what it announces."""
-        self.identity = identity
+        self.identity, self.peer_id = identity, identity.peer_id
         self.joined: tuple[JoinAddress, ...] = ()
         """The given join addresses that answered."""
         self.metrics_port = metrics_port
@@ -72,9 +72,7 @@ class Libp2pDaemon:
         self.ways: Callable[[], tuple[str, ...]] | None = None
         """Gives the gRPC addresses of a node that cannot be dialled at its own; None: it can."""
         self.router: HomeRouter | None = None
-        """Maps the port of this daemon, and more if asked; None: none does."""
-        self.outside: JoinAddress | None = None
-        """Where the router maps the port of this daemon."""
+        """What may map the port of this daemon, and others; None: it is not asked."""
 
     @classmethod
     async def open(
@@ -91,10 +89,8 @@ class Libp2pDaemon:
         """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
 
         With `metrics_port`, 0 picks one too, it serves its own metrics there. At a private IPv4 address, `router` is
-        asked to map the port. One live address among those given suffices.
-
-        Raises LocalError (port in use, daemon does not start), ConfigError (malformed address, another peer at the
-        address) or Unreachable (no answer), within 10 s.
+        asked to map the port. One live address among those given suffices. Raises LocalError (port in use, daemon does
+        not start), ConfigError (malformed address, another peer there) or Unreachable (no answer), within 10 s.
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
@@ -127,14 +123,15 @@ class Libp2pDaemon:
             await self.serve_streams(name, stream_handler)
 
     @property
-    def peer_id(self) -> PeerId:
-        """This node's."""
-        return self.identity.peer_id
-
-    @property
     def join_addresses(self) -> list[str]:
         """What others pass to `--join`: `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
         return [str(one) for one in self._places]
+
+    @property
+    def outside(self) -> JoinAddress | None:
+        """Where a home router maps the port of this daemon."""
+        place = self.router.place(self._address.port) if self.router is not None else None
+        return None if place is None else JoinAddress(*place, self.peer_id)
 
     @property
     def asks_only(self) -> bool:
@@ -143,25 +140,14 @@ class Libp2pDaemon:
 
     async def dial(self, target: JoinAddress) -> None:
         """Make a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
-        from hivemind.p2p import PeerID
-        from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-        from hivemind.utils.multiaddr import Multiaddr
-
-        where = Multiaddr(host_multiaddress(target.host, target.port))
-        connect = self.p2p._client.connect(PeerID.from_base58(target.peer_id), [where])
         try:
-            await self.guard(connect, DIAL_TIMEOUT_S, "an answer")
+            reason = await self.guard(p2p_daemon.connect(self.p2p, target), DIAL_TIMEOUT_S, "an answer")
         except Unreachable as error:
-            raise Unreachable(_nobody(target, str(error))) from error
-        except P2PDaemonError as error:
             reason = str(error)
-            if "peer id mismatch" in reason:
-                other = reason.rpartition("remote key matches ")[2].split()[0]
-                raise ConfigError(
-                    f"join address {target}: another peer answers there ({other}); copy the address that it prints"
-                ) from error
-            last = reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
-            raise Unreachable(_nobody(target, last)) from error
+        if reason:
+            raise Unreachable(
+                f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"
+            )
 
     async def links(self) -> set[PeerId]:
         """The peers to which there is a link now. Raises LocalError."""
@@ -271,26 +257,11 @@ class Libp2pDaemon:
         """Where this daemon is dialled, best first."""
         return [self._address] if self.outside is None else [self.outside, self._address]
 
-    async def mapped_by(self, router: HomeRouter) -> JoinAddress:
-        """Where the router maps this daemon's port, renewed. Raises Unreachable."""
-        return JoinAddress(*await router.map(self._address.port), self.peer_id)
-
     async def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-            if not self.failed.done():
-                self.failed.cancel()
+            self.failed.cancel()
             await p2p_daemon.stop(self.p2p)
-
-    async def _map_port(self, router: HomeRouter) -> None:
-        """Have the router map the daemon's port while hivemind is imported: a search for none takes as long."""
-        importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "hivemind.p2p"))
-        try:
-            self.outside = await self.mapped_by(router)
-        except Unreachable as error:
-            log.info("no home router maps a port to this node: %s", error)
-            self.router = None
-        await importing
 
     async def _start(self) -> None:
         """Start the daemon; a port 0 becomes the one that was picked."""
@@ -301,8 +272,9 @@ class Libp2pDaemon:
             if self.metrics_port is not None:
                 metrics = reserve_port(self._host, self.metrics_port, "listen.libp2p_metrics_port")
                 self.metrics_port = held.enter_context(metrics).getsockname()[1]
-            if self.router is not None and self.outside is None:
-                await self._map_port(self.router)
+            if self.router is not None:  # the search for one takes as long as the import
+                importing = asyncio.to_thread(importlib.import_module, "hivemind.p2p")
+                await asyncio.gather(self.router.try_map(self._address.port), importing)
             self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
         self.failed = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watched())
@@ -325,7 +297,3 @@ class Libp2pDaemon:
         for error in errors:
             log.warning("%s", error)
         return tuple(target for target, result in zip(targets, results, strict=True) if result is None)
-
-
-def _nobody(target: JoinAddress, reason: str) -> str:
-    return f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"

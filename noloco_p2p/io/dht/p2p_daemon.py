@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.addresses import JoinAddress, host_multiaddress, port_in_use
 from noloco_p2p.io.dht.identity import Identity
 
@@ -83,6 +83,25 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
     except (OSError, EOFError) as error:
         raise LocalError(f"the libp2p daemon died while it started ({error or type(error).__name__})") from error
+
+
+async def connect(p2p: Any, target: JoinAddress) -> str:
+    """Make a link to a peer; why there is none, or an empty text. Raises ConfigError: another peer is there."""
+    from hivemind.p2p import PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.utils.multiaddr import Multiaddr
+
+    try:
+        await p2p._client.connect(PeerID.from_base58(target.peer_id), [Multiaddr(target.multiaddress)])
+    except P2PDaemonError as error:
+        reason = str(error)
+        if "peer id mismatch" in reason:
+            other = reason.rpartition("remote key matches ")[2].split()[0]
+            raise ConfigError(
+                f"join address {target}: another peer answers there ({other}); copy the address that it prints"
+            ) from error
+        return reason.strip().splitlines()[-1].rpartition(": ")[2].rpartition("] ")[2]
+    return ""
 
 
 async def _handled(handler: Any, reader: Any, writer: Any) -> None:

@@ -55,29 +55,42 @@ class HomeRouter:
     """The mappings of TCP ports of this machine. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._outside: dict[int, int] = {}
-        """Each port of this machine that is mapped, and the router's port."""
+        self._places: dict[int, tuple[str, int]] = {}
+        """Each port of this machine that is mapped, and where."""
         self._found: Any = None
         """miniupnpc's router, once it has been found; None: it is searched for."""
 
-    async def map(self, port: int) -> tuple[str, int]:
-        """The IP address and port outside that lead to a port of this machine; asked again, it renews the mapping.
+    def place(self, port: int) -> tuple[str, int] | None:
+        """The IP address and port outside that lead to a port of this machine."""
+        return self._places.get(port)
 
-        Raises Unreachable: no router maps it, or not to where others are.
-        """
-        return await asyncio.to_thread(self._map, port)
+    async def map(self, port: int) -> None:
+        """Have a port mapped, or its mapping renewed. Raises Unreachable: no router does that; what was stays."""
+        await asyncio.to_thread(self._map, port)
+
+    async def try_map(self, port: int) -> None:
+        """Have a port mapped, if that can be."""
+        try:
+            await self.map(port)
+        except Unreachable as error:
+            log.info("no home router maps a port to this node: %s", error)
+
+    async def renew(self) -> None:
+        """Have every mapping renewed. Raises Unreachable."""
+        for port in sorted(self._places):
+            await self.map(port)
 
     async def end(self) -> None:
         """Remove the mappings."""
-        ports, self._outside = sorted(self._outside.values()), {}
+        ports, self._places = sorted(port for _, port in self._places.values()), {}
         if ports:
             try:
                 await asyncio.wait_for(asyncio.to_thread(self._remove, ports), END_S)
             except (Unreachable, TimeoutError) as error:
                 log.info("the router keeps the mappings of its ports %s: %s", ports, error)
 
-    def _map(self, port: int) -> tuple[str, int]:
-        router, first = self._found or _router(), self._outside.get(port, port)
+    def _map(self, port: int) -> None:
+        router, (_, first) = self._found or _router(), self._places.get(port, ("", port))
         self._found = None  # until it has answered
         host = _address(router)
         for outside in range(first, first + TRIES):
@@ -87,8 +100,8 @@ class HomeRouter:
                 if str(error) == _TAKEN:
                     continue
                 raise
-            self._outside[port], self._found = outside, router
-            return host, outside
+            self._places[port], self._found = (host, outside), router
+            return
         raise Unreachable(f"other machines have the router's ports {first} to {first + TRIES - 1}")
 
     def _add(self, router: Any, outside: int, port: int) -> None:

@@ -46,8 +46,6 @@ class WaysIn:
         network reaches it."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
         self._near = (address,) if is_private(address) else ()
-        self._outside = ""
-        """`host:port` at which the router passes connections on."""
         self._relays: tuple[PeerId, ...] = ()
         self._refused_at: dict[PeerId, float] = {}
         self._open: Counter[str] = Counter()
@@ -56,6 +54,13 @@ class WaysIn:
         """The addresses in the advert, best first."""
         return self._outside or STREAM, *(f"{RELAY}{relay}" for relay in self._relays), *self._near
 
+    @property
+    def _outside(self) -> str:
+        """`host:port` at which the router passes connections on to the gRPC server; empty: nowhere."""
+        router = self._libp2p.router
+        place = router.place(self._server[1]) if router is not None else None
+        return "" if place is None else joined(*place)
+
     async def serve(self) -> None:
         """From now on connect others' streams to the gRPC server."""
         await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
@@ -63,9 +68,9 @@ class WaysIn:
 
     async def through_router(self) -> str:
         """`host:port` of the router that it maps to this node's gRPC port; empty: there is none."""
-        if (router := self._libp2p.router) is not None:
+        if (router := self._libp2p.router) is not None and self._libp2p.outside is not None:
             try:
-                self._outside = joined(*await router.map(self._server[1]))
+                await router.map(self._server[1])
             except Unreachable as error:
                 await self.not_through_router(str(error))
         return self._outside
@@ -73,9 +78,8 @@ class WaysIn:
     async def not_through_router(self, reason: str) -> None:
         """Give its mappings back."""
         log.info("the home router leads nobody to this node: %s", reason)
-        router, self._libp2p.router, self._libp2p.outside, self._outside = self._libp2p.router, None, None, ""
-        if router is not None:
-            await router.end()
+        if self._libp2p.router is not None:
+            await self._libp2p.router.end()
 
     async def find_relays(self) -> bool:
         """Renew the reservations, and replace those that are lost. Returns whether the addresses changed."""
@@ -106,10 +110,9 @@ class WaysIn:
 
     async def _keep_mapped(self, router: HomeRouter, changed: Callable[[], Awaitable[object]]) -> None:
         """While it fails, callers come through the relays, and the addresses stay."""
-        before = self._libp2p.outside, self._outside
-        self._libp2p.outside = await self._libp2p.mapped_by(router)
-        self._outside = joined(*await router.map(self._server[1]))
-        if before != (self._libp2p.outside, self._outside):
+        before = self._outside, self._libp2p.outside
+        await router.renew()
+        if before != (self._outside, self._libp2p.outside):
             log.info("the router has another address: %s", self._outside)
             await changed()
 
