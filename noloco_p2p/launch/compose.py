@@ -146,7 +146,7 @@ async def _open_ports(
     await transport.listen()
     closing.push_async_callback(transport.close)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
-    hidden = await ways.find(closing, libp2p, streams, listen, host, transport.port)
+    hidden = await ways.find(libp2p, streams, listen, host, transport.port)
     directory = await HivemindDirectory.open(
         libp2p,
         run_id=run_id,

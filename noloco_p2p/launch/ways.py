@@ -32,9 +32,7 @@ def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, sta
     return streams
 
 
-async def find(
-    closing: AsyncExitStack, libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, host: str, port: int
-) -> WaysIn | None:
+async def find(libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, host: str, port: int) -> WaysIn | None:
     """How this node, whose gRPC server listens as in `listen`, is reached; None: at `host` and `port`, as announced.
 
     Raises LocalError: the node is not reached at all.

@@ -91,7 +91,7 @@ def test_a_run_begins_behind_a_home_router_and_goes_on_without_a_public_node(tmp
         hidden = [in_namespace(nodes, net, *of) for of in (("at-shop", *joining, "0"), ("at-school", *joining, "1"))]
         nodes.all_end_well()
         nodes.nothing_left()
-    assert "nobody has dialled it there yet" in first.logged()
+    assert "nobody outside has dialled it there yet" in first.logged()
     assert "others reach this node at 11.1.1.13:" in second.logged()
     for one in hidden:
         assert "over links that this node keeps open" in one.logged()

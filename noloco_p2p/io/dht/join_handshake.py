@@ -34,6 +34,8 @@ DIAL_BACK_TRIES = 3
 DIALS_AT_ONCE = 4
 DIALS_PER_MINUTE = 60
 """Strangers can make a node dial addresses of their choice: few at once, few a minute, and they learn one line."""
+TRIED = "others reach this node at %s, a port that its router maps (UPnP)"
+UNTRIED = "the router maps %s to this node (UPnP); nobody outside has dialled it there yet"
 _ADDRESS_LIMIT = 256
 _REASON_LIMIT = 200
 _BUSY = "busy"
@@ -208,7 +210,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
                 log.warning("%s; they come over links that this node keeps open", _unreachable(address, reason))
                 return False
             if where:
-                log.info("others reach this node at %s, a port that its router maps (UPnP)", where)
+                log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
                 return False
             nowhere = reason
     if nowhere:
@@ -216,7 +218,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     if failure:
         log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)
     if outside := await ways.through_router():
-        log.info("the router maps %s to this node (UPnP); nobody has dialled it there yet", outside)
+        log.info(UNTRIED, outside)
         await ways.serve()
     return not outside
 

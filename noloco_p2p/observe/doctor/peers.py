@@ -18,7 +18,7 @@ from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.port_mapping import home_router
-from noloco_p2p.io.dht.reach import endpoint, is_open_to_others, joined
+from noloco_p2p.io.dht.reach import endpoint, host_scope, is_open_to_others, joined
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -180,6 +180,8 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str
         elif where == STREAM:
             sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
             report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
+        elif where and host_scope(peer.host) == "private":
+            report.ok("port", f"the router maps {where} to this machine (UPnP); {name}, behind it too, cannot try that")
         elif where:
             report.ok("port", f"{name} reaches this machine at {where}, a port that its router maps (UPnP)")
         else:

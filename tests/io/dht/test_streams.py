@@ -31,6 +31,7 @@ from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links, open_links
+from noloco_p2p.launch.ways import find
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
 
@@ -260,6 +261,10 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             assert (found.severity, found.name) == ("warning", "port")
             assert "is reached over links that it keeps" in found.sentence
             assert "open TCP port" in found.advice
+            found_ways = await find(b, Streams(b, RUN), ListenSettings(), "192.168.1.2", 9)
+            assert found_ways is not None
+            assert found_ways.addresses() == ("p2p", "192.168.1.2:9"), "its own network reaches it at the last one"
+            assert b.asks_only
             reaches.clear()
             with pytest.raises(LocalError, match=r"nor over libp2p: nothing accepts .*: open TCP port 9, "):
                 await check_reachable(b, "127.0.0.1:9", ways)
