@@ -2,8 +2,9 @@
 
 It answers searches on its LAN, and passes on the TCP ports of its WAN address that it was asked for, in user space.
 What it is asked for, and each connection, becomes a line of JSON on standard output. `how`: `permanent` (only mappings
-without an end), `taken` (another host has the first port that it is asked for), `refuses`, `closed` (maps, and passes
-nothing on), `offline` (has no address outside), `carrier` (has one of its provider's own network), `silent`.
+without an end), `taken` (another host has the first port that it is asked for), `held` (the same, and whoever asks last
+gets it), `refuses`, `closed` (maps, and passes nothing on), `offline` (has no address outside), `carrier` (has one of
+its provider's own network), `silent`.
 """
 
 import asyncio
@@ -61,6 +62,7 @@ class Router:
     def __init__(self, lan: str, wan: str, how: str) -> None:
         self.lan, self.wan, self._how = lan, wan, how
         self._mapped: dict[int, asyncio.Server] = {}
+        self._holders: dict[int, tuple[str, str]] = {5001: ("192.168.12.9", "5001")} if how == "held" else {}
         self._taken: int | None = None
 
     async def serve(self, reader: Reader, writer: Writer) -> None:
@@ -83,7 +85,7 @@ class Router:
         writer.close()
 
     async def _answer(self, action: str, fields: dict[str, str]) -> tuple[int, str]:
-        if action not in ("GetStatusInfo", "GetExternalIPAddress"):
+        if not action.startswith("Get"):
             note(action, **fields)
         code = await self._do(action, fields)
         if isinstance(code, int):
@@ -102,7 +104,17 @@ class Router:
             address = {"offline": "", "carrier": "100.64.0.7"}.get(self._how, self.wan)
             return f"<NewExternalIPAddress>{address}</NewExternalIPAddress>"
         port = int(fields["NewExternalPort"])
+        if action == "GetSpecificPortMappingEntry":
+            if port not in self._holders:
+                return 714
+            client, inside = self._holders[port]
+            return (
+                f"<NewInternalPort>{inside}</NewInternalPort><NewInternalClient>{client}</NewInternalClient>"
+                "<NewEnabled>1</NewEnabled><NewPortMappingDescription>x</NewPortMappingDescription>"
+                "<NewLeaseDuration>60</NewLeaseDuration>"
+            )
         if action == "DeletePortMapping":
+            self._holders.pop(port, None)
             if port in self._mapped:
                 self._mapped.pop(port).close()
             return ""
@@ -114,6 +126,7 @@ class Router:
             self._taken = port if self._taken is None else self._taken
             if port == self._taken:
                 return 718
+        self._holders[port] = fields["NewInternalClient"], fields["NewInternalPort"]
         if port not in self._mapped and self._how != "closed":
             inside = fields["NewInternalClient"], int(fields["NewInternalPort"])
 

@@ -105,6 +105,9 @@ class HomeRouter:
         raise Unreachable(f"other machines have the router's ports {first} to {first + TRIES - 1}")
 
     def _add(self, router: Any, outside: int, port: int) -> None:
+        held = _answer(router.getspecificportmapping, outside, "TCP")
+        if held is not None and held[:2] != (router.lanaddr, port):
+            raise Unreachable(_TAKEN)  # some routers would give it to whoever asks last
         request = outside, "TCP", router.lanaddr, port, "noloco-node", ""
         try:
             _answer(router.addportmapping, *request, LEASE_S)

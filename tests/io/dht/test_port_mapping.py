@@ -38,6 +38,12 @@ CASES = [
         [(ADD, port, LEASE_S) for port in ("5001", "5002", "5009", "5002", "5009")],
         [(DELETE, "5002", None), (DELETE, "5009", None)],
     ),
+    (
+        "held",
+        [WHERE.replace("5001", "5002")],
+        [(ADD, port, LEASE_S) for port in ("5002", "5009", "5002", "5009")],
+        [(DELETE, "5002", None), (DELETE, "5009", None)],
+    ),
     ("refuses", ["Action not authorized", NOWHERE], [(ADD, "5001", LEASE_S)], []),
     ("offline", ["the router has no address outside", NOWHERE], [], []),
     ("carrier", ["the router is behind another one: its address outside is 100.64.0.7", NOWHERE], [], []),
