@@ -107,9 +107,9 @@ class Router:
         if action == "GetSpecificPortMappingEntry":
             if port not in self._holders:
                 return 714
-            client, inside = self._holders[port]
+            client, held = self._holders[port]
             return (
-                f"<NewInternalPort>{inside}</NewInternalPort><NewInternalClient>{client}</NewInternalClient>"
+                f"<NewInternalPort>{held}</NewInternalPort><NewInternalClient>{client}</NewInternalClient>"
                 "<NewEnabled>1</NewEnabled><NewPortMappingDescription>x</NewPortMappingDescription>"
                 "<NewLeaseDuration>60</NewLeaseDuration>"
             )
