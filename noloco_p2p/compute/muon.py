@@ -1,7 +1,7 @@
 """Muon (METHOD.md, M1): Nesterov's momentum, made orthogonal, for matrices.
 
-torch's own (`torch.optim.Muon`, from 2.9 on) always iterates in bfloat16. Processors without instructions for it take
-25 to 75 times as long for that as for float32.
+torch's own (`torch.optim.Muon`, from 2.9 on) always iterates in bfloat16. A CPU without instructions for it needs 20 to
+75 times as long for that as for float32.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,11 +31,10 @@ class Muon(torch.optim.Optimizer):
             for group in self.param_groups:
                 for matrix in group["params"]:
                     if matrix.grad is not None:
-                        self._update(matrix, group)
+                        self._update(matrix, matrix.grad, group)
 
-    def _update(self, matrix: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[matrix], matrix.grad
-        assert gradient is not None
+    def _update(self, matrix: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
@@ -45,7 +44,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """In which the iteration runs: bfloat16 on a GPU that computes in it, else that of the tensor."""
+    """The dtype of the iteration: bfloat16 on a GPU that computes in it, else the tensor's own."""
     device = tensor.device
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if fast and tensor.dtype is torch.float32 else tensor.dtype

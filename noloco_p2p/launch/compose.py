@@ -146,7 +146,7 @@ async def _open_ports(
     await transport.listen()
     closing.push_async_callback(transport.close)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
-    hidden = await ways.find(libp2p, streams, listen, host, transport.port)
+    way_in = await ways.find(libp2p, streams, listen, host, transport.port)
     directory = await HivemindDirectory.open(
         libp2p,
         run_id=run_id,
@@ -161,15 +161,15 @@ async def _open_ports(
     if standing.records is not None:
         await admission.serve(libp2p, standing.issuer)
         await revocations.serve(libp2p, standing.records.revoked)
-    if hidden is not None:
-        closing.callback(asyncio.create_task(hidden.keep(directory.announce_again)).cancel)
+    if way_in is not None:
+        closing.callback(asyncio.create_task(way_in.keep(directory.announce_again)).cancel)
     if not libp2p.asks_only and (relay := ways.relay(libp2p, run_id, standing, transport, local)) is not None:
         await relay.serve()
     advert = Advert(
         me,
         run_id,
         NO_STAGE,
-        (joined(host, transport.port), *(hidden.addresses()[:1] if hidden is not None else ())),
+        (joined(host, transport.port), *(way_in.addresses()[:1] if way_in is not None else ())),
         metrics=f"http://{joined(host, metrics_port)}/metrics",
         libp2p_metrics=f"http://{joined(host, libp2p.metrics_port)}/metrics" if libp2p.metrics_port else "",
         version=__version__,

@@ -50,6 +50,14 @@ class Internet:
         done = subprocess.run(["ip", "netns", "exec", self.namespace(host), *words], capture_output=True, check=False)
         assert done.returncode == 0, (words, done.stderr)
 
+    def connected(self, host: str, address: str) -> bool:
+        """Whether a host has a TCP connection to an address (`host:port`)."""
+        words = ["ss", "-Htn", "state", "established", "dst", address]
+        found = subprocess.run(
+            ["ip", "netns", "exec", self.namespace(host), *words], capture_output=True, text=True, check=True
+        )
+        return bool(found.stdout.strip())
+
     def host(self, name: str) -> None:
         """One without a line."""
         subprocess.run(["ip", "netns", "add", self.namespace(name)], check=True)

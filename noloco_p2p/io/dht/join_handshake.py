@@ -169,7 +169,7 @@ async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: 
     """Where a joined peer finds this node: at a port of its router, at its gRPC address (`host:port`), or as `p2p`;
     empty: nowhere. And why it does not at the gRPC address.
 
-    A peer of this node's own network cannot tell what the router's port is worth, so it is not asked. Raises as
+    A peer on this node's own network cannot tell whether others get through the router, so it is not asked. Raises as
     `ask_dial_back`.
     """
     dial_back = partial(ask_dial_back, libp2p, peer.peer_id)

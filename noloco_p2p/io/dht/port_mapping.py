@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def home_router(listen: ListenSettings, join: Sequence[JoinAddress], *, members: bool) -> "HomeRouter | None":
-    """Whom to ask for mappings; None: nobody. They are for a run that is also elsewhere, or from which strangers are
-    kept out (`members`: it is known to be a members-only run)."""
-    wide = members or any(one.invitation or _is_public(one.host) for one in join)
-    return HomeRouter() if listen.upnp and wide else None
+    """What a node asks for mappings; None: it does not ask. For an open run it does only if it joins at a public
+    address, so a run within a private network stays there. `members`: the run is known to be members-only."""
+    wanted = members or any(one.invitation or _is_public(one.host) for one in join)
+    return HomeRouter() if listen.upnp and wanted else None
 
 
 def _is_public(host: str) -> bool:

@@ -77,7 +77,7 @@ class WaysIn:
 
     async def not_through_router(self, reason: str) -> None:
         """Give its mappings back."""
-        log.info("the home router leads nobody to this node: %s", reason)
+        log.info("nobody reaches this node through its home router: %s", reason)
         if self._libp2p.router is not None:
             await self._libp2p.router.end()
 

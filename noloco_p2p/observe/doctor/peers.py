@@ -181,7 +181,7 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str
             sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
             report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
         elif where and host_scope(peer.host) == "private":
-            report.ok("port", f"the router maps {where} to this machine (UPnP); {name}, behind it too, cannot try that")
+            report.ok("port", f"the router maps {where} to this machine (UPnP); {name} is behind it and cannot try it")
         elif where:
             report.ok("port", f"{name} reaches this machine at {where}, a port that its router maps (UPnP)")
         else:
