@@ -115,8 +115,8 @@ def clock(at: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 node`, `3 nodes`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """`1 node`, `3 nodes`, `1,000 nodes`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def tally(counts: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ PEER = "12D3KooW" + 39 * "x" + "S1R0x"
         ([humanize.elapsed(s) for s in (0.44, 42.3, 130.0, 7300.0, 1e6)], ["0.4 s", "42 s", "2 min", "2 h", "12 d"]),
         ([humanize.elapsed(s) for s in (-1.0, nan, None)], ["0.0 s", "0.0 s", "0.0 s"]),
         ([humanize.clock(0.0), humanize.clock(1e300)], ["1970-01-01 00:00:00", "–"]),
-        ([humanize.plural(1, "node"), humanize.plural(3, "node")], ["1 node", "3 nodes"]),
+        ([humanize.plural(n, "node") for n in (1, 3, 2000)], ["1 node", "3 nodes", "2,000 nodes"]),
         ([humanize.tally({"a": 3, "b": 0, "c": 1_117}), humanize.tally({})], ["3 a, 1,117 c", "–"]),
         ([humanize.short_id(PEER), humanize.short_id("12D3x")], ["12D3…S1R0x", "12D3x"]),
     ],

@@ -15,6 +15,7 @@ from noloco_p2p import __version__
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.options import ConfigFile, Settings, SwarmAddresses
 from noloco_p2p.errors import OtherRun
+from noloco_p2p.humanize import plural
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.bootstrap import NodeOptions
@@ -117,7 +118,8 @@ def _describe(overrides: "Overrides") -> None:
 
     manifest = overrides.manifest()
     sizes = stage_sizes(manifest)
-    print(f"{manifest.model.family}: {sum(stage.parameters for stage in sizes):,} parameters in {len(sizes)} stages")
+    parameters = sum(stage.parameters for stage in sizes)
+    print(f"{manifest.model.family}: {parameters:,} parameters in {plural(len(sizes), 'stage')}")
     for stage in sizes:
         device, host = stage.device_bytes / 2**30, stage.host_bytes / 2**30
         print(

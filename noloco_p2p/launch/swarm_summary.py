@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import RunManifest
+from noloco_p2p.humanize import plural
 from noloco_p2p.launch.node_process import NodeProcess
 
 COPIED = ("inner_steps", "outer_rounds", "microbatches", "rerouted", "pulled", "alone", "bytes_sent", "bytes_received")
@@ -60,7 +61,7 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
     found = [
         f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
-        f"{summary['inner_steps'] or 0:,} inner steps, {summary['outer_rounds']:,} outer rounds"
+        f"{plural(summary['inner_steps'] or 0, 'inner step')}, {plural(summary['outer_rounds'], 'outer round')}"
     ]
     if loss is not None:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")

@@ -13,6 +13,7 @@ from noloco_p2p.core.balance import choose_stage
 from noloco_p2p.core.members import READY
 from noloco_p2p.core.messages import NO_STAGE, Advert, PeerId
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.humanize import plural
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -83,7 +84,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
         if manifest is not None and not running:
             report.group("run")
             which = "the run of this directory" if own is not None else "the run of these settings"
-            report.ok("run", f"{which}: {manifest.name}, {manifest.stages} stages, id {manifest.run_id}")
+            report.ok("run", f"{which}: {manifest.name}, {plural(manifest.stages, 'stage')}, id {manifest.run_id}")
             needs = examination.requirements(manifest)
             await needs.check(examination.home, needs.wanted_stage())
 
@@ -135,7 +136,7 @@ class Examination:
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
         """What the nodes wait for, and the cause. The clocks of `compared` have been judged already."""
         for look in range(LOOKS):
-            with self.report.step(f"asking {len(present)} nodes what they wait for"):
+            with self.report.step(f"asking {plural(len(present), 'node')} what they wait for"):
                 await asyncio.sleep(LOOK_AGAIN_S if look else 0.0)
                 diagnosis = diagnose(await survey.by_adverts(present))
             found = [f for f in diagnosis.findings if f.name != "clock" or (f.peer or me) not in compared]

@@ -10,7 +10,7 @@ from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError
-from noloco_p2p.humanize import short_id
+from noloco_p2p.humanize import plural, short_id
 from noloco_p2p.io.dht import join_handshake
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -100,7 +100,7 @@ async def ask_run(
             advice = "wait until that node has started, or join another one"
             report.error("run", f"{short_id(peer)} does not say what its run is: {error}", advice, peer)
             continue
-        about = f"{theirs.stages} stages, {theirs.steps} steps, id {theirs.run_id}"
+        about = f"{plural(theirs.stages, 'stage')}, {plural(theirs.steps, 'step')}, id {theirs.run_id}"
         if manifest is None:
             manifest = theirs
             report.ok("run", f"run {theirs.name}, {about}")
@@ -128,7 +128,7 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
 async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """The known clocks and those of some more nodes of the swarm."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
-    with report.step(f"asking {len(more)} nodes for the time"):
+    with report.step(f"asking {plural(len(more), 'node')} for the time"):
         answers = await asyncio.gather(*(or_error(join_handshake.manifest_and_clock(libp2p, peer)) for peer in more))
     found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
     return {**ahead, **found}
@@ -142,8 +142,8 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
     if not ahead:
         return []
     largest_s = max(abs(off_s) for off_s in ahead.values())
-    well = Finding("ok", "clock", None, f"the clock agrees with {len(ahead)} nodes' (within {largest_s:.2f} s)", "")
-    return wrong_clocks(ahead, CLOSE_S, ttl_s / 2) or [well]
+    sentence = f"the clock agrees with {plural(len(ahead), 'node')} (within {largest_s:.2f} s)"
+    return wrong_clocks(ahead, CLOSE_S, ttl_s / 2) or [Finding("ok", "clock", None, sentence, "")]
 
 
 async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, links: Links) -> None:
@@ -253,14 +253,14 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: 
             reasons.append(f"{address}: {reason}")
         return "; ".join(reasons)
 
-    with report.step(f"dialling the gRPC addresses of {len(dialled)} nodes"):
+    with report.step(f"dialling the gRPC addresses of {plural(len(dialled), 'node')}"):
         reasons = await asyncio.gather(*map(failure, dialled))
     for advert, reason in zip(dialled, reasons, strict=True):
         if reason is not None:
             node = f"node {short_id(advert.peer_id)} of stage {advert.stage}"
             advice = "check that it still runs and that its port is open to this machine"
             report.warning("unreachable", f"{node} cannot be reached from here ({reason})", advice, advert.peer_id)
-    sentence = f"{reasons.count(None)} of {len(dialled)} nodes can be reached at their gRPC addresses"
+    sentence = f"{reasons.count(None)} of {plural(len(dialled), 'node')} can be reached at their gRPC addresses"
     if None in reasons:
         report.ok("peers", sentence)
     else:

@@ -20,7 +20,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
-from noloco_p2p.humanize import short_id, size_text
+from noloco_p2p.humanize import plural, short_id, size_text
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time, or_error
 
@@ -166,7 +166,7 @@ class RunRequirements:
     async def measure_links(self, probe: LinkProbe, stage: int, replicas: Sequence[Advert]) -> StageLinks | None:
         """Round trips to some replicas of a stage, and the bandwidth from the nearest. None: no replica answers."""
         peers = replicas[:PEERS_MEASURED]
-        with self.report.step(f"measuring round trips to {len(peers)} nodes of stage {stage}"):
+        with self.report.step(f"measuring round trips to {plural(len(peers), 'node')} of stage {stage}"):
             answers = await asyncio.gather(*(or_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
         found: list[tuple[float, Advert]] = []
         for peer, answer in zip(peers, answers, strict=True):

@@ -23,7 +23,7 @@ def headline(run: RecordedRun) -> dict[str, str]:
     """Its figures."""
     validation = run.last("validation")
     return {
-        "nodes": f"{len(run.nodes)} in {len(run.stages)} stages",
+        "nodes": f"{len(run.nodes)} in {humanize.plural(len(run.stages), 'stage')}",
         "steps": _steps(run),
         "tokens": humanize.count(run.tokens),
         "tokens/s": humanize.figure(run.tokens_per_s),
