@@ -54,16 +54,20 @@ class Waits:
 
     @contextmanager
     def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
-        """A `with` around an operation of this node's device."""
-        key, now = object(), asyncio.get_running_loop().time
+        """A `with` around an operation of this node's device. One that is given up says nothing of the device."""
+        key, now, given_up = object(), asyncio.get_running_loop().time, False
         self._computing[key] = now()
         try:
             with self.waiting(what, Resource.DEVICE, self._computing_s, why):
                 yield
+        except asyncio.CancelledError:
+            given_up = True
+            raise
         finally:
             del self._computing[key]
-            self.operations += 1
-            self._ended_at = now()
+            if not given_up:
+                self.operations += 1
+                self._ended_at = now()
 
     def stuck_s(self, now: float) -> float:
         """For how long the device has ended nothing although it has work; `now` is on the loop's clock."""

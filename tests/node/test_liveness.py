@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -160,6 +161,23 @@ def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
     assert first < 10.0 + 13.0, "five silences of 2 s, and the time between two questions"
     for node in outcome.of_stage(0):
         assert (node.state, node.microbatches["dropped"]) == ("left", 0), node.peer
+
+
+def test_a_stuck_device_gets_no_further_when_one_of_its_callers_gives_up() -> None:
+    """What waits for it in vain is cancelled, which is no progress: each caller leaves it as soon as the first one."""
+    swarm = SimSwarm(plan((2, 2, 2), seed=0, steps=32, link=Link(0.005), costs=Costs(spread=0.2)))
+
+    def stick() -> None:
+        swarm.process("s1r0").devices[-1].slowness = 1e9
+
+    swarm.at(10.0, stick)
+    swarm.at(80.0, lambda: swarm.crash("s1r0"))
+    outcome = swarm.run(limit_s=2000)
+    assert set(blamed(outcome)) == {"s1r0"}
+    for node in outcome.of_stage(0):
+        steps = [event.at_s for event in outcome.trace.of("inner_step", node.peer)]
+        stall_s = max(later - earlier for earlier, later in pairwise(steps))
+        assert stall_s < 13.0, "five silences of 2 s, and the time between two questions"
 
 
 @pytest.mark.parametrize("stages", [3, 8])

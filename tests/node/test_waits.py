@@ -140,6 +140,27 @@ def test_waits_are_told_while_they_last() -> None:
     run(story())
 
 
+def test_an_operation_that_is_given_up_is_no_sign_of_the_device() -> None:
+    async def story() -> None:
+        waits, loop = Waits(), asyncio.get_running_loop()
+
+        async def compute(seconds: float) -> None:
+            with waits.computing("forward"):
+                await asyncio.sleep(seconds)
+
+        operations = [asyncio.create_task(compute(seconds)) for seconds in (1.0, 100.0, 100.0)]
+        await asyncio.sleep(3.0)
+        assert (waits.operations, waits.stuck_s(loop.time())) == (1, 2.0)
+        operations[1].cancel()
+        await asyncio.sleep(1.0)
+        assert (waits.operations, waits.stuck_s(loop.time())) == (1, 3.0)
+        operations[2].cancel()
+        await asyncio.wait(operations)
+        assert waits.stuck_s(loop.time()) == 0.0, "it has nothing to do"
+
+    run(story())
+
+
 PEERS = ("s0r0", "s0r1", "s1r0", "s1r1")
 
 
