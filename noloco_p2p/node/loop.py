@@ -65,7 +65,7 @@ class Node:
     def _take_duties(self) -> None:
         """The duties of one stage; a node that moves begins them anew."""
         node, swarm, waits, world = self.state, self.swarm, self.waits, self._world
-        dispatcher = Dispatcher(node, swarm, waits, world.transport)
+        self._dispatcher = dispatcher = Dispatcher(node, swarm, waits, world.transport)
         self._source = MicrobatchSource(node, swarm, waits, dispatcher, world.secret, self._incarnation)
         self._server = MicrobatchServer(node, swarm, waits, dispatcher)
         self._rounds = OuterRounds(node, swarm, waits, world.transport)
@@ -160,6 +160,7 @@ class Node:
         await self._rounds.forget()
         await self._checkpointer.settle()
         self._donor.close()
+        self._dispatcher.given_up = True
         self.state.move(stage)
         # Ids of microbatches are never used twice: their counter begins anew.
         self._incarnation = (self._incarnation + 1) % 2**64 or 1

@@ -1,12 +1,21 @@
 """Nodes that move to another stage while they train, under virtual time."""
 
+import asyncio
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from elastic import plan_of
+from elastic import config_for, manifest_for, plan_of
 
+from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.linear_stage import LinearStage
+from noloco_p2p.sim.links import MEASURED, Link, MessageSizes
+from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 
 def lopsided(steps: int = 60) -> FaultySwarm:
@@ -44,3 +53,73 @@ def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
     alive = [process for process in outcome.processes if not process.crashed]
     assert sorted(sum(process.stage == stage for process in alive) for stage in (0, 1)) in ([2, 2], [1, 3])
     assert {process.step for process in alive} == {60.0}
+
+
+@pytest.fixture
+def out_of_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who has evaluated hidden states that the stage before did not make."""
+    found: list[str] = []
+    outputs: defaultdict[int, set[bytes]] = defaultdict(set)
+    evaluate = LinearStage.evaluate
+
+    def noted(
+        self: LinearStage, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> HostTensor | LossSum:
+        output, index = evaluate(self, inputs, targets, mask), self.state.index
+        if index and bytes(inputs.data) not in outputs[index - 1]:
+            found.append(self._me)
+        if isinstance(output, HostTensor):
+            outputs[index].add(bytes(output.data))
+        return output
+
+    monkeypatch.setattr(LinearStage, "evaluate", noted)
+    return found
+
+
+EVALUATED = {"every_steps": 2, "microbatches": 4}
+
+
+def test_a_held_out_body_that_comes_after_its_receiver_has_moved_is_declined(out_of_order: list[str]) -> None:
+    small = (8, 8, 8)
+    sizes = MessageSizes(2 << 20, 2 << 20, small, small, small, MEASURED)
+    manifest = manifest_for((1, 2, 2), steps=4, evaluation=EVALUATED)
+    swarm = SimSwarm(SimPlan(manifest, (1, 2, 2), link=Link(0.01, bytes_per_s=2e6), sizes=sizes))
+
+    def move() -> None:
+        now, node = asyncio.get_running_loop().time(), swarm.process("s1r0").node
+        evaluates = "loss" in {wait.what for wait in swarm.process("s0r0").node.status(now).waits}
+        receives = "activation" in {wait.what for wait in node.status(now).waits}
+        if evaluates and receives and node.state.index == 1 and not node.state.draining:
+            node.state.drain("moves", next_stage=2)
+
+    for tenth in range(300):
+        swarm.at(tenth / 10, move)
+    outcome = swarm.run(limit_s=1000)
+    assert outcome.nodes["s1r0"].stage == 2, "it moved"
+    assert not out_of_order
+    assert len(outcome.trace.of("evaluation")) == 2
+
+
+def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
+    out_of_order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would offer it to the stage after its new one."""
+    replicas = (1, 2, 2, 1)
+    manifest = manifest_for(replicas, steps=4, evaluation=EVALUATED)
+    swarm = SimSwarm(SimPlan(manifest, replicas, config=config_for()))
+    failed: list[str] = []
+    evaluate = SimTransport.evaluate
+
+    async def fails_once(self: SimTransport, peer: Advert, activation: Activation, claim: Claim) -> LossSum:
+        if (self._me, failed) == ("s2r0", []):
+            failed.append(peer.peer_id)
+            swarm.process("s2r0").node.state.drain("moves", next_stage=1)
+            await asyncio.sleep(2.0)
+            raise Unreachable("the line is cut")
+        return await evaluate(self, peer, activation, claim)
+
+    monkeypatch.setattr(SimTransport, "evaluate", fails_once)
+    outcome = swarm.run(limit_s=1000)
+    assert (failed, outcome.nodes["s2r0"].stage) == (["s3r0"], 1), "it moved"
+    assert not out_of_order
+    assert len(outcome.trace.of("evaluation")) == 2

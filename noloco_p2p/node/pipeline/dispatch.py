@@ -69,6 +69,8 @@ class Dispatcher:
         self._transport = transport
         self._asking = Asking(node, waits, transport)
         self.liveness = Liveness(node, waits, transport)
+        self.given_up = False
+        """The node has moved, and holds another stage now: what is still under way here cannot go on there."""
         self.evaluated = 0
         """Held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
@@ -111,7 +113,9 @@ class Dispatcher:
             self._transport.warm(self._choice.expected(origin), self._node.stage.state.hidden.nbytes)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
-        """The loss of a held-out microbatch. Raises Declined when nobody could evaluate it in time."""
+        """The loss of a held-out microbatch. Raises Declined: nobody evaluated it in time, or the node has moved."""
+        if self.given_up:
+            raise Declined(f"{self._node.replica} held another stage when this microbatch was sent")
         with self._waits.computing("evaluation", for_microbatch(task.microbatch)):
             result = await self._node.stage.evaluate(task.inputs, task.targets, task.mask)
         self.evaluated += 1
@@ -156,7 +160,8 @@ class Dispatcher:
             if node.drain_by is not None:
                 deadline = min(deadline, node.drain_by if policy.trains else began)
             longest_s = attempt_s(deadline - began, node.manifest.stages - 2 - node.index)
-            if longest_s < SHORTEST_CALL_S or (node.index == 0 and self._swarm.nobody_there()):
+            nobody = node.index == 0 and self._swarm.nobody_there()
+            if longest_s < SHORTEST_CALL_S or self.given_up or nobody:
                 raise self._give_up(output.microbatch, heard)
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
