@@ -13,9 +13,13 @@ from noloco_p2p.config import (
     OuterSettings,
     RunManifest,
 )
+from noloco_p2p.core.messages import Activation, Advert, LossSum
+from noloco_p2p.errors import Violation
+from noloco_p2p.ports import Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 HUNG_FROM_S, HUNG_UNTIL_S = 3.0, 7.0
@@ -103,6 +107,27 @@ def test_an_evaluation_goes_round_a_hung_replica() -> None:
     for origin in ("s0r0", "s0r1", "s0r2"):
         evaluations = outcome.trace.of("evaluation", origin)
         assert len(evaluations) == 2, origin
+        assert swarm.process(origin).node.state.evaluated_s < 4.0, origin
+
+
+@pytest.mark.parametrize("replicas", [(3, 3), (3, 3, 3)])
+def test_an_evaluation_goes_round_a_replica_whose_losses_make_no_sense(
+    replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, senseless = SimTransport.evaluate, f"s{len(replicas) - 1}r1"
+
+    async def checked(self: SimTransport, peer: Advert, activation: Activation, claim: Claim) -> LossSum:
+        loss = await evaluate(self, peer, activation, claim)
+        if peer.peer_id == senseless:
+            raise Violation("a loss of nan nats over 4 of 4 tokens makes no sense")
+        return loss
+
+    monkeypatch.setattr(SimTransport, "evaluate", checked)
+    swarm = SimSwarm(plan_of(replicas, "random", 1))
+    outcome = swarm.run(limit_s=300)
+    for origin in ("s0r0", "s0r1", "s0r2"):
+        assert outcome.trace.of("evaluation", origin), origin
+        assert not [e for e in outcome.trace.of("warning", origin) if "was not evaluated" in str(e.get("message"))]
         assert swarm.process(origin).node.state.evaluated_s < 4.0, origin
 
 

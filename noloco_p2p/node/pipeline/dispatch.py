@@ -214,10 +214,10 @@ class Dispatcher:
         """A call failed: set the peer aside if it is at fault; raise what must not be retried. Busy and Declined are
         said by who is alive, and so is how far it is."""
         swarm = self._swarm
-        if isinstance(error, Violation) and not heard.trains:
-            raise Declined(str(error)) from error
         if isinstance(error, Violation) and error.ours:
-            raise error
+            if heard.trains:
+                raise error
+            raise Declined(str(error)) from error
         if isinstance(error, Busy):
             swarm.answered(id)
             self._note_busy(id, heard)
