@@ -15,10 +15,10 @@ from noloco_p2p.config import (
     NodeConfig,
     RunManifest,
 )
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.nonfinite import LONGEST_STREAK
 from noloco_p2p.core.stage_values import Contribution
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import LocalError, Violation
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -69,6 +69,25 @@ class GradlessStage(LinearStage):
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
         return replace(super().loss_backward(microbatch, inputs, targets, mask), grad=None)
+
+
+class CodedStage(LinearStage):
+    """Gradients travel to it in a block codec: a scale that is not finite breaks the protocol."""
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        if not all(map(isfinite, gradient.grad.data.cast("d"))):
+            raise Violation("grad: means or scales that are not finite")
+        return super().backward(graph, microbatch, gradient)
+
+
+class SenselessStage(CodedStage):
+    """What it answers is no gradient."""
+
+    def loss_backward(
+        self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
+    ) -> Contribution:
+        done = super().loss_backward(microbatch, inputs, targets, mask)
+        return replace(done, grad=self._hidden("grad", [nan] * len(self._values(inputs))))
 
 
 def never(_: int) -> bool:
@@ -231,3 +250,22 @@ def test_a_bug_of_a_stage_ends_its_node_and_gives_its_place_back() -> None:
     assert isinstance(outcome.nodes["s1r0"].error, AssertionError)
     assert not outcome.bugs, "its callers hear Declined"
     check_the_others_finished(outcome, "s1r0")
+
+
+@pytest.mark.parametrize("replicas", [(2, 3), (2, 2, 3)])
+def test_a_gradient_that_breaks_the_protocol_costs_another_call_and_not_the_microbatch(
+    replicas: tuple[int, ...],
+) -> None:
+    senseless = f"s{len(replicas) - 1}r1"
+
+    def make_coded(manifest: RunManifest, index: int, me: PeerId) -> LinearStage:
+        return (SenselessStage if me == senseless else CodedStage)(manifest, index, me)
+
+    outcome = run(replicas, stage_factory=make_coded)
+    assert stopped(outcome) == {}
+    check_the_others_finished(outcome)
+    assert {event.get("peer") for event in outcome.trace.of("reroute")} == {senseless}
+    for origin in outcome.of_stage(0):
+        assert origin.microbatches["dropped"] == 0
+        assert origin.microbatches["done"] == 4 * origin.inner_steps
+    assert not any(node.microbatches["violation"] for node in outcome.nodes.values()), "no caller is blamed"

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Generic, TypeVar
 
 from noloco_p2p.core import routing
@@ -96,16 +97,32 @@ class Dispatcher:
             graph, hidden = await stage.forward(task.inputs, task.mask)
         self._waits.pulse()  # there may be memory for more now
         try:
-            gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, left_s)
-            with node.span("backward"), self._waits.computing("backward", why):
-                # Once the device has it, it counts there: a caller that goes away now must not leave it uncounted here.
-                done = await to_the_end(stage.backward(graph, task.microbatch, gradient))
+            result = await self._there_and_back(graph, replace(task, inputs=hidden), left_s)
         except BaseException:
             stage.discard(graph)
             raise
-        if done.clip < 1:
-            node.distrust("gradient", peer=peer)
-        return StageResult(done, peer, gradient)
+        if result.contribution.clip < 1:
+            node.distrust("gradient", peer=result.next_hop)
+        return result
+
+    async def _there_and_back(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
+        """The later stages' gradient of an output, and the backward pass. Another replica is asked if the stage finds
+        that what came is no gradient of this run."""
+        node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
+        heard, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
+        while True:
+            gradient, peer = await self._deliver(output, self._training, left_s)
+            try:
+                with node.span("backward"), self._waits.computing("backward", why):
+                    # Once the device has it, it counts there: a caller that goes away now must not leave it uncounted
+                    # here.
+                    done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
+                return StageResult(done, peer, gradient)
+            except Violation as error:
+                self._note_failure(heard, peer, error)
+                if node.now() > ends_at:
+                    raise self._give_up(output.microbatch, heard) from error
+            await self._pause(heard)
 
     def prepare(self, origin: Origin) -> None:
         """A microbatch will soon have passed this stage: the connections to whoever may get it next are made fast."""
