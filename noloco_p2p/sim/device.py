@@ -83,7 +83,7 @@ class SimDevice:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            if lost is not None and not running.done():
+            if lost is not None:
                 running.add_done_callback(lambda done: _hand_over(done, lost))
             raise
 

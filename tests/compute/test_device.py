@@ -106,6 +106,24 @@ def test_cancelled_after_it_began_it_runs_to_its_end_and_the_result_is_handed_ba
     assert asyncio.run(run()) == "held"
 
 
+def test_a_result_that_comes_together_with_a_cancellation_is_handed_over() -> None:
+    async def run() -> list[str]:
+        device, lost, over = DeviceThread("test"), list[str](), threading.Event()
+        gate = Gate(device)
+        held = await gate.hold(lost=lost.append)
+        device.post(over.set)
+        gate.opened.set()
+        assert over.wait(10)  # Now the loop has the result, and has not looked at it yet.
+        asyncio.get_running_loop().call_soon(held.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        device.close()
+        device.join()
+        return lost
+
+    assert asyncio.run(run()) == ["held"]
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     def work() -> None:
         raise error

@@ -133,6 +133,22 @@ def test_cancelled_at_the_very_moment_of_its_turn_it_gives_the_device_on() -> No
     run(main())
 
 
+def test_the_graph_of_a_pass_that_ends_together_with_a_cancellation_is_freed() -> None:
+    inputs, _ = _batch()
+
+    async def main() -> None:
+        model = _ObservedStage(MANIFEST, 0, "a")
+        stage = DeviceStage(model, SimDevice(COSTS, random.Random(0)))
+        forward = asyncio.create_task(stage.forward(inputs, None))
+        model.on_forward = lambda: asyncio.get_running_loop().call_soon(forward.cancel)
+        await asyncio.wait([forward])
+        assert forward.cancelled()
+        await asyncio.sleep(1.0)
+        assert (model.most_graphs, model.open_graphs) == (1, 0)
+
+    run(main())
+
+
 def test_a_halted_device_has_no_effect_and_cancels_its_waiters() -> None:
     inputs, _ = _batch()
 
