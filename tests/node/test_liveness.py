@@ -5,6 +5,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,13 +22,16 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
+from noloco_p2p.errors import Stalled
 from noloco_p2p.node.pipeline.liveness import Liveness
+from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import ALONE, Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.virtual_time import run
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MEGABIT = 1e6 / 8
@@ -226,3 +231,43 @@ def test_a_peer_that_claims_any_progress_leaves_its_callers_report_sound(monkeyp
     assert seen
     assert all(0 <= report.events < wire.REPLYING for report in seen)
     assert not blamed(outcome)
+
+
+class _PeerThatGetsOn:
+    """Answers each question after half a second, with more progress than before."""
+
+    def __init__(self) -> None:
+        self._events = 0
+
+    async def progress(self, peer: Advert, microbatches: list[MicrobatchId], timeout_s: float) -> list[Progress]:
+        await asyncio.sleep(0.5)
+        self._events += 1
+        return [Progress(self._events, 0.0) for _ in microbatches]
+
+
+def test_a_call_that_is_just_ending_leaves_the_others_what_their_peer_has_said() -> None:
+    """The second answer, at 2.5 s, comes when the time of one call is up, and before that of the other."""
+    peer = Advert("s1r0", "run", 1, ("s1r0",), microbatches_per_s=1.0)
+
+    async def reply(after_s: float) -> str:
+        try:
+            await asyncio.sleep(after_s)
+            return "gradient"
+        finally:
+            await asyncio.sleep(0)  # As over gRPC, where a call ends what it has begun.
+
+    async def main() -> list[object]:
+        node: Any = SimpleNamespace(
+            now=asyncio.get_running_loop().time, config=NodeConfig(limits=LimitSettings(patience_floor_s=2.0))
+        )
+        transport: Any = _PeerThatGetsOn()
+        liveness = Liveness(node, Waits(), transport)
+        calls = [
+            liveness.watched(peer, MicrobatchId("s0r0", 1, counter), longest_s, reply(4.0), lambda: None)
+            for counter, longest_s in enumerate((2.5, 2.7))
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    ended, gradient = run(main())
+    assert isinstance(ended, Stalled)
+    assert gradient == "gradient"

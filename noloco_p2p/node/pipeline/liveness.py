@@ -62,8 +62,8 @@ class _WatchedCall:
         self.bound = asyncio.timeout(longest_s)
 
     def fail(self, failure: PeerError, now: float) -> None:
-        """End it."""
-        if self.failure is None:
+        """End it, unless it is ending."""
+        if self.failure is None and not self.bound.expired():
             self.failure = failure
             self.bound.reschedule(now)
 
@@ -185,6 +185,6 @@ class Liveness:
             self._progressed(call)
 
     def _progressed(self, call: _WatchedCall) -> None:
-        if call.failure is None:
+        if call.failure is None and not call.bound.expired():
             call.bound.reschedule(self._node.now() + call.longest_s)
             call.progressed()
