@@ -52,6 +52,8 @@ class Pauses:
         node = self._node
         await rounds.forget()
         entrusted = await checkpointer.entrust()
+        if node.draining:
+            return
         until = node.closed_until
         node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
         what = "device" if until is None else f"device at {until}"

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import pstdev
 
 import pytest
-from elastic import plan_of
+from elastic import COSTS, plan_of
 from sim_transport_fixture import lose_next_reply
 
 from noloco_p2p.core.messages import PeerId
@@ -206,6 +206,19 @@ def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer
         assert paused < 8.0
         assert not [at_s for at_s in times(outcome, "inner_step", peer) if paused < at_s < 6.0 + for_s]
         assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
+
+
+def test_who_is_told_to_leave_on_its_way_into_a_pause_leaves() -> None:
+    """A last replica freezes its weights for its guardians first."""
+    pause, peer = Fault(6.0, "pause", ("s1r0",), 4.0), "s1r0"
+    undisturbed = check(FaultySwarm(plan_of((2, 1), steps=20), (pause,)))
+    (alone,) = [h.at_s for h in undisturbed.trace.of("warning", peer) if "no other replica" in str(h.get("message"))]
+    swarm = FaultySwarm(plan_of((2, 1), steps=20), (pause,))
+    swarm.at(alone + COSTS.outer_s / 4, lambda: swarm.drain(peer))
+    swarm.at(15.0, lambda: swarm.start(1, 1))
+    outcome = check(swarm)
+    assert [h.get("state") for h in outcome.trace.of("state", peer) if h.at_s > alone] == ["draining", "left"]
+    assert outcome.trace.of("checkpoint", peer)[-1].at_s > alone
 
 
 def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
