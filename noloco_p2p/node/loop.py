@@ -156,9 +156,11 @@ class Node:
         await self._rounds.freeze(0)
 
     async def _move(self, stage: int) -> None:
-        """What was held has been finished: give this stage up, and come to the other one like a newcomer."""
+        """What was held has been finished: come to the other stage like a newcomer, unless told to leave meanwhile."""
         await self._rounds.forget()
         await self._checkpointer.settle()
+        if self.state.leaving:
+            return
         self._donor.close()
         self._dispatcher.given_up = True
         self.state.move(stage)
@@ -227,9 +229,8 @@ class Node:
             # From here until the next `open`, what arrives waits for the coming step.
             server.intake.seal()
             await self._inner_step(began, {})
-            # Once in a while: begin to pull others' vectors, or merge what has come.
+            # Once in a while, as at stage 0: an outer round, a checkpoint.
             await self._outer_round()
-            # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
         server.close()
         await server.until_empty()

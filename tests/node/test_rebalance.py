@@ -123,3 +123,17 @@ def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     assert (failed, outcome.nodes["s2r0"].stage) == (["s3r0"], 1), "it moved"
     assert not out_of_order
     assert len(outcome.trace.of("evaluation")) == 2
+@pytest.mark.parametrize("later_s", [0.0, 0.01])
+def test_a_mover_that_is_told_to_leave_does_not_move(later_s: float) -> None:
+    """It first waits until its checkpoint is on the disk."""
+    plan, peer = replace(plan_of((2, 2), steps=40), save_s=2.0), "s1r1"
+    saved = check(FaultySwarm(plan)).trace.of("checkpoint", peer)[0]
+    swarm, at_s = FaultySwarm(plan), saved.at_s - 1.0
+    swarm.at(at_s, lambda: swarm.process(peer).node.state.drain("moving to stage 0", next_stage=0))
+    swarm.at(at_s + later_s, lambda: swarm.drain(peer))
+    outcome = swarm.run()
+    left = outcome.nodes[peer]
+    assert [h.get("state") for h in left.trace.of("state") if h.at_s >= at_s] == ["draining", "left"]
+    assert not left.trace.of("warning")
+    assert {h.stage for h in swarm.disks[peer].held()} == {1}
+    assert [h.number("step") for h in left.trace.of("checkpoint")][-1] == left.step
