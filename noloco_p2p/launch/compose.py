@@ -257,7 +257,7 @@ class SignalHandler:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
     def _leave(self) -> None:
-        if self.node is not None and not self.node.state.draining:
+        if self.node is not None and not self.node.state.leaving:
             self.node.drain()
         elif self._all is not None:
             self._all.cancel()

@@ -1,5 +1,7 @@
-"""`noloco pause` and `noloco resume`: the right process gets the signal, nobody else ever does."""
+"""Signals: those of `noloco pause` and `noloco resume` go to the right process and to nobody else, and the first one
+that ends a node makes it leave in good order."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,11 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import node_probe
+from noloco_p2p.launch.compose import SignalHandler
+from noloco_p2p.node.loop import Node
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.node.waits import Waits
+from noloco_p2p.ports import Telemetry
 
 NODE = """
 import signal, sys
@@ -108,3 +119,25 @@ def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatc
         with pytest.raises(LocalError, match=rf"process {process.pid}\): Operation not permitted"):
             node_probe.send_signal(tmp_path, signal.SIGUSR1)
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(moves: bool) -> None:
+    told: list[bool] = []
+
+    async def main() -> None:
+        telemetry, waits = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None)), Waits()
+        advert = Advert("me", "run", 1, ("127.0.0.1:1",), state="training")
+        state = NodeState(advert, RunManifest(), NodeConfig(), telemetry, waits)
+        if moves:
+            state.drain("moving to stage 0", next_stage=0)
+        signals = SignalHandler(watch_stdin=False)
+        signals.node = cast(Node, SimpleNamespace(state=state, drain=lambda: Node.drain(cast(Node, signals.node))))
+        os.kill(os.getpid(), signal.SIGTERM)
+        told.append(await waits.until(lambda: state.leaving, "signal", "me", 60.0))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60.0)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert told == [True]
