@@ -156,6 +156,7 @@ class NodeState:
         self.close_batches()
         self.stage.close()
         self.drain_by = self.next_stage = self._clocked_at = None
+        self.inner_steps = 0
         self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0, outer_round=0)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from elastic import config_for, manifest_for, plan_of
+from elastic import COSTS, plan_of
 
 from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
 from noloco_p2p.errors import Unreachable
@@ -137,3 +138,21 @@ def test_a_mover_that_is_told_to_leave_does_not_move(later_s: float) -> None:
     assert not left.trace.of("warning")
     assert {h.stage for h in swarm.disks[peer].held()} == {1}
     assert [h.number("step") for h in left.trace.of("checkpoint")][-1] == left.step
+
+
+def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> None:
+    """What it has made of its new stage are initial weights, which nobody should take for those of the run's step."""
+    plan, peer, at_s = plan_of((2, 2), steps=40), "s1r1", 5.5
+
+    def moving() -> FaultySwarm:
+        swarm = FaultySwarm(plan)
+        swarm.at(at_s, lambda: swarm.process(peer).node.state.drain("moving to stage 0", next_stage=0))
+        return swarm
+
+    came = check(moving()).trace.of("state", peer)
+    (syncing,) = [h.at_s for h in came if h.at_s > at_s and h.get("state") == "syncing"]
+    swarm = moving()
+    swarm.at(syncing + COSTS.outer_s, lambda: swarm.drain(peer))
+    outcome = check(swarm)
+    assert outcome.nodes[peer].ended_at_s == pytest.approx(syncing, abs=1.0)
+    assert {h.stage for h in swarm.disks[peer].held()} == {1}
