@@ -55,6 +55,7 @@ class Pauses:
         if node.draining:
             return
         until = node.closed_until
+        node.update(moving_to=None)
         node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
         what = "device" if until is None else f"device at {until}"
         await self._waits.until(lambda: not node.pausing or node.draining, what, Resource.OWNER)

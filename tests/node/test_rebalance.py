@@ -124,6 +124,18 @@ def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     assert (failed, outcome.nodes["s2r0"].stage) == (["s3r0"], 1), "it moved"
     assert not out_of_order
     assert len(outcome.trace.of("evaluation")) == 2
+def test_another_one_moves_while_one_that_has_announced_a_move_is_paused() -> None:
+    moved = check(lopsided()).trace.of("moved")[0]
+    swarm, paused_s, resumed_s = lopsided(), moved.at_s - 1.0, moved.at_s + 20.0
+    announced: list[int | None] = []
+    swarm.at(paused_s, lambda: announced.append(swarm.process(moved.peer).node.state.advert.moving_to))
+    swarm.at(paused_s, lambda: swarm.pause(moved.peer))
+    swarm.at(resumed_s, lambda: swarm.resume(moved.peer))
+    outcome = check(swarm)
+    assert announced == [moved.get("stage")]
+    assert [h.peer != moved.peer for h in outcome.trace.of("moved") if h.at_s < resumed_s] == [True]
+
+
 @pytest.mark.parametrize("later_s", [0.0, 0.01])
 def test_a_mover_that_is_told_to_leave_does_not_move(later_s: float) -> None:
     """It first waits until its checkpoint is on the disk."""
