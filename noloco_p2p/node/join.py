@@ -77,7 +77,7 @@ class Joining:
         # A node that was there before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if not self._weights.own_of_stage():
-            await self._weights.open_data(None)
+            await self._weights.open_data()
         if late and manifest.outer.update.common:
             # Nobody should wait for weights that this node will not have for a while.
             node.update(partner_from_round=agreement.NOT_YET)
@@ -102,7 +102,7 @@ class Joining:
             reason = await self._take_weights()
         if node.draining:
             return
-        await self._weights.open_data(None)
+        await self._weights.open_data()
         node.update(holds=())
         node.enter("synced", reason)
 

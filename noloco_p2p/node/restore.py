@@ -78,10 +78,14 @@ class WeightRestorer:
         node.event("resumed", source=source.kind, round=node.advert.outer_round, step=node.advert.step, peer=peer)
         return True
 
-    async def open_data(self, checkpoint: Checkpoint | None) -> None:
-        """At stage 0: open the data where the checkpoint was, or at the beginning. What is open stays open."""
+    async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
+        """At stage 0: open the data where the checkpoint was, by default this node's newest whole one; without any, at
+        the beginning. What is open stays open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
+        own = self.own_of_stage()
+        while checkpoint is None and own:
+            checkpoint = await self._load(own.pop())
         with self._waits.waiting("opened data", Resource.DATA):
             batches = await self._world.make_batches(checkpoint.cursor if checkpoint is not None else None)
         self._node.read_from(batches)
@@ -107,9 +111,6 @@ class WeightRestorer:
             step = max(step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
-        own = self.own_of_stage()
-        if node.index == 0 and own and node.batches is None:
-            await self.open_data(await self._load(own[-1]))
 
     async def _from_shard(self, held: Holding) -> bool:
         """My own checkpoint, unless it turns out damaged."""

@@ -1,6 +1,6 @@
 """Elastic swarms under virtual time, one at a time: joining, restarting, splitting, pausing, leaving, moving."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import pstdev
@@ -9,7 +9,9 @@ import pytest
 from elastic import COSTS, plan_of
 from sim_transport_fixture import lose_next_reply
 
+from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import check, recording_stages, training
 from noloco_p2p.sim.links import Link
@@ -134,6 +136,30 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     assert sum(process.microbatches["dropped"] for process in outcome.of_stage(0)) == 0, (
         "what waits for a stage is kept"
     )
+
+
+@pytest.mark.parametrize(
+    ("stage_0", "killed_s", "torn", "source", "position"),
+    [(1, 17.0, 0, "guardian", 40), (2, 25.0, 0, "peer", 82), (2, 25.0, 1, "peer", 42)],
+)
+def test_whose_weights_a_node_takes_it_goes_on_in_the_data_where_its_newest_checkpoint_was(
+    stage_0: int, killed_s: float, torn: int, source: str, position: int
+) -> None:
+    """It has checkpoints of the steps 20 and 40. Of the weights there is something newer, or the newest are damaged."""
+    opened: list[tuple[PeerId, object]] = []
+
+    def batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> SimBatches:
+        opened.append((peer, cursor))
+        return SimBatches(manifest, peer, unequal=True, cursor=cursor)
+
+    plan = replace(plan_of((stage_0, 2), steps=70, every_steps=20), batches_factory=batches)
+    down_s = 1.0 if source == "guardian" else 6.0
+    swarm = FaultySwarm(plan, (Fault(killed_s, "bounce", ("s0r0",), down_s),))
+    for _ in range(torn):
+        swarm.at(killed_s + 0.1, lambda: swarm.tear("s0r0"))
+    check(swarm)
+    assert [(one.peer, one.source) for one in swarm.resumptions] == [("s0r0", source)]
+    assert opened[stage_0:] == [("s0r0", {"position": position})]
 
 
 # --- two halves -------------------------------------------------------------------------------------------------------
