@@ -100,9 +100,10 @@ class Joining:
         # Listed weights are those of a run that had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
             reason = await self._take_weights()
+        if not node.draining:
+            await self._weights.open_data()
         if node.draining:
             return
-        await self._weights.open_data()
         node.update(holds=())
         node.enter("synced", reason)
 

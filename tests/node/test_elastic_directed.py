@@ -289,6 +289,20 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
+def test_who_is_told_to_leave_while_its_data_are_opened_leaves() -> None:
+    """They are opened last, where a checkpoint says that has to be read first."""
+    plan, peer = replace(plan_of((1, 2), steps=70, every_steps=20), save_s=1.0), "s0r0"
+    undisturbed = killed(plan, 17.0, [peer])
+    check(undisturbed)
+    (came,) = undisturbed.resumptions
+    assert came.source == "guardian"
+    swarm = killed(plan, 17.0, [peer])
+    swarm.at(came.at_s + 0.5, lambda: swarm.drain(peer))
+    swarm.at(came.at_s + 10.0, lambda: swarm.start(0, 1))
+    left = check(swarm).nodes[peer]
+    assert [h.get("state") for h in left.trace.of("state") if h.at_s > came.at_s] == ["draining", "left"]
+
+
 def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
     swarm = FaultySwarm(plan_of((2, 1), steps=40))
     for peer in ("s0r0", "s0r1", "s1r0"):
