@@ -185,12 +185,13 @@ class Node:
             began = node.now()
             self.swarm.fix_view()
             batches = await self._source.read_and_send()
+            if not (node.routes or node.draining) and self.swarm.is_left_behind():
+                node.update(step=float(node.manifest.steps))
+                break
             await self._inner_step(began, batches)
-            # Once in a while: begin to pull others' vectors, or merge what has come.
+            # Once in a while: an outer round, a checkpoint, an evaluation.
             await self._outer_round()
-            # Once in a while: write a checkpoint.
             await self._checkpointer.save_if_due()
-            # Once in a while: evaluate on held-out data.
             await self._shutdown.evaluate_if_due()
 
     # === training, later stages =====================================================================================
@@ -229,7 +230,6 @@ class Node:
             # From here until the next `open`, what arrives waits for the coming step.
             server.intake.seal()
             await self._inner_step(began, {})
-            # Once in a while, as at stage 0: an outer round, a checkpoint.
             await self._outer_round()
             await self._checkpointer.save_if_due()
         server.close()

@@ -116,6 +116,10 @@ class Membership:
         at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
+    def is_left_behind(self) -> bool:
+        """The run has ended, and nobody is left at the next stage."""
+        return self.run_ended and not self.members.anybody(self._node.index + 1)
+
     # --- calls to the next stage, and stages without anybody --------------------------------------------------------
 
     def answered(self, peer: PeerId) -> None:
