@@ -1,6 +1,7 @@
 """A TCP forwarder between two transports whose connections a test cuts or makes half-open."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Self
@@ -28,9 +29,12 @@ class Wire:
 
 
 class Proxy:
-    """Forwards to `port`. The n-th connection meets the n-th fault after so many bytes from there; later ones none."""
+    """Forwards to `port`. The n-th connection meets the n-th fault after so many bytes from there; later ones none.
 
-    def __init__(self, port: int, *faults: tuple[int, Fault]) -> None:
+    Connections come to `port` from these hosts in turns.
+    """
+
+    def __init__(self, port: int, *faults: tuple[int, Fault], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
         self.wires: list[Wire] = []
         self.passed: tuple[list[Passage], list[Passage]] = [], []
         """What has come from who connects, and from `port`."""
@@ -38,6 +42,7 @@ class Proxy:
         """A fault has happened."""
         self._port = port
         self._faults = faults
+        self._hosts = hosts
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -66,8 +71,9 @@ class Proxy:
             wire.swallows = True
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        source = self._hosts[len(self.wires) % len(self._hosts)], 0
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=source)
         except ConnectionRefusedError:
             writer.transport.abort()
             return

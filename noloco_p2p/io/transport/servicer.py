@@ -84,7 +84,7 @@ class GrpcServicer:
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns(line.measured)
         self._grant = to_grant(line.wanted_bytes)
-        self._striped = StripedCalls[Caller]()
+        self._striped = StripedCalls[PeerId]()
         self.handler: Handler | None = None
 
     async def serve_activation(self, serve: Serve, said: Caller, request_iterator: Any, context: Any) -> None:
@@ -147,7 +147,7 @@ class GrpcServicer:
         try:
             caller, _ = self._admit(said, context, observers=True)
             first = await self._first_message(context)
-            found = None if first is grpc.aio.EOF else await self._striped.of(caller, first)
+            found = None if first is grpc.aio.EOF else await self._striped.of(caller.name, first)
             if found is not None and await found[0].carry(*found[1](context)):
                 return
         except Silent:
@@ -191,7 +191,7 @@ class GrpcServicer:
         def ways(context: Any) -> Ways:
             return self._line.sender(writing(context.write)), Patience().reading(context.read)
 
-        with self._striped.may_carry(caller, number, ways) as stripes:
+        with self._striped.may_carry(caller.name, number, ways) as stripes:
             stripes.expect(no_body)
             most = stripes.message_bytes(parts[2], most) if number else most
             await stripes.reply(self._counted(parts, most), ways(context)[0])
@@ -294,7 +294,7 @@ class GrpcServicer:
         ask = partial(Patience().writing(context.write), self._grant)
         incoming = IncomingActivation(header, frames, self._count, ways(context)[1], ask, patience)
         if head.header.stripe and not frames:
-            incoming.stripes = leaving.enter_context(self._striped.may_carry(caller, head.header.stripe, ways))
+            incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, ways))
             if nbytes := head.header.filler_bytes:
                 incoming.fill = partial(incoming.stripes.fill, self._line.measured, caller.name, nbytes)
         return header, incoming

@@ -1,6 +1,7 @@
 """A body and its reply over several connections at once: whole whichever carries what, and over when one is lost."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from link_fixture import Proxy
 from state_fixture import LONG, LONG_SPECS, NUMBER, Donor
 from transport_fixture import (
     LARGE,
@@ -217,6 +219,21 @@ def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_
             loss = await soon(both.a.evaluate(both.peer, activation(AT_ONCE, counter=2)))
             assert loss.tokens == 7
             assert not both.a.line.rested("B", asyncio.get_running_loop().time())
+
+    run(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of this machine")
+def test_the_connections_of_a_body_may_come_from_several_addresses(carried: Carried) -> None:
+    """Of a router with two lines, or of two relays: who calls is in the certificate, not in the address."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, Proxy(both.b.port, hosts=("127.0.0.1", "127.0.0.2")) as proxy:
+            is_far(both)
+            sent = activation(LARGE)
+            assert (await soon(both.a.propagate(proxy.peer, sent))).grad.data == sent.hidden.data
+            assert len(proxy.wires) > 2
+            await both.a.close()
 
     run(scenario())
 
