@@ -151,7 +151,7 @@ class Assembler:
     connections may carry it.
 
     Frames go in by `feed`, the tensors come out of `finish`. After a Violation, and after `discard`, it holds no memory
-    and takes nothing more.
+    and takes nothing more before `rewind`.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class Assembler:
         return len(self._parts), 0
 
     def rewind(self) -> None:
-        """Forget what has come beyond `place`, because all from there on comes again."""
+        """Forget what has come beyond `place`, because all from there on comes again: after `discard` everything."""
+        self._parts = self._parts or [_Part() for _ in self._specs]
         index, offset = self.place
         for part in self._parts[index : index + 1]:
             part.runs, part.end = ([(0, offset)] if offset else []), None

@@ -138,6 +138,20 @@ def test_any_order_gives_the_tensors_and_goes_on_where_it_was(
     assert [(one.spec, bytes(one.data)) for one in got] == [(one.spec, bytes(one.data)) for one in sent]
 
 
+def test_who_has_let_go_of_everything_may_begin_anew() -> None:
+    sent = [tensor(f"t{i}", "uint8", (100,), seed=i) for i in range(3)]
+    into = Assembler([one.spec for one in sent], LIMIT_BYTES, digest)
+    for frame in stream(sent)[:3]:
+        into.feed(frame)
+    into.discard()
+    into.rewind()
+    assert into.place == (0, 0)
+    for frame in stream(sent):
+        assert not into.complete
+        into.feed(frame)
+    assert [bytes(one.data) for one in into.finish()] == [bytes(one.data) for one in sent]
+
+
 def cut(frames: list[Frame]) -> list[Frame]:
     return [frame for group in wire.group_frames(frames, 100) for frame in group]
 

@@ -75,7 +75,7 @@ class Collected(Generic[T]):
             left = set(tasks)
             while left and self._reply is None:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for task in filter(done.__contains__, tasks):
+                for task in filter(done.__contains__, tasks) if self._reply is None else ():
                     task.result()  # First that of the first call, which says why the others end.
         finally:
             await _cancelled(tasks)

@@ -597,6 +597,41 @@ def test_what_was_sent_counts_though_its_caller_ends_the_call(
     run(scenario())
 
 
+def test_a_reply_counts_though_a_connection_is_lost_in_the_moment_in_which_it_is_whole() -> None:
+    last = asyncio.Event()
+
+    async def write(message: bytes) -> None:
+        assert message == NO_MORE
+
+    async def lost() -> bytes:
+        await last.wait()
+        raise Unreachable("the connection was lost")
+
+    class Beside(AbstractAsyncContextManager[Any]):
+        async def __aenter__(self) -> Any:
+            return write, lost
+
+        async def __aexit__(self, *error: object) -> None:
+            return None
+
+    async def scenario() -> None:
+        messages = [b"first"]
+
+        async def read() -> bytes:
+            if not messages:
+                await last.wait()
+            return messages.pop() if messages else b"last"
+
+        collected = Collected(lambda message: "whole" if message == b"last" else None, [Beside()])
+        collecting = asyncio.create_task(collected.whole(read))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        last.set()
+        assert await soon(collecting) == "whole"
+
+    run(scenario())
+
+
 def test_a_state_goes_on_after_one_of_its_connections_is_lost(
     carried: Carried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
