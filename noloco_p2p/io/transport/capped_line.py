@@ -7,7 +7,7 @@ told how long their messages should be.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from noloco_p2p.config import LimitSettings
@@ -73,7 +73,8 @@ class CappedWay:
 class OwnersLine:
     """Both directions of a node's line."""
 
-    def __init__(self, limits: LimitSettings) -> None:
+    def __init__(self, limits: LimitSettings, own: Callable[[], Collection[str]] = tuple) -> None:
+        """`own`: see `AckedBytes`."""
         up, down = limits.upload_mbit_per_s, limits.download_mbit_per_s
         self._up = None if up is None else CappedWay(up)
         self._down = None if down is None else CappedWay(down)
@@ -91,7 +92,7 @@ class OwnersLine:
         """By the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
         """Of every connection."""
-        self._acked = AckedBytes(self.measured.up)
+        self._acked = AckedBytes(self.measured.up, own)
 
     def agreed(self, wanted_bytes: int) -> int:
         """Most tensor bytes in one message to a peer that would like no more; 0: it does not mind."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from noloco_p2p.io.transport.callers import host_of
-from noloco_p2p.io.transport.sockets import OPEN_FILES
+from noloco_p2p.io.transport.sockets import MAPPED, OPEN_FILES
 
 MOST_FILES = 65_536
 """Files that a process asks for; the system may allow fewer."""
@@ -22,8 +22,6 @@ FEW = 64
 """Nobody who has so many is cut off before those who have more."""
 LOOK_S = 1.0
 """Time between two looks, seconds."""
-MAPPED = "::ffff:"
-"""Before an IPv4 address where a socket of IPv6 takes both, as gRPC's do."""
 End = tuple[str, int]
 """Address and port of the other end of a connection."""
 

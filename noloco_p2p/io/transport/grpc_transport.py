@@ -75,7 +75,7 @@ class GrpcTransport:
         self._listen = listen
         self._count = partial(telemetry.event, "bytes")
         limits = limits or LimitSettings()
-        self._line = OwnersLine(limits)
+        self._line = OwnersLine(limits, links.own)
         self._links = links
         self._metadata = callers.metadata(self._line.wanted_bytes)
         self.line = self._line.measured

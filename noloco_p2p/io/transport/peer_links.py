@@ -3,7 +3,7 @@
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,10 @@ class Links:
         self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
         """Calls in progress; each with a function that returns whether it has to end."""
         credentials.revoked.listen(self.cut)
+
+    def own(self) -> Collection[str]:
+        """`host:port` of the connections of this node to its own server, each of which carries a stream of a peer."""
+        return () if self.streams is None else self.streams.hosts
 
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound.

@@ -10,13 +10,14 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import thread_time
 from typing import TypeVar
 
 from noloco_p2p.core.line_rate import LineRate, unsent_bytes
+from noloco_p2p.io.dht.reach import joined
 
 TCP_NOTSENT_LOWAT = 25
 """Of linux/tcp.h; Python has no name for it."""
@@ -36,6 +37,8 @@ LEAST_COUNT_BYTES = 1 << 14
 waited for their acknowledgements most of the time."""
 LEAST_BUSY_S = 0.004
 """The system counts in ticks of 1 to 10 ms."""
+MAPPED = "::ffff:"
+"""Before an IPv4 address where a socket of IPv6 takes both, as gRPC's do."""
 
 T = TypeVar("T")
 
@@ -62,11 +65,14 @@ class AckedBytes:
     Between two looks the line was busy for as long as the busiest connection, because on a full line all of them are.
     """
 
-    def __init__(self, rate: LineRate) -> None:
-        """`rate` gets what is found."""
-        self._rate = rate
+    def __init__(self, rate: LineRate, own: Callable[[], Collection[str]] = tuple) -> None:
+        """`rate` gets what is found; `own`: `host:port` of the connections of this process to itself, of which nothing
+        leaves it."""
+        self._rate, self._own = rate, own
         self._counts: dict[int, tuple[int, int]] | None = None
         """By inode: bytes acknowledged, and microseconds busy."""
+        self._inside: set[int] = set()
+        """Of those among them that are, or were, ends of such connections."""
         self._looks_at = -math.inf
 
     def follow(self, now: float) -> None:
@@ -75,6 +81,9 @@ class AckedBytes:
             return
         before, began = self._counts, thread_time()
         self._counts = _of_each(_counted)
+        if own := self._own():
+            self._inside |= {inode for inode, ends in _of_each(_ends).items() if not ends.isdisjoint(own)}
+        self._inside &= self._counts.keys()
         self._looks_at = now + max(COUNT_S, (thread_time() - began) / COUNT_SHARE)
         if before is None:
             return
@@ -82,11 +91,19 @@ class AckedBytes:
             (acked - was[0], busy - was[1])
             for inode, (acked, busy) in self._counts.items()
             for was in [before.get(inode, (0, 0))]
-            if acked - was[0] >= LEAST_COUNT_BYTES
+            if acked - was[0] >= LEAST_COUNT_BYTES and inode not in self._inside
         ]
         if moved:
             busy_s = max(busy for _, busy in moved) / 1e6
             self._rate.counted(sum(acked for acked, _ in moved), max(LEAST_BUSY_S, busy_s), now)
+
+
+def _ends(one: socket.socket) -> set[str]:
+    """`host:port` of both ends of a connection. Raises OSError: it is none."""
+    if one.family not in (socket.AF_INET, socket.AF_INET6):
+        return set()
+    ends = one.getsockname()[:2], one.getpeername()[:2]
+    return {joined(host.removeprefix(MAPPED), port) for host, port in ends}
 
 
 def _counted(one: socket.socket) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links, open_links
+from noloco_p2p.io.transport.sockets import COUNT_S
 from noloco_p2p.launch.ways import find
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
@@ -240,6 +241,8 @@ def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
                 await a.reaches(b, f"relay/{r.id}")
             there_and_back = 4 * 4 * 512 * 512
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
+            b.transport._line._acked.follow(clock() + COUNT_S)
+            assert not b.transport.line.up._counts, "what its server sends to the end of a stream has not left yet"
 
     run(scenario)
 

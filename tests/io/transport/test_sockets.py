@@ -146,6 +146,40 @@ def test_the_line_is_measured_by_what_the_other_ends_have_acknowledged(monkeypat
     assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "no body moved"
 
 
+def test_what_a_node_sends_to_itself_does_not_leave_it() -> None:
+    """The streams of others come to its server over connections of its own."""
+    both = socket.has_dualstack_ipv6()
+    rate, own = LineRate(1.0), set[str]()
+    acked = AckedBytes(rate, lambda: own)
+    looks = iter(COUNT_S * look for look in range(9))
+
+    def carried(one: socket.socket, other: socket.socket) -> float | None:
+        """The rate after a body on this connection."""
+        one.sendall(bytes(LEAST_COUNT_BYTES))
+        assert len(other.recv(LEAST_COUNT_BYTES, socket.MSG_WAITALL)) == LEAST_COUNT_BYTES
+        other.sendall(b"x")  # with the acknowledgement of all that came
+        assert one.recv(1) == b"x"
+        acked.follow(next(looks))
+        return rate.bytes_per_s
+
+    with (
+        socket.create_server(
+            ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        ) as server,
+        socket.create_connection(("127.0.0.1", server.getsockname()[1])) as stream,
+        server.accept()[0] as served,
+        socket.create_connection(("127.0.0.1", server.getsockname()[1])) as caller,
+        server.accept()[0] as called,
+    ):
+        own.add(f"127.0.0.1:{stream.getsockname()[1]}")
+        acked.follow(next(looks))
+        assert carried(stream, served) is None, "what comes in"
+        assert carried(served, stream) is None, "what answers it"
+        own.clear()
+        assert carried(served, stream) is None, "its stream has just ended"
+        assert carried(called, caller) is not None
+
+
 def test_a_transport_measures_its_line_by_them() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
