@@ -82,7 +82,7 @@ class IncomingActivation:
                 if message is not grpc.aio.EOF:
                     (take if stripes is None else stripes.take)(message)
             if stripes is not None and message is not grpc.aio.EOF:
-                await self._patience.wait(stripes.body())
+                await stripes.body(self._patience)
             activation = Activation(self.header, *assembler.finish(self.header.digest))
         except Violation:
             if message is grpc.aio.EOF:

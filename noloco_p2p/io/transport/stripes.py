@@ -17,6 +17,7 @@ from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine, stripe_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
 
@@ -59,8 +60,12 @@ class Stripes:
         """The body may come, or a reply goes without it, or all is over. Until then nothing of it is read."""
         self._over = False
         """The call beside which these are has ended."""
-        self._whole = asyncio.Event()
+        self._whole = False
         """All of the body is there, or something that breaks the protocol."""
+        self._bringing = 0
+        """Calls whose part of the body is not over."""
+        self._turned = asyncio.Event()
+        """One of these two has changed."""
         self._broken: Violation | None = None
         self._next = asyncio.Event()
         """Filler, the reply or the end: something follows the body."""
@@ -83,11 +88,18 @@ class Stripes:
     def take(self, message: bytes) -> None:
         """A message of the body has come on one of the calls. Raises Violation."""
         if self._take is not None and self._take(message):
-            self._whole.set()
+            self._whole = True
+            self._turned.set()
 
-    async def body(self) -> None:
-        """Wait until all of the body is there. Raises Violation: what has come on another call is none of it."""
-        await self._whole.wait()
+    async def body(self, patience: Patience) -> None:
+        """Wait until all of the body is there. Raises Violation: what has come on another call is none of it.
+
+        With `patience` while no call brings any: one that does is read with patience, but for delays by this node.
+        """
+        while not self._whole:
+            self._turned.clear()
+            turned = self._turned.wait()
+            await (turned if self._bringing else patience.wait(turned))
         if self._broken is not None:
             raise self._broken
 
@@ -100,8 +112,9 @@ class Stripes:
             await self._wanted.wait()
             if self._over:
                 return False
-            while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
-                self.take(message)
+            with self._brings():
+                while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
+                    self.take(message)
             await self._next.wait()
             if self._filler and not self._replying.is_set():
                 await write(self._filler)
@@ -110,11 +123,21 @@ class Stripes:
                 await asyncio.wait([self._group.create_task(self._send(write))])
             return True
         except Violation as error:
-            self._broken = error
-            self._whole.set()
+            self._broken, self._whole = error, True
+            self._turned.set()
             return False
         finally:
             self._calls -= 1
+
+    @contextmanager
+    def _brings(self) -> Iterator[None]:
+        self._bringing += 1
+        self._turned.set()
+        try:
+            yield
+        finally:
+            self._bringing -= 1
+            self._turned.set()
 
     def fill(self, line: MeasuredLine, caller: PeerId, nbytes: int) -> None:
         """Send so much filler on every further call, unless they have not rested or the reply begins before."""

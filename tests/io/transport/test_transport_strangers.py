@@ -9,9 +9,26 @@ import grpc
 import grpc.aio
 import pytest
 from machine import at_most
-from transport_fixture import LARGE, SOON_S, Node, Pair, activation, advert, bare, echo, hang, pair, run, soon, tensor
+from transport_fixture import (
+    LARGE,
+    RUN,
+    SOON_S,
+    Node,
+    Pair,
+    activation,
+    advert,
+    bare,
+    echo,
+    hang,
+    pair,
+    run,
+    soon,
+    tensor,
+)
 
+from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
 from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
@@ -28,9 +45,12 @@ from noloco_p2p.io.transport.callers import (
     Patience,
     Share,
 )
+from noloco_p2p.io.transport.capped_line import OwnersLine
+from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
+from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
@@ -295,6 +315,35 @@ def test_what_this_node_itself_delays_does_not_count() -> None:
             await patience.wait(after(RESERVE_S, 0))
 
     virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_what_this_nodes_cap_delays_does_not_count_where_several_calls_bring_a_body() -> None:
+    """The line is full with what goes first: gradients, and bodies of older microbatches."""
+
+    async def scenario() -> None:
+        sent, line, full_s = activation(), OwnersLine(LimitSettings(download_mbit_per_s=1.0)), 2 * RESERVE_S
+        head, body = message_codec.announced(sent, 1)
+        header = message_codec.from_header(pb.ActivationMessage.FromString(head), RUN, 1 << 20)
+        parts, patience = [*body(wire.PACK_BYTES)], Patience()
+
+        async def part() -> bytes:
+            return parts.pop() if parts else NO_MORE
+
+        async def end() -> bytes:
+            return NO_MORE
+
+        async def granted(*message: bytes) -> None:
+            line.charge(sent=0, received=int(full_s * BYTES_PER_MBIT))
+
+        incoming = IncomingActivation(header, [], lambda *_, **__: None, end, granted, patience)
+        incoming.stripes = beside = Stripes()
+        carrying = asyncio.create_task(beside.carry(granted, line.receiver(patience.reading(part))))
+        assert (await incoming()).hidden.data == sent.hidden.data
+        assert asyncio.get_running_loop().time() > RESERVE_S
+        beside.end()
+        assert await carrying
+
+    virtual_time.run(scenario(), limit_s=1000)
 
 
 def test_late_refusals_are_given_to_each_host_one_by_one_and_others_at_once() -> None:
