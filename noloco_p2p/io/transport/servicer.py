@@ -186,10 +186,10 @@ class GrpcServicer:
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
     ) -> None:
         """Send weights, over calls with this number, too, unless it is 0; all are written through `writing`."""
-        most = self._message_bytes(context)
+        most, patience = self._message_bytes(context), Patience()
 
         def ways(context: Any) -> Ways:
-            return self._line.sender(writing(context.write)), Patience().reading(context.read)
+            return self._line.sender(writing(context.write)), patience.reading(context.read)
 
         with self._striped.may_carry(caller.name, number, ways) as stripes:
             stripes.expect(no_body)

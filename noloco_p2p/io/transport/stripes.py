@@ -65,7 +65,7 @@ class Stripes:
         self._bringing = 0
         """Calls whose part of the body is not over."""
         self._turned = asyncio.Event()
-        """One of these two has changed."""
+        """One of these two has changed, or `_calls`, or `_sent`."""
         self._broken: Violation | None = None
         self._next = asyncio.Event()
         """Filler, the reply or the end: something follows the body."""
@@ -77,7 +77,7 @@ class Stripes:
         """Those who send it; None also while it ends, when it takes nobody any more."""
         self._messages: Iterator[bytes] = iter(())
         """What is left of it."""
-        self._sent = asyncio.Event()
+        self._sent = False
         """Nothing is left of it."""
 
     def expect(self, take: Callable[[bytes], bool]) -> None:
@@ -128,6 +128,7 @@ class Stripes:
             return False
         finally:
             self._calls -= 1
+            self._turned.set()
 
     @contextmanager
     def _brings(self) -> Iterator[None]:
@@ -155,7 +156,7 @@ class Stripes:
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
         """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.
 
-        While there are none, all go by `write`; calls that come later take what is left.
+        While there are none, all go by `write`; calls that come later take what is left. So it is once all have ended.
         """
         self._messages = iter(messages)
         del messages  # A traceback would keep them.
@@ -165,7 +166,10 @@ class Stripes:
                 self._group = group
                 self._go_on()
                 try:
-                    await (self._sent.wait() if self._calls else self._send(write))
+                    while self._calls and not self._sent:
+                        self._turned.clear()
+                        await self._turned.wait()
+                    await self._send(write)
                 finally:
                     self._group = None
         except ExceptionGroup as errors:
@@ -179,7 +183,8 @@ class Stripes:
                 await write(message)
         finally:
             self._group = None
-        self._sent.set()
+        self._sent = True
+        self._turned.set()
 
     def end(self) -> None:
         """The call that announced it is over, and with it these."""

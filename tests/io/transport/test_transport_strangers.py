@@ -50,7 +50,7 @@ from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
-from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
+from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
 from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
@@ -221,6 +221,36 @@ def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: N
             state = await soon(both.a.fetch_state(advert(*both.peer.addresses), 20.0, (weights.spec,)))
             assert state.tensors[0].data == weights.data, "others get it"
             call.cancel()
+
+    run(scenario())
+
+
+def test_a_call_beside_a_transfer_that_says_nothing_does_not_hold_it(
+    hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hole 15: the weights would wait for ever until that call takes them."""
+    weights, here, plain = tensor("slow/w", "float32", (1 << 20,)), asyncio.Event(), StripedCalls.of
+
+    async def of(self: StripedCalls[Any], caller: PeerId, raw: bytes) -> Any:
+        here.set()
+        return await plain(self, caller, raw)
+
+    monkeypatch.setattr(StripedCalls, "of", of)
+
+    @asynccontextmanager
+    async def lend(caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
+        yield ReplicaState("B", 1, 3, 30.0, 30, 30, (weights,), 7)
+
+    async def scenario() -> None:
+        async with server(Node(echo, lend=lend)) as (_, stub):
+            silent = stub.Stripe(timeout=60.0, metadata=ME)
+            await silent.write(pb.ActivationMessage(stripe=7))
+            await soon(here.wait())
+            call, came = stub.FetchState(pb.StateRequest(stripe=7), timeout=60.0, metadata=ME), 0
+            while (message := await soon(call.read())) is not grpc.aio.EOF:
+                came += sum(len(frame.chunk.data) for frame in message.frames)
+            assert came == weights.data.nbytes
+            silent.cancel()
 
     run(scenario())
 
