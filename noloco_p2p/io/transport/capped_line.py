@@ -8,6 +8,7 @@ told how long their messages should be.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from noloco_p2p.config import LimitSettings
@@ -20,6 +21,7 @@ from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
 
 Write = Callable[[bytes], Awaitable[object]]
 Read = Callable[..., Awaitable[Any]]
+Held = Callable[[], AbstractContextManager[object]]
 Rank = tuple[Precedence, tuple[int, int]]
 """What a message goes before: its kind, and its age."""
 OTHER: Rank = (Precedence.OTHER, (0, 0))
@@ -122,8 +124,11 @@ class OwnersLine:
 
         return send
 
-    def receiver(self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False) -> Read:
-        """`read`, each message in its turn; with `first_at_once` only from the second one on."""
+    def receiver(
+        self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False, held: Held = nullcontext
+    ) -> Read:
+        """`read`, each message in its turn, which is waited for inside of `held()`; with `first_at_once` only from the
+        second one on."""
         way = self._down
         if way is None:
             return self._measured(read)
@@ -134,7 +139,8 @@ class OwnersLine:
             nonlocal due
             charged, due = due, way.message_bytes
             if charged:
-                await way.turn(rank, charged)
+                with held():
+                    await way.turn(rank, charged)
             came = 0
             try:
                 message = await read(*arguments)

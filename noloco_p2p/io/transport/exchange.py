@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -131,30 +131,49 @@ class Collected(Generic[T]):
 class Fetched(Collected[T]):
     """The answer to a question without a body, which may take so long and no longer."""
 
-    def __init__(
-        self, feed: Callable[[bytes], T | None], stripes: Sequence[AbstractAsyncContextManager[Ways]], what: str
-    ) -> None:
-        """`what` comes, from whom: for messages."""
-        super().__init__(feed, stripes)
+    def __init__(self, feed: Callable[[bytes], T | None], what: str) -> None:
+        """`feed`: see `Collected`. `what` comes, from whom: for messages."""
+        super().__init__(feed, ())
         self._what = what
         self._silence = asyncio.timeout(None)
         self._silence_s = 0.0
+        self._held = 0
+        """Calls that this node itself does not read."""
 
     def take(self, message: bytes) -> None:
         """A message has come; it ends the silence on all calls."""
-        if not self._silence.expired():
-            self._silence.reschedule(asyncio.get_running_loop().time() + self._silence_s)
+        self._listen()
         super().take(message)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A call waits for its turn on this node's own line. Meanwhile nothing is a silence of the peer."""
+        self._held += 1
+        self._listen()
+        try:
+            yield
+        finally:
+            self._held -= 1
+            self._listen()
+
+    def _listen(self) -> None:
+        if not self._silence.expired():
+            until = asyncio.get_running_loop().time() + self._silence_s
+            self._silence.reschedule(None if self._held else until)
+
     async def within(
-        self, call: Any, reads: tuple[Read, Read], limits_s: tuple[float, float, float | None]
+        self,
+        call: Any,
+        beside: Sequence[AbstractAsyncContextManager[Ways]],
+        reads: tuple[Read, Read],
+        limits_s: tuple[float, float, float | None],
     ) -> tuple[T, float]:
         """The answer over `call`, which ends then, and how long it took from its first message on, in seconds.
 
-        `reads` give that message, and the others. Raises Unreachable when one takes longer than `limits_s`: the first
-        message, each further one, and all of these.
+        `beside`: the `stripes` of `Collected`. `reads` give that message, and the others. Raises Unreachable when one
+        takes longer than `limits_s`: the first message, each further one unless it is `held`, and all of these.
         """
-        first_s, self._silence_s, rest_s = limits_s
+        self._stripes, (first_s, self._silence_s, rest_s) = beside, limits_s
         clock, limit = asyncio.get_running_loop().time, asyncio.timeout(None)
         try:
             async with limit, self._silence:

@@ -30,7 +30,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, service, servicer, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine, Rank, Read, rank_of
+from noloco_p2p.io.transport.capped_line import OwnersLine, Rank, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import Fetched, SentActivation
 from noloco_p2p.io.transport.filler import Warming
@@ -194,13 +194,15 @@ class GrpcTransport:
             await self.describe(peer)
         async with self._calling(peer, what, seconds) as (channel, left_s):
             others = channel.at_most(self.line.connections(peer.peer_id, size, comes=True)) - 1
-            number, beside = self._beside(peer, others, (what, left_s, partial(self._ways, due=due)))
+            fetched = Fetched(reader.feed, f"{what} came from {peer.peer_id}")
+            reading = partial(self._line.receiver, first_at_once=True, held=fetched.held)
+            ways = (what, left_s, lambda call: (self._line.sender(call.write), due(reading(call.read))))
+            number, beside = self._beside(peer, others, ways)
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
-            read = self._line.receiver(call.read, first_at_once=True)
-            fetched = Fetched(reader.feed, beside, f"{what} came from {peer.peer_id}")
-            result, took_s = await fetched.within(call, (read, due(read)), (first_s, SILENCE_S, rest_s))
+            read = reading(call.read)
+            result, took_s = await fetched.within(call, beside, (read, due(read)), (first_s, SILENCE_S, rest_s))
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
         return result, took_s
 
@@ -276,12 +278,10 @@ class GrpcTransport:
             finally:
                 call.cancel()
 
-    def _ways(
-        self, call: Any, ranks: tuple[Rank, Rank] = (OTHER, OTHER), due: Callable[[Read], Read] = lambda read: read
-    ) -> Ways:
-        """Write and read a call in turns of these ranks, and read through `due`."""
+    def _ways(self, call: Any, ranks: tuple[Rank, Rank]) -> Ways:
+        """Write and read a call in turns of these ranks."""
         there, back = ranks
-        return self._line.sender(call.write, there), due(self._line.receiver(call.read, back, first_at_once=True))
+        return self._line.sender(call.write, there), self._line.receiver(call.read, back, first_at_once=True)
 
     @asynccontextmanager
     async def _calling(

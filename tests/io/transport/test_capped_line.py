@@ -1,13 +1,20 @@
 """What is given up gives an owner's line back: no connection, and virtual time."""
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
 from noloco_p2p.config import LimitSettings
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, SHARE, Precedence
+from noloco_p2p.core.line_rate import CONNECTIONS
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OwnersLine
+from noloco_p2p.io.transport.exchange import Fetched
+from noloco_p2p.io.transport.grpc_transport import SILENCE_S
+from noloco_p2p.io.transport.stripes import Ways
 from noloco_p2p.sim.virtual_time import run
 
 MBIT_PER_S, MESSAGES = 16.0, 200
@@ -42,3 +49,57 @@ def test_messages_that_never_come_take_nothing_of_the_line(end: type[BaseExcepti
         await losing
 
     run(scenario(), limit_s=60.0)
+
+
+def test_a_fetch_that_waits_for_this_nodes_own_line_is_not_given_up_and_a_silent_one_is() -> None:
+    """The line is full of bodies, so weights get a tenth of it, and a turn on every connection takes seconds."""
+
+    async def scenario() -> None:
+        line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
+        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * MESSAGE_S))
+
+        async def comes() -> bytes:
+            return message
+
+        async def bodies() -> None:
+            while True:
+                await line.receiver(comes, (Precedence.ACTIVATION, (1, 1)))()
+
+        async def fetch(messages: int, last: int) -> str:
+            """Gives up unless `messages` come; `last` of them are there."""
+            left = [messages]
+
+            def feed(message: bytes) -> str | None:
+                left[0] -= 1
+                return None if left[0] else "whole"
+
+            async def read() -> bytes:
+                await asyncio.sleep(0.01)
+                if left[0] <= messages - last:
+                    await asyncio.Event().wait()
+                return message
+
+            @asynccontextmanager
+            async def beside() -> AsyncIterator[Ways]:
+                yield nowhere, line.receiver(read, first_at_once=True, held=fetched.held)
+
+            async def nowhere(message: bytes) -> None:
+                pass
+
+            fetched = Fetched(feed, "weights")
+            way = line.receiver(read, first_at_once=True, held=fetched.held)
+            call, others = SimpleNamespace(cancel=lambda: None), [beside() for _ in range(CONNECTIONS)]
+            return (await fetched.within(call, others, (way, way), (SILENCE_S, SILENCE_S, None)))[0]
+
+        full = [asyncio.create_task(bodies()) for _ in range(2)]
+        fetches = [asyncio.create_task(fetch(100, 100)) for _ in range(2)]
+        assert await asyncio.gather(*fetches) == ["whole", "whole"]
+        assert clock() > 100 * MESSAGE_S / SHARE
+        began = clock()
+        with pytest.raises(Unreachable, match="no more of the weights for 5 s"):
+            await fetch(100, 20)
+        assert clock() - began < 2 * (SILENCE_S + 20 * MESSAGE_S / SHARE)
+        for task in full:
+            task.cancel()
+
+    run(scenario(), limit_s=600.0)
