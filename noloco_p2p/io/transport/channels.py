@@ -4,6 +4,7 @@ A peer is reached at the first of its advertised addresses that accepts a connec
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ class ChannelPool:
         self._open: set[PeerChannel] = set()
         """Every one not yet closed, also those that are being opened or end their last calls."""
         self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
+        self._awaited = Counter[ChannelKey]()
+        """How many calls wait for the one that is being opened, or was just now."""
         self._closing: set[asyncio.Task[None]] = set()
         self._not_near: dict[str, float] = {}
         """When these addresses did not answer."""
@@ -214,7 +217,12 @@ class ChannelPool:
         task = self._opening.get(key)
         if task is None:
             task = self._opening[key] = asyncio.create_task(self._connected(key, peer))
-        await asyncio.wait([task], timeout=seconds)
+        self._awaited[key] += 1
+        try:
+            await asyncio.wait([task], timeout=seconds)
+        finally:
+            self._awaited[key] -= 1
+            self._awaited += Counter()  # forgets those without any
         if not task.done() or task.cancelled():
             raise Unreachable(f"{peer.peer_id} did not accept a connection within {seconds:.1f} s")
         outcome = task.result()
@@ -262,7 +270,7 @@ class ChannelPool:
             del self._not_near[next(iter(self._not_near))]
 
     def _make_room(self) -> None:
-        unused = [key for key, channel in self._kept.items() if channel.calls == 0]
+        unused = [key for key, channel in self._kept.items() if channel.calls == 0 and not self._awaited[key]]
         for key in unused[: max(0, len(self._kept) + 1 - MAX_CHANNELS)]:
             self._close(self._kept.pop(key))
 

@@ -191,6 +191,28 @@ def test_an_address_of_the_own_network_is_tried_first_for_a_moment(
         run(scenario())
 
 
+def test_a_connection_that_was_just_opened_does_not_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_CHANNELS", 1)
+    connect = channels.connect
+
+    async def scenario() -> None:
+        both_open = asyncio.Barrier(2)
+
+        async def at_the_same_time(channel: Any, seconds: float) -> str | None:
+            reason = await connect(channel, seconds)
+            await both_open.wait()
+            return reason
+
+        monkeypatch.setattr(channels, "connect", at_the_same_time)
+        async with pair(Node(echo)) as both:
+            sent = activation()
+            described, got = await soon(asyncio.gather(both.a.describe(both.peer), both.a.propagate(both.peer, sent)))
+            assert described.peer_id == "B"
+            assert got.grad.data == sent.hidden.data
+
+    run(scenario())
+
+
 def test_another_run_is_refused() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
