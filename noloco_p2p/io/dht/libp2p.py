@@ -35,8 +35,7 @@ class Stream(NamedTuple):
 StreamHandler = Callable[[PeerId, Stream], Awaitable[None]]
 """Serves one stream of an authenticated peer, which ends with it."""
 
-DIAL_TIMEOUT_S = 5.0
-DAEMON_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S, DAEMON_TIMEOUT_S = 5.0, 5.0
 CALL_LIMIT_BYTES = 1 << 20
 """Largest request or response; hivemind's own limit is 4 MiB."""
 _ERROR, _ANSWER = b"\x00", b"\x01"
@@ -61,8 +60,7 @@ class Libp2pDaemon:
         """The given join addresses that answered."""
         self.metrics_port = metrics_port
         """TCP port of the daemon's own /metrics on the host that it listens on; None when it serves none."""
-        self._host = host
-        self._address = address
+        self._host, self._address = host, address
         self._death = "the libp2p daemon has ended"
         self._watch: asyncio.Task[None] | None = None
         self._handlers: dict[str, CallHandler] = {}
@@ -176,6 +174,7 @@ class Libp2pDaemon:
 
         Raises Unreachable (no link, no answer in time), Declined (no such call there, or it said no), Violation.
         """
+        from google.protobuf.message import DecodeError
         from google.protobuf.wrappers_pb2 import BytesValue
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
@@ -192,6 +191,8 @@ class Libp2pDaemon:
                     f"peer {peer_id} does not answer {name}: it is not ready, or no noloco node of this version"
                 ) from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
+        except (DecodeError, TypeError) as error:  # TypeError: there is nothing in it
+            raise Violation(f"peer {peer_id} answered {name} with what cannot be read") from error
         if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
             raise Violation(f"peer {peer_id} answered {name} with {len(answer)} meaningless bytes")
         if answer[:1] == _ERROR:

@@ -117,6 +117,19 @@ def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> 
     run(scenario)
 
 
+def test_an_answer_that_cannot_be_read_is_a_violation(tmp_path: Path) -> None:
+    async def nonsense(request: bytes, caller: object) -> bytes:
+        return b"\xff"
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            await a.p2p._client.add_unary_handler(MANIFEST_CALL, nonsense)
+            with pytest.raises(Violation, match=f"peer {a.peer_id} answered {MANIFEST_CALL} with what cannot be read"):
+                await fetch_manifest(b, a.peer_id)
+
+    run(scenario)
+
+
 def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
     dialled: list[tuple[str, str]] = []
 
