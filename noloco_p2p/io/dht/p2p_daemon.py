@@ -43,6 +43,15 @@ def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKE
                     path.unlink()
 
 
+class _Calls(dict[Any, "asyncio.Future[bytes]"]):
+    """hivemind's calls by their ids, of which it knows only those that still wait. Otherwise an answer to a call that
+    was given up just now, or a second answer, would end its reading of all answers."""
+
+    def __contains__(self, call: object) -> bool:
+        waiting = self.get(call)
+        return waiting is not None and not waiting.done()
+
+
 async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
     """hivemind's P2P, listening on `host` and the port of the last of the `places`, all of which it announces.
 
@@ -75,6 +84,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
             auto_nat=False,
             use_relay=False,
         )
+        made._client.control._pending_calls = _Calls()
         made._client.control._handler = partial(_handled, made._client.control._handler)
         return made
     except P2PDaemonError as error:

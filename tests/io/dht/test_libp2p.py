@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import select
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from machine import in_time
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht import libp2p as libp2p_module
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.join_handshake import (
     MANIFEST_CALL,
@@ -126,6 +129,71 @@ def test_an_answer_that_cannot_be_read_is_a_violation(tmp_path: Path) -> None:
             await a.p2p._client.add_unary_handler(MANIFEST_CALL, nonsense)
             with pytest.raises(Violation, match=f"peer {a.peer_id} answered {MANIFEST_CALL} with what cannot be read"):
                 await fetch_manifest(b, a.peer_id)
+
+    run(scenario)
+
+
+def test_an_answer_to_a_call_that_is_given_up_at_that_moment_makes_nobody_deaf(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            asked, may_answer = asyncio.Event(), asyncio.Event()
+
+            async def answer(caller: str, request: bytes) -> bytes:
+                asked.set()
+                await may_answer.wait()
+                return b"late"
+
+            await a.serve("late", answer)
+            await serve_manifest(a, b"the manifest")
+            calling = asyncio.create_task(b.call(a.peer_id, "late", b"", 30.0))
+            await asked.wait()
+            [answering] = a.p2p._client.control._handler_tasks.values()
+            may_answer.set()
+            await answering
+            await asyncio.sleep(0)  # a's answer is written
+            reader = b.p2p._client.control._read_task.get_coro().cr_frame.f_locals["reader"]
+            select.select([reader._transport.get_extra_info("socket")], [], [], 10.0)  # it stalls until it is here
+            calling.cancel()
+            with suppress(asyncio.CancelledError):
+                await calling
+            assert (await fetch_manifest(b, a.peer_id))[0] == b"the manifest"
+
+    run(scenario)
+
+
+def test_a_peer_that_uses_the_id_of_a_call_to_it_makes_nobody_deaf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hivemind.p2p.p2p_daemon_bindings import control
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            asked = {"never": asyncio.Event(), "mine": asyncio.Event()}
+
+            async def never(name: str, caller: str, request: bytes) -> bytes:
+                asked[name].set()
+                await asyncio.Event().wait()
+                return b""
+
+            await b.serve("never", partial(never, "never"))
+            await a.serve("mine", partial(never, "mine"))
+            await serve_manifest(a, b"the manifest")
+            calling = asyncio.create_task(a.call(b.peer_id, "never", b"", 30.0))
+            await asked["never"].wait()
+            liar = b.p2p._client.control
+            [call_id] = liar._handler_tasks
+            with monkeypatch.context() as patch:
+                patch.setattr(control, "uuid4", lambda: call_id)
+                hanging = asyncio.create_task(liar.call_unary_handler(a.p2p.peer_id, "mine", b""))
+                await asked["mine"].wait()
+                await fetch_manifest(b, a.peer_id)
+            await b.p2p._client.disconnect(a.p2p.peer_id)
+            with pytest.raises((Unreachable, Violation)):
+                await calling
+            hanging.cancel()
+            await a.dial(JoinAddress.parse(b.join_addresses[0]))
+            await serve_manifest(b, b"another")
+            assert (await fetch_manifest(a, b.peer_id))[0] == b"another"
 
     run(scenario)
 
