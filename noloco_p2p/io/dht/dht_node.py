@@ -55,13 +55,18 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
     """Make linked peers that are not in the routing table aware of this node; returns whether any answers."""
     from hivemind.p2p import PeerID
 
-    peers = [PeerID.from_base58(peer_id) for peer_id in linked]
-    new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
-    answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in new))
-    for peer, answer in zip(new, answers, strict=True):
+    async def answers(peer: Any) -> bool:
+        try:
+            answer = await node.protocol.call_ping(peer)
+        except AssertionError:  # the place that the peer says it has does not exist
+            return False
         if answer is not None:
             node.blacklist.register_success(peer)
-    return any(answer is not None for answer in answers)
+        return answer is not None
+
+    peers = [PeerID.from_base58(peer_id) for peer_id in linked]
+    new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
+    return any(await asyncio.gather(*map(answers, new)))
 
 
 async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:

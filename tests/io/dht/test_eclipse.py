@@ -119,6 +119,20 @@ def test_a_reply_that_is_to_live_for_ever_does_not_end_a_search() -> None:
     run(scenario)
 
 
+def test_a_peer_that_names_no_place_in_the_dht_does_not_keep_others_from_rejoining(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
+            liar.directory._node.protocol.node_info.node_id = b"\xff" * 21
+            table = a.directory._node.protocol.routing_table
+            del table[table.get(peer_id=liar.libp2p.p2p.peer_id)]
+            await a.directory.rejoin()
+            assert not table.peer_id_to_uid
+            async with node(tmp_path / "b", join=[liar.address, a.address]) as b:
+                assert list(b.directory._node.protocol.routing_table.peer_id_to_uid) == [a.libp2p.p2p.peer_id]
+
+    run(scenario)
+
+
 def test_a_full_stage_keeps_those_that_are_in() -> None:
     from hivemind.dht.routing import DHTID
 
