@@ -8,7 +8,7 @@ seconds); its objects have no types.
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
@@ -48,7 +48,13 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     )
     # Readers would get what a stranger puts into the cache instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
+    node._filter_blacklisted = functools.partial(_others, node.node_id, node._filter_blacklisted)
     return node
+
+
+def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
+    """Whom hivemind may ask of those that a peer names: not this node, which it would then refuse to store at."""
+    return {place: peer for place, peer in usable(named).items() if place != own}
 
 
 async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:

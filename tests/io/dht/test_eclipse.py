@@ -133,6 +133,18 @@ def test_a_peer_that_names_no_place_in_the_dht_does_not_keep_others_from_rejoini
     run(scenario)
 
 
+def test_a_peer_that_names_the_node_that_asks_does_not_keep_it_from_announcing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
+            table = liar.directory._node.protocol.routing_table
+            honest = table.get_nearest_neighbors
+            table.get_nearest_neighbors = lambda query, k, exclude: honest(query, k)
+            await a.directory.announce(a.advert(), TTL_S)
+            assert [advert.peer_id for advert in await liar.directory.peers()] == [a.libp2p.peer_id]
+
+    run(scenario)
+
+
 def test_a_full_stage_keeps_those_that_are_in() -> None:
     from hivemind.dht.routing import DHTID
 
