@@ -145,6 +145,31 @@ def test_a_peer_that_names_the_node_that_asks_does_not_keep_it_from_announcing(t
     run(scenario)
 
 
+def test_what_a_reply_says_of_all_its_records_keeps_nobody_from_reading(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            node(tmp_path / "a") as a,
+            node(tmp_path / "liar", join=[a.address]) as liar,
+            node(tmp_path / "b", join=[a.address, liar.address]) as b,
+        ):
+            protocol = liar.directory._node.protocol
+            honest = protocol.storage.get
+
+            def get(key: Any) -> Any:
+                found = honest(key)
+                if found is not None:
+                    vars(found.value).update(maxsize="much", latest_expiration_time="late", frozen=True)
+                return found
+
+            await a.directory.announce(a.advert(), TTL_S)
+            protocol.storage.get = get
+            await b.directory.rejoin()
+            for one in (a, b):
+                assert [advert.peer_id for advert in await one.directory.peers()] == [a.libp2p.peer_id]
+
+    run(scenario)
+
+
 def test_a_full_stage_keeps_those_that_are_in() -> None:
     from hivemind.dht.routing import DHTID
 
