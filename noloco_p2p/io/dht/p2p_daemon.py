@@ -52,6 +52,14 @@ class _Calls(dict[Any, "asyncio.Future[bytes]"]):
         return waiting is not None and not waiting.done()
 
 
+class _Answers(dict[Any, "asyncio.Task[None]"]):
+    """hivemind's answers that are being made, by the ids of the calls. It forgets none whose caller gave up."""
+
+    def __setitem__(self, call: object, making: "asyncio.Task[None]") -> None:
+        super().__setitem__(call, making)
+        making.add_done_callback(lambda _: self.pop(call, None))
+
+
 async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
     """hivemind's P2P, listening on `host` and the port of the last of the `places`, all of which it announces.
 
@@ -84,7 +92,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
             auto_nat=False,
             use_relay=False,
         )
-        made._client.control._pending_calls = _Calls()
+        made._client.control._pending_calls, made._client.control._handler_tasks = _Calls(), _Answers()
         made._client.control._handler = partial(_handled, made._client.control._handler)
         return made
     except P2PDaemonError as error:

@@ -198,6 +198,30 @@ def test_a_peer_that_uses_the_id_of_a_call_to_it_makes_nobody_deaf(
     run(scenario)
 
 
+def test_nothing_is_left_of_a_call_whose_caller_gave_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            asked, ended = asyncio.Event(), asyncio.Event()
+
+            async def never(caller: str, request: bytes) -> bytes:
+                asked.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+                return b""
+
+            await a.serve("never", never)
+            calling = asyncio.create_task(b.call(a.peer_id, "never", b"", 30.0))
+            await asked.wait()
+            calling.cancel()
+            await ended.wait()
+            await asyncio.sleep(0)  # its task ends
+            assert not a.p2p._client.control._handler_tasks
+
+    run(scenario)
+
+
 def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
     dialled: list[tuple[str, str]] = []
 
