@@ -282,7 +282,7 @@ class Libp2pDaemon:
 
     async def _watched(self) -> None:
         code = await self.p2p._child.wait()
-        self._death = f"the libp2p daemon (p2pd) has died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        self._death = f"the libp2p daemon (p2pd) has died ({p2p_daemon.how_it_ended(code)})"
         if not self.failed.done():
             self.failed.set_exception(LocalError(self._death))
             self.failed.exception()  # marks it as seen: whoever wants to know awaits it

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 SOCKETS_MIN_AGE_S = 60.0
 _SOCKETS = "hivemind-p2p*.sock"
+_LINES = 200
+"""The last lines of a daemon's output that are kept: a crash of Go takes so many."""
 
 
 def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> None:
@@ -65,24 +68,15 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
 
     Raises LocalError. With `metrics_port` (not 0) it serves its own metrics on that port of `host`, at /metrics.
     """
-    from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.logging import use_hivemind_log_handler
 
-    class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
-        """Its daemon is in a process group of its own: Ctrl-C in a terminal must reach the node alone, which then
-        still needs the daemon to say that it leaves."""
-
-        @staticmethod
-        def _make_process_args(*args: Any, **options: Any) -> list[str]:
-            program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
-            return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options), *metrics]
-
     bare, port = f"[{host}]" if ":" in host else host, places[-1].port
     metrics = [] if metrics_port is None else [f"-metricsAddr={bare}:{metrics_port}"]
+    started, said = list[Any](), deque[str](maxlen=_LINES)
     use_hivemind_log_handler("nowhere")
     try:
-        made = await OwnGroup.create(
+        made = await _own_group(metrics, started, said).create(
             identity_path=str(identity.path),
             check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
             host_maddrs=[host_multiaddress(host, port)],
@@ -98,9 +92,54 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
     except P2PDaemonError as error:
         if "address already in use" in str(error):
             raise LocalError(port_in_use(host, port, "listen.dht_port")) from error
-        raise LocalError(f"the libp2p daemon did not start: {' '.join(str(error).split())[:300]}") from error
+        why = f"{' '.join(str(error).split())[:300]} ({await _end(started, said)})"
+        raise LocalError(f"the libp2p daemon did not start: {why}") from error
     except (OSError, EOFError) as error:
-        raise LocalError(f"the libp2p daemon died while it started ({error or type(error).__name__})") from error
+        why = f"{error or type(error).__name__}; {await _end(started, said)}"
+        raise LocalError(f"the libp2p daemon died while it started ({why})") from error
+
+
+def _own_group(metrics: Sequence[str], started: list[Any], said: deque[str]) -> Any:
+    """hivemind's P2P with more arguments, which puts itself into `started` and the lines of its daemon into `said`."""
+    from hivemind.p2p import P2P
+
+    class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
+        """Its daemon is in a process group of its own: Ctrl-C in a terminal must reach the node alone, which then
+        still needs the daemon to say that it leaves."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+        @staticmethod
+        def _log_p2pd_message(line: str) -> None:
+            said.append(line)
+
+        @staticmethod
+        def _make_process_args(*args: Any, **options: Any) -> list[str]:
+            program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
+            return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options), *metrics]
+
+    return OwnGroup
+
+
+async def _end(started: Sequence[Any], said: Sequence[str]) -> str:
+    """How a daemon that failed to start ended, and what it said of that. It is ended if it runs."""
+    if not started or started[0]._child is None:
+        return "there is no process"
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(started[0]._child.wait(), END_TIMEOUT_S)
+    ended = how_it_ended(started[0]._child.returncode)
+    await stop(started[0])
+    cause = next((line for line in said if line.startswith(("panic:", "fatal error:", "runtime:"))), "")
+    return f"{ended}: {cause[:200]}" if cause else ended
+
+
+def how_it_ended(code: int | None) -> str:
+    """`signal 9` or `exit code 2`, of a process's return code; None: it runs."""
+    if code is None:
+        return "it still runs"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 async def connect(p2p: Any, target: JoinAddress) -> str:

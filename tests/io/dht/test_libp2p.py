@@ -3,6 +3,7 @@
 import asyncio
 import os
 import select
+import signal
 import socket
 import time
 from contextlib import suppress
@@ -89,6 +90,29 @@ def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
             with pytest.raises(LocalError, match=f"port {b.metrics_port} .*choose another listen.libp2p_metrics_port"):
                 async with daemon(tmp_path / "c", metrics_port=b.metrics_port):
                     pass
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.p2p import P2P
+
+    read = P2P._read_outputs
+
+    async def read_and_kill(self: P2P, is_ready: "asyncio.Future[None]") -> None:
+        if ready:
+            is_ready.add_done_callback(lambda _: os.kill(self._child.pid, signal.SIGKILL))
+        else:
+            os.kill(self._child.pid, signal.SIGKILL)
+        await read(self, is_ready)
+
+    monkeypatch.setattr(P2P, "_read_outputs", read_and_kill)
+
+    async def scenario() -> None:
+        with pytest.raises(LocalError, match=r"(died while it started \(.*; |did not start: .*\()signal 9\)"):
+            async with daemon(tmp_path / "a"):
+                pass
 
     run(scenario)
 
