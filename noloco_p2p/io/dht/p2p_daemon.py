@@ -97,6 +97,10 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
     except (OSError, EOFError) as error:
         why = f"{error or type(error).__name__}; {await _end(started, said)}"
         raise LocalError(f"the libp2p daemon died while it started ({why})") from error
+    except asyncio.CancelledError:
+        if started and started[0]._child is not None:
+            await stop(started[0])
+        raise
 
 
 def _own_group(metrics: Sequence[str], started: list[Any], said: deque[str]) -> Any:

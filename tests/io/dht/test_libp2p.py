@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from daemons import RUN, STRANGER, daemon, run
+from daemons import RUN, STRANGER, daemon, gone, run
 from machine import in_time
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
@@ -113,6 +113,32 @@ def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, mo
         with pytest.raises(LocalError, match=r"(died while it started \(.*; |did not start: .*\()signal 9\)"):
             async with daemon(tmp_path / "a"):
                 pass
+
+    run(scenario)
+
+
+def test_a_start_that_is_cancelled_leaves_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.p2p import P2P
+
+    async def scenario() -> None:
+        there: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def read(self: P2P, is_ready: "asyncio.Future[None]") -> None:
+            there.set_result(self._child.pid)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(P2P, "_read_outputs", read)
+
+        async def start() -> None:
+            async with daemon(tmp_path / "a"):
+                pass
+
+        starting = asyncio.create_task(start())
+        pid = await there
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert gone(pid)
 
     run(scenario)
 
