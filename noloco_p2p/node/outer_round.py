@@ -112,7 +112,7 @@ class OuterRounds:
         going_on = None
         if opened is not None and (due is not None or is_last or opened.pull.done()):
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
-            if begins and useful and not opened.pull.done():
+            if begins and useful and not (self._rule.common or opened.pull.done()):
                 going_on = opened
             if going_on is None or not self._rule.lasting:
                 await self.end("late", wait=due is None or bool(self._rule.common), cancel=going_on is None)

@@ -163,6 +163,22 @@ def test_a_round_that_is_open_when_the_next_is_due_ends_late_and_alone(monkeypat
             assert found[1:] == [(2, "alone", "late"), (3, "partner", "matched")]
 
 
+@pytest.mark.parametrize("max_stale_rounds", [0, 2])
+@pytest.mark.parametrize("rule", ["diloco", "dct"])
+def test_the_vectors_of_all_are_waited_for_at_the_next_round_and_merged_once(
+    monkeypatch: pytest.MonkeyPatch, rule: str, max_stale_rounds: int
+) -> None:
+    hold_up(monkeypatch, 7.0)
+    outer = {"rule": rule, "inner_steps": M, "overlap": True, "max_stale_rounds": max_stale_rounds}
+    swarm = FaultySwarm(plan_of((3, 3), steps=24, outer=outer, routing="balanced"))
+    swarm.gap_s += 10.0
+    outcome = check(swarm)
+    for process in outcome.processes:
+        own = rounds(outcome, process.peer)
+        assert [(e.number("round"), e.get("result")) for e in own] == [(n, "all") for n in (1, 2, 3, 4)]
+    assert len({tuple(process.linear_stage.theta) for process in outcome.processes}) == 2, "one of each stage"
+
+
 def test_the_end_of_the_run_completes_what_is_open() -> None:
     """Round 2 is due at step 12, the last one at step 13: then round 2 is ended, and round 3 is waited for."""
     outcome = check(FaultySwarm(plan(steps=13)))
