@@ -50,6 +50,9 @@ class SnapshotCodec:
         kept = None if self._sparse is None else self._sparse.kept
         self._guard = PartnerGuard(parameters, run.outer.update.offered)
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
+        tokens = run.microbatches_per_step * run.microbatch_size * run.sequence_length
+        self._least = float(tokens) if self._gradients else 0.0
+        """A sum of gradients is judged as one of so many tokens at least: a replica's own may be of none."""
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
         """What travels to a partner, and its format in a codec with bounds."""
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
@@ -112,8 +115,8 @@ class SnapshotCodec:
         if not self._common:
             return found if found.missing else self._guard.judged(mine, found)
         own, most = (host_tensor.largest(host_tensor.to_torch(one)) for one in (mine.vector, found.vector))
-        if not most <= largest_accepted(own):
-            raise Violation(f"the snapshot of {theirs.peer} has a value of {most:.3g}, mine are {own:.3g} at most")
+        if not most <= (limit := largest_accepted(max(own, self._least))):
+            raise Violation(f"the snapshot of {theirs.peer} has a value of {most:.3g}; the limit is {limit:.3g}")
         return found
 
     def _decoded(

@@ -122,3 +122,14 @@ def test_gradients_of_a_number_of_tokens_that_makes_no_sense_are_refused(tokens:
     sent.tensors[0].data.cast("f")[-1] = tokens
     with pytest.raises(Violation, match="tokens"):
         stages[0].decode(mine, request, sent)
+
+
+def test_a_replica_without_a_token_of_its_own_takes_the_gradients_of_many() -> None:
+    stages, others = (of_peer for of_peer in list(replicas_of(rule="sync").values())[:2])
+    for number in range(65):
+        run_microbatch(others, make_batch(number, ignored=0), microbatch(number))
+    for stage, other in zip(stages, others, strict=True):
+        request = SnapshotRequest(stage.state.index)
+        theirs = stage.decode(stage.snapshot(1, 1), request, other.encode(other.snapshot(1, 1), request, "a"))
+        stage.merge(stage.snapshot(1, 1), [theirs])
+        assert stage.inner_step(make_label(1)).grad_norm == other.inner_step(make_label(1)).grad_norm > 0

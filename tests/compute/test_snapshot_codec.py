@@ -83,5 +83,5 @@ def test_a_vector_that_is_finite_and_out_of_all_proportion_is_not_merged(rule: s
     if rule == "noloco":
         assert stage.decode(mine, request, changed).verdict == "refused"
         return
-    with pytest.raises(Violation, match="mine are"):
+    with pytest.raises(Violation, match="the limit is"):
         stage.decode(mine, request, changed)
