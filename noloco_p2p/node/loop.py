@@ -240,7 +240,7 @@ class Node:
         if not node.draining:
             # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
             node.update(step=float(node.manifest.steps))
-            await self._rounds.at_border(server.close)
+            await self._outer_round()
             await self._checkpointer.save_if_due()
 
     def _members_read(self) -> None:
@@ -286,16 +286,17 @@ class Node:
         if ahead and not self.state.draining:
             self._server.close()
             await self._joining.take_over(ahead)
+            if self.state.step >= self.state.manifest.steps:  # The state may be from before the run's last round.
+                await self._rounds.at_border(self._server.close)
 
     def status(self, now: float) -> Status:
         """This node at `now` on the loop's clock, without `figures`; from any thread. Every age is one of `now`."""
-        intake = self._server.intake
         return replace(
             self.state.status(now),
             waits=self.waits.current(now),
             serving=self.waits.served(now),
             seen=self.swarm.members.seen(now=now),
             deserted={stage: max(0.0, now - since) for stage, since in sorted(self.swarm.deserted.items())},
-            in_flight=intake.in_flight,
-            waiting=intake.waiting,
+            in_flight=self._server.intake.in_flight,
+            waiting=self._server.intake.waiting,
         )

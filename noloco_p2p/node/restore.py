@@ -96,7 +96,7 @@ class WeightRestorer:
         """Copy the full state of a living replica; partners may pull from here after the first complete outer interval.
 
         The clock is the others', because they trained on during the copy, and under `balanced` they would wait for
-        every step that this node is behind.
+        every step that this node is behind. One that was further does not go back.
         """
         node = self._node
         with self._waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
@@ -108,7 +108,7 @@ class WeightRestorer:
             await node.stage.restore(state)
         step = state.step
         if not node.manifest.outer.update.gradients:  # Whose steps others' kept gradients are needed for.
-            step = max(step, self._clock_of_others())
+            step = max(step, self._clock_of_others(), node.advert.step)
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
 

@@ -96,6 +96,23 @@ def test_a_planted_difference_is_healed(rule: str, stage: int) -> None:
     assert [(e.peer, e.get("source")) for e in came] == [(who, "peer")], "the one that differs, once"
 
 
+@pytest.mark.parametrize("who", ["s0r1", "s1r0"])
+def test_a_difference_that_the_last_round_shows_is_healed(who: str) -> None:
+    """Whoever is copied may still be waiting for the vectors of that round."""
+    last = plan("diloco", routing="random", seed=1)
+    swarm, before = FaultySwarm(last), FaultySwarm(last).run().trace.of("outer_round", who)[-2].at_s
+
+    def plant() -> None:
+        linear = swarm.process(who).linear_stage
+        for values in (linear.theta, linear.base, *linear.kept.values()):
+            values[0] += 0.5
+
+    swarm.at(before + 0.05, plant)
+    outcome = check(swarm)
+    agree(outcome)
+    assert [(e.peer, e.get("source")) for e in outcome.trace.of("resumed")] == [(who, "peer")]
+
+
 @each_rule
 def test_the_whole_swarm_is_stopped_and_goes_on(rule: str) -> None:
     peers = [f"s{stage}r{i}" for stage in range(2) for i in range(3)]
