@@ -22,8 +22,6 @@ TokenizerName = Annotated[
 ]
 RunName = Annotated[str, matching("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "up to 64 letters, digits, '.', '_' or '-'")]
 
-OPEN = "open"
-
 ModelConfig = dict[str, bool | int | float | str | list[bool | int | float | str | None] | None]
 TINY_LLAMA: ModelConfig = {
     "hidden_size": 128,
@@ -121,12 +119,6 @@ class SecuritySettings(Settings):
     root_key: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")] | None = None
     """Public key of the root of a members-only run; `--key FILE` on the first node sets it; none: the run is open to
     everybody. A first node that others can reach makes its own key unless `security: open` is set."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_word(cls, values: Any) -> Any:
-        """`security: open` says that there is no key, and that a first node at a public address is to make none."""
-        return {} if values == OPEN else values
 
 
 class RunManifest(Settings):

@@ -39,7 +39,8 @@ CHOICES = (("inner", "optimizer"), ("outer", "rule"))
 """How the keys end on which the defaults of the rest of their section depend."""
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
-SECURITY = "security"
+SECURITY, ROOT_KEY, OPEN = "security", "root_key", "open"
+"""`security: open` says that there is no key, and that a first node at a public address is to make none."""
 Options = Mapping[str, tuple[str, object]]
 """Name of an option → (key, value); the value is None for an option that was not given."""
 
@@ -70,7 +71,7 @@ class Overrides:
 
     def for_members(self, root_key: str) -> "Overrides":
         """The same for a run with this root."""
-        return Overrides((*self.entries, SettingEntry((SECURITY, "root_key"), root_key, "--key")))
+        return Overrides((*self.entries, SettingEntry((SECURITY, ROOT_KEY), root_key, "--key")))
 
     def above(self, defaults: Mapping[Key, object]) -> "Overrides":
         """The same over these defaults of a command."""
@@ -103,7 +104,7 @@ def read(
     faults: list[str] = []
     entries = read_entries(named(path), environ, sets, KNOWN, faults)
     given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
-    entries += [entry for entry in given if entry.value is not None]
+    entries = [*map(_without_word, entries), *(entry for entry in given if entry.value is not None)]
     refuse([*faults, *_faults(RunManifest, entries, together=False), *_faults(NodeConfig, entries, together=False)])
     return Overrides(tuple(entries))
 
@@ -127,6 +128,12 @@ def manifest_from_json(data: bytes) -> RunManifest:
         raise Violation(
             f"the manifest received is not valid ({message}): does the peer run another version?"
         ) from error
+
+
+def _without_word(entry: SettingEntry) -> SettingEntry:
+    """`security: open` as the key that it sets."""
+    is_word = entry.key == (SECURITY,) and entry.value == OPEN
+    return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if is_word else entry
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:

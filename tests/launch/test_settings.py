@@ -166,6 +166,19 @@ def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
     assert not any("vocab_size" in line or "seed" in line for line in lines)
 
 
+def test_a_file_that_opens_a_run_is_right_for_those_who_join_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 500\nsecurity: open\n")
+    given = settings.read(path, {}, [])
+    assert given.says_who_may_join
+    given.check_agrees(given.manifest())
+    with pytest.raises(ConfigError, match=rf"{path}:2: security.root_key is not set here, 'abab.* in the swarm"):
+        given.check_agrees(given.for_members("ab" * 32).manifest())
+    assert faults(None, sets=["security=closed"]) == [
+        "--set security: security must be a section of keys, not 'closed'"
+    ]
+
+
 def test_a_key_that_goes_with_the_swarms_others_is_not_measured_by_the_defaults() -> None:
     """gamma 1.9 breaks S1 with the default alpha, and is right with the swarm's."""
     swarm = RunManifest.model_validate({"outer": {"rule": "noloco", "alpha": 0.1, "gamma": 1.9}})
