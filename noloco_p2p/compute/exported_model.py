@@ -7,6 +7,7 @@ here knows where the weights come from.
 Shape legend: B microbatch, T sequence, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
@@ -27,6 +28,8 @@ from noloco_p2p.errors import ConfigError, LocalError, Violation
 
 TRIMMED_AT_ONCE = 1 << 18
 """Values of a parameter that are sorted at once, of all replicas."""
+CACHES = "cache", "past_key_values"
+"""What a model of transformers calls what it keeps of the context; before 5.24 it knows only the second name."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
 """θ of one replica or of a mean, by global name, in compute_dtype, in host memory."""
@@ -209,18 +212,19 @@ class ExportedModel:
         `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws.
         """
         generator = torch.Generator().manual_seed(seed)
+        known = inspect.signature(self.causal.forward).parameters
+        cache = next((name for name in CACHES if name in known), CACHES[-1])
         seen, past, fresh = list(prompt[-window:]), None, list(prompt[-window:])
         while True:
             if len(seen) > window:
                 seen = seen[-max(1, window // 2) :]
                 past, fresh = None, seen
             with torch.no_grad():
-                output = self.causal(
-                    input_ids=self._tensor(torch.tensor([fresh])), past_key_values=past, use_cache=True
-                )
+                ids = self._tensor(torch.tensor([fresh]))
+                output = self.causal(input_ids=ids, use_cache=True, **{cache: past})
             logits_V = output.logits[0, -1].float().cpu()
             chosen = int(_drawn(logits_V, temperature, generator))
-            past, fresh = output.past_key_values, [chosen]
+            past, fresh = getattr(output, cache), [chosen]
             seen.append(chosen)
             yield chosen
 

@@ -177,8 +177,9 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
         run_generate(out, "3+4", chat=True, **options)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
-    """What the kept keys and values give is what a forward over all ids gives."""
+    """What the kept keys and values give is what a forward over all ids gives, by names that do not go away."""
     manifest = small_run()
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
