@@ -209,7 +209,8 @@ class ExportedModel:
         """Token ids that follow `prompt` (at least one id), one after the other, without end.
 
         The context has at most `window` ids; when it is full, its later half is read again and the cache starts over.
-        `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws.
+        `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws. Raises LocalError: the
+        model's weights are broken.
         """
         generator = torch.Generator().manual_seed(seed)
         known = inspect.signature(self.causal.forward).parameters
@@ -223,6 +224,8 @@ class ExportedModel:
                 ids = self._tensor(torch.tensor([fresh]))
                 output = self.causal(input_ids=ids, use_cache=True, **{cache: past})
             logits_V = output.logits[0, -1].float().cpu()
+            if not bool(torch.isfinite(logits_V).all()):
+                raise LocalError("the model gives no finite number: its weights are broken")
             chosen = int(_drawn(logits_V, temperature, generator))
             past, fresh = getattr(output, cache), [chosen]
             seen.append(chosen)
@@ -269,4 +272,6 @@ def _tokenizer(directory: Path) -> Any:
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits_V.argmax()
-    return torch.multinomial(torch.softmax(logits_V / temperature, dim=-1), 1, generator=generator)[0]
+    # In float64 and from the largest: float32 has no quotient by a temperature near 0.
+    scaled_V = (logits_V - logits_V.max()).double() / temperature
+    return torch.multinomial(torch.softmax(scaled_V.float(), dim=-1), 1, generator=generator)[0]

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from checkpointed import TEXT, exported, make_replica, save, save_swarm, small_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizer_files import save_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,7 @@ from noloco_p2p.compute.exported_model import ExportedModel
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.launch import run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
@@ -132,6 +132,8 @@ def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
 
     assert said(1) == said(1) != said(2)
     assert said(1, 0.0) == said(2, 0.0) != said(1)
+    for tiny in (1e-20, 1e-40, 1e-320):
+        assert said(1, tiny) == said(1, 0.0), "all the others are as good as impossible"
     assert said(1) != ""
     assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
 
@@ -192,6 +194,16 @@ def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
             expected = int(model(input_ids=torch.tensor([seen])).logits[0, -1].argmax())
         assert next(continuation) == expected
         seen.append(expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_model_says_so(tmp_path: Path, temperature: float) -> None:
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    weights = load_file((out := exported(tmp_path, tmp_path / "out")) / "model.safetensors")
+    save_file({name: weight * torch.inf for name, weight in weights.items()}, out / "model.safetensors")
+    with pytest.raises(LocalError, match="its weights are broken"):
+        run_generate(out, "x", tokens=1, temperature=temperature, seed=0, device="cpu")
 
 
 def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
