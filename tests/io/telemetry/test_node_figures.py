@@ -1,5 +1,6 @@
 """Rates and a node's present figures: right for a stream, for lumps far apart, and for what has stopped."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from noloco_p2p.core.status import NodeFigures
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import RateMeter, RunCounters
+from noloco_p2p.launch import run_files
 
 
 def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
@@ -88,6 +90,15 @@ def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     counters.count("outer_round", alone)
     assert found.rounds == {"alone": 1}, "a copy: the counters go on"
     assert isinstance(found, NodeFigures)
+
+
+def test_a_summary_is_written_of_weights_that_are_broken(tmp_path: Path) -> None:
+    counters = RunCounters(1)
+    counters.count("evaluation", {"step": 1, "loss": math.nan, "tokens": 16})
+    counters.count("replica_std", {"value": math.inf})
+    run_files.write_json(tmp_path / "summary.json", node_figures.run_totals(counters))
+    found = json.loads((tmp_path / "summary.json").read_bytes())
+    assert (found["validation_loss"], found["replica_std"], found["evaluations"]) == (None, None, 1)
 
 
 def test_memory_and_disk_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
