@@ -167,15 +167,21 @@ def refuse_existing(out: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A fresh directory beside `out` that becomes `out` when the context ends well, and is removed when it does not."""
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.new")
+    """A fresh directory that becomes `out` when the context ends well, and is removed when it does not: beside `out`,
+    or in it where it is there, since it may be a volume or a link, or have hidden files."""
+    there = out.is_dir()
+    fresh = out / f".{os.getpid()}.new" if there else out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
         fresh.mkdir(parents=True)
         yield fresh
         # Libraries write weights that only their owner may read.
         for path in fresh.rglob("*"):
             path.chmod(fresh.stat().st_mode & (0o777 if path.is_dir() else 0o666))
-        fresh.rename(out)
+        if not there:
+            fresh.rename(out)
+            return
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # last what makes it a model
+            path.rename(out / path.name)
     except OSError as error:
         raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:

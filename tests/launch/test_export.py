@@ -21,7 +21,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch.export import run_export
+from noloco_p2p.launch.export import read_record, run_export
 from noloco_p2p.launch.run_files import stored_manifest
 
 
@@ -200,6 +200,24 @@ def test_the_manifest_must_be_that_of_the_checkpoints(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(LocalError, match=r"manifest\.json is missing"):
         exported(tmp_path, tmp_path / "out")
+
+
+def test_an_empty_directory_that_is_there_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a link to one, the one that one is in, and one with hidden files, such as a fresh clone."""
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    clone, linked, here = (tmp_path / name for name in ("clone", "linked", "here"))
+    for directory in (clone, linked, here):
+        directory.mkdir()
+    (clone / ".gitattributes").write_text("theirs")
+    (tmp_path / "link").symlink_to(linked)
+    monkeypatch.chdir(here)
+    for out in (clone, tmp_path / "link", Path()):
+        run_export((), [tmp_path / "a"], out, merge="mean", replicas=True, tokenizer_dir=None)
+        assert read_record(out)[0] == manifest
+        assert not list(out.glob("*.new")), "nothing is left"
+    assert (clone / ".gitattributes").read_text() == "theirs"
+    assert (linked / "model.safetensors").read_bytes() == (clone / "model.safetensors").read_bytes()
 
 
 def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
