@@ -1,5 +1,6 @@
 """How a command ends: one line and exit code 2 for what the user can put right, a traceback only with --debug."""
 
+import io
 import sys
 from typing import NoReturn
 
@@ -18,6 +19,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack letters that we print
     try:
         code = app(prog_name=name, args=[a for a in arguments if a != DEBUG], standalone_mode=False)
     except NolocoError as error:

@@ -89,6 +89,17 @@ def test_a_shell_completes_commands_and_options() -> None:
     assert done.stdout.split() == ["--stages", "--steps"]
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_what_a_locale_cannot_say_is_said_by_its_code(encoding: str, tmp_path: Path) -> None:
+    """A name in another encoding than the terminal's, too."""
+    command = [*(sys.executable, "-m", "noloco_p2p.cli.main", "key", "new"), "caf\udce9 …"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    said = rb"wrote caf\udce9 \u2026; its" if encoding == "ascii" else rb"wrote caf\udce9 " + "…; its".encode()
+    assert done.stdout.startswith(said)
+
+
 def test_debug_shows_where(tmp_path: Path) -> None:
     done = noloco("swarm", "--set", "steps=none", "--debug", cwd=tmp_path)
     assert "Traceback" in done.stderr
