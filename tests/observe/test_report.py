@@ -439,12 +439,16 @@ def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -
     assert (outline.tags.count("script"), outline.tags.count("img")) == (1, 0)
 
 
-def test_directories_of_swarms_are_runs_of_their_own_whatever_they_ran(node: Path) -> None:
+def test_directories_of_swarms_are_runs_of_their_own_whatever_they_ran(
+    node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place in (node / "a", node / "b"):
         (place / "0-0").mkdir(parents=True)
         (place / "swarm.json").touch()
         (place / "0-0" / NAME).write_bytes(line("start", 0.0, run_id="same", stage=0))
     assert list(read_runs([node / "a", node / "b"])) == ["a", "b"]
+    monkeypatch.chdir(node / "a")
+    assert list(read_runs([Path(), node / "b"])) == ["a", "b"], "the directory that one is in has a name, too"
     assert len(read_runs([node / "a" / "0-0", node / "b" / "0-0"])) == 1, "nodes of one run, of two machines"
 
 

@@ -113,11 +113,15 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
     if not found:
         raise ConfigError(f"no line of the journals in {', '.join(map(str, paths))} can be read; was the run started?")
     own = {name: [path for path in paths if len(found) == 1 or clean(path) == name] for name in found}
-    short = Counter(Path(name).name for name in found)
-    return {
-        Path(name).name if short[Path(name).name] == 1 else name: _run(nodes, own[name])
-        for name, nodes in found.items()
-    }
+    short = {name: _last_part(name) for name in found}
+    times = Counter(short.values())
+    return {short[name] if times[short[name]] == 1 else name: _run(nodes, own[name]) for name, nodes in found.items()}
+
+
+def _last_part(name: str) -> str:
+    """Of a path; of `.` and `..` that of the directory itself."""
+    last = Path(name).name
+    return clean(Path(name).resolve().name) if name and last in ("", "..") else last
 
 
 def _read_node(directory: Path, name: str) -> NodeHistory:
