@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from noloco_p2p.errors import NolocoError
+from noloco_p2p.humanize import plain
 from noloco_p2p.launch.export import run_export
 
 LINES, WIDTH = 4, 76
@@ -30,7 +31,8 @@ def sample_lines(run_dir: Path) -> list[str]:
     except (NolocoError, OSError) as error:
         return [f"no sample: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
-    return ["the model writes:", *[f"    {line.rstrip()}" for line in wrapped if line.strip()][:LINES]]
+    shown = (plain(line).rstrip() for line in wrapped)  # a model that has hardly learnt writes control characters
+    return ["the model writes:", *[f"    {line}" for line in shown if line][:LINES]]
 
 
 def say_what_next(run_dir: Path, say: Callable[[str], None]) -> None:

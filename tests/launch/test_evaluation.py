@@ -26,6 +26,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.launch import run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
+from noloco_p2p.launch.swarm_end import sample_lines
 
 
 def byte_tokenizer(directory: Path) -> str:
@@ -136,6 +137,15 @@ def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
         assert said(1, tiny) == said(1, 0.0), "all the others are as good as impossible"
     assert said(1) != ""
     assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+
+
+def test_a_sample_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+    """A model that has learnt nothing writes all bytes, such as escapes and backspaces."""
+    save_swarm(small_run(), tmp_path, [1, 1])
+    title, *lines = sample_lines(tmp_path)
+    assert title == "the model writes:"
+    assert len(lines) > 1
+    assert all(line.isprintable() and line.strip() for line in lines)
 
 
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
