@@ -14,11 +14,13 @@ LINES, WIDTH = 4, 76
 SAMPLE_TOKENS = 240
 MOST_BYTES = 2 << 30
 """Of the checkpoints that are read: a larger model is not loaded without being asked for."""
+TENSORS = "*/checkpoints/*/*.safetensors"
+"""Of the checkpoints in a run's directory."""
 
 
 def sample_lines(run_dir: Path) -> list[str]:
     """The first lines that a run's model writes, from its newest checkpoints, or one that says why there are none."""
-    size = sum(path.stat().st_size for path in run_dir.glob("*/checkpoints/*/*.safetensors"))
+    size = sum(path.stat().st_size for path in run_dir.glob(TENSORS))
     if size > MOST_BYTES:
         return ["no sample: the model is large; noloco generate loads it"]
     try:
@@ -36,8 +38,10 @@ def sample_lines(run_dir: Path) -> list[str]:
 
 
 def say_what_next(run_dir: Path, say: Callable[[str], None]) -> None:
-    """The commands for a run that is complete, with its directory filled in."""
+    """The commands for a run that is complete, with its directory filled in; without checkpoints there is no model."""
     run, model, page = (shlex.quote(str(path)) for path in (run_dir, run_dir / "model", run_dir / "report.html"))
     say(f"report    noloco report {run} --out {page}")
+    if not any(run_dir.glob(TENSORS)):
+        return
     say(f"export    noloco export --from {run} --out {model}")
     say(f"generate  noloco generate {model} --prompt 'def main('")

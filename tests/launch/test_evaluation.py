@@ -26,7 +26,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.launch import run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
-from noloco_p2p.launch.swarm_end import sample_lines
+from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
 
 
 def byte_tokenizer(directory: Path) -> str:
@@ -146,6 +146,15 @@ def test_a_sample_does_nothing_to_the_terminal(tmp_path: Path) -> None:
     assert title == "the model writes:"
     assert len(lines) > 1
     assert all(line.isprintable() and line.strip() for line in lines)
+
+
+def test_what_comes_next_is_what_can_be_done(tmp_path: Path) -> None:
+    said: list[str] = []
+    say_what_next(tmp_path, said.append)
+    assert [line.split()[0] for line in said] == ["report"], "a run without checkpoints has no model"
+    save_swarm(small_run(), tmp_path, [1, 1])
+    say_what_next(tmp_path, said.append)
+    assert [line.split()[0] for line in said[1:]] == ["report", "export", "generate"]
 
 
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
