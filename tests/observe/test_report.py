@@ -439,6 +439,14 @@ def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -
     assert (outline.tags.count("script"), outline.tags.count("img")) == (1, 0)
 
 
+def test_a_directory_may_have_any_name(node: Path) -> None:
+    strange = node.rename(node.with_name("caf\udce9 \x01"))
+    (strange / NAME).write_bytes(line("start", 0.0, stage=0) + line("progress", 3.0, stage=0, step=2, tokens=10))
+    parsed(render_all(read_runs([strange])))
+    assert series.write([strange], node.with_name("series.csv")) == 1
+    assert "caf   " in node.with_name("series.csv").read_text("utf-8")
+
+
 def test_directories_of_swarms_are_runs_of_their_own_whatever_they_ran(
     node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
             )
         found.update(dict.fromkeys(each.resolve() for each in here))
     names = Counter(each.name for each in found)
-    return {each: each.name if names[each.name] == 1 else f"{each.parent.name}/{each.name}" for each in found}
+    return {each: clean(each.name if names[each.name] == 1 else f"{each.parent.name}/{each.name}") for each in found}
 
 
 def read_processes(directory: Path) -> list[list[JournalEvent]]:
