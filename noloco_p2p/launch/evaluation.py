@@ -86,7 +86,9 @@ def run_generate(
     silence_transformers()
     tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
-    given = (chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode()).tolist()) or [tokenizer.eos]
+    # A command line may hold bytes that are no UTF-8: they are meant as they are.
+    given = chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
+    given = given or [tokenizer.eos]
     if max(given) >= int(str(manifest.model.config["vocab_size"])):
         raise ConfigError(f"{out}: the chat template has tokens that the model does not know")
     endless = ExportedModel.load(out, device).continuation(given, manifest.sequence_length, temperature, seed)

@@ -137,6 +137,8 @@ def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
         assert said(1, tiny) == said(1, 0.0), "all the others are as good as impossible"
     assert said(1) != ""
     assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    latin = os.fsdecode("é".encode("latin-1"))
+    assert run_generate(out, latin, tokens=5, temperature=1.0, seed=1, device="cpu") != ""
 
 
 def test_a_sample_does_nothing_to_the_terminal(tmp_path: Path) -> None:
