@@ -119,14 +119,13 @@ class Node:
 
     async def _watch_failure(self) -> None:
         """Ends when the node has failed, or has been leaving for as long as it may."""
-        node, until = self.state, self.waits.until
+        node, until, drain_s = self.state, self.waits.until, self.state.config.limits.drain_s
         await until(lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True)
         if node.error is None:
-            drain_s = node.config.limits.drain_s
             await until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
         if node.error is not None:
             raise node.error
-        node.event("warning", message=f"left after {node.config.limits.drain_s:g} s with unfinished work")
+        node.event("warning", message=f"left after {drain_s:g} s with unfinished work")
 
     async def _live(self) -> None:
         node = self.state
@@ -189,7 +188,6 @@ class Node:
                 node.update(step=float(node.manifest.steps))
                 break
             await self._inner_step(began, batches)
-            # Once in a while: an outer round, a checkpoint, an evaluation.
             await self._outer_round()
             await self._checkpointer.save_if_due()
             await self._shutdown.evaluate_if_due()
