@@ -25,6 +25,11 @@ def plain(text: str, most: int = 10_000) -> str:
     return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
+def plain_lines(text: str) -> str:
+    """Text as a terminal may show it, with its line ends and tabs, whatever a stranger has put into it."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
+
+
 def count(value: float) -> str:
     """`12,345`."""
     return f"{value:,.0f}"

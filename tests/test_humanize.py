@@ -45,6 +45,10 @@ def test_plain_text_is_one_line_without_what_a_terminal_would_obey(text: str) ->
     assert shown.split() == "".join(c if c.isprintable() else " " for c in text).split()
 
 
+def test_lines_keep_their_ends_and_nothing_else_that_a_terminal_would_obey() -> None:
+    assert humanize.plain_lines("a\tb\n\x1b[2Jc\rd\x08\u202e é") == "a\tb\n [2Jc d   é"
+
+
 def test_plain_text_is_bounded_and_leaves_what_is_plain() -> None:
     assert humanize.plain("größer – ok") == "größer – ok"
     assert humanize.plain("x" * 200, 100) == "x" * 99 + "…"

@@ -2,13 +2,14 @@
 
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Exit, Option, Typer
 
-from noloco_p2p import __version__
+from noloco_p2p import __version__, humanize
 from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
@@ -194,10 +195,12 @@ def generate_text(
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Print what an exported model says after a prompt, as it says it."""
+    """Print what an exported model says after a prompt, as it says it; to a terminal without control characters."""
     from noloco_p2p.launch.evaluation import run_generate
 
-    say = partial(print, end="", flush=True)
+    def say(piece: str) -> None:
+        print(humanize.plain_lines(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+
     run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device, chat=chat, say=say)
     print()
 

@@ -1,8 +1,10 @@
 """`noloco eval` and `noloco generate` on exported models."""
 
+import io
 import os
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from math import log
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
-from noloco_p2p.launch import run_files
+from noloco_p2p.launch import evaluation, run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
 
@@ -198,6 +200,22 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
     (out / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
     with pytest.raises(ConfigError, match="the chat template fails: only in verse"):
         run_generate(out, "3+4", chat=True, **options)
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, "a\n [2Jb"), (False, "a\n\x1b[2Jb")])
+def test_a_terminal_is_not_sent_what_a_model_of_strangers_would_make_it_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: str
+) -> None:
+    def run_generate(*_: object, say: Callable[[str], None], **__: object) -> None:
+        say("a\n\x1b[2J")
+        say("b")
+
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(evaluation, "run_generate", run_generate)
+    monkeypatch.setattr(sys, "stdout", screen)
+    main.generate_text(tmp_path, "x")
+    assert screen.getvalue() == f"{shown}\n"
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
