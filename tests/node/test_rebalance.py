@@ -5,8 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from elastic import config_for, manifest_for, plan_of
-from elastic import COSTS, plan_of
+from elastic import COSTS, config_for, manifest_for, plan_of
 
 from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
 from noloco_p2p.errors import Unreachable
@@ -124,6 +123,8 @@ def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     assert (failed, outcome.nodes["s2r0"].stage) == (["s3r0"], 1), "it moved"
     assert not out_of_order
     assert len(outcome.trace.of("evaluation")) == 2
+
+
 def test_another_one_moves_while_one_that_has_announced_a_move_is_paused() -> None:
     moved = check(lopsided()).trace.of("moved")[0]
     swarm, paused_s, resumed_s = lopsided(), moved.at_s - 1.0, moved.at_s + 20.0
