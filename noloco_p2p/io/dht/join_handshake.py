@@ -13,7 +13,7 @@ from functools import partial
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
-from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, Unreachable, Violation
+from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
@@ -153,7 +153,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     answer = await libp2p.call(peer_id, DIAL_BACK_CALL, address.encode(), DIAL_BACK_TIMEOUT_S)
     try:
         found = json.loads(answer)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Violation(f"peer {peer_id} answered the dial-back with something that is not JSON") from error
     if found == _BUSY:
         raise Busy(f"peer {peer_id} dials others back now")
@@ -193,7 +193,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     """Have a joined peer find this node at its gRPC address (`host:port`), or in one of the `ways`.
 
     Returns whether it is reached at the address. Raises LocalError: it is reached nowhere. If a peer cannot be asked
-    (it has just died, or is busy), the next one is.
+    (it has just died, or is busy), or its answer makes no sense, the next one is.
     """
     failure = nowhere = ""
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
@@ -201,7 +201,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
         for peer in libp2p.joined:
             try:
                 where, reason = await find_way(libp2p, peer, address, ways)
-            except (Busy, Declined, Unreachable) as error:
+            except PeerError as error:
                 failure = str(error)
                 continue
             if where == address:

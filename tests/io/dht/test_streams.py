@@ -21,7 +21,7 @@ from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.io.dht import relay_service, streams
-from noloco_p2p.io.dht.join_handshake import check_reachable, serve_dial_back
+from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, check_reachable, serve_dial_back
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.relay_service import MemberRelay
@@ -273,5 +273,24 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
                 await check_reachable(b, "127.0.0.1:9", ways)
             reaches.add("127.0.0.1:9")
             assert await check_reachable(b, "127.0.0.1:9", ways)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("answer", [b"\xff", b"[" * 4096, b'{"reason": 1}'])
+def test_a_joined_peer_whose_dial_back_makes_no_sense_keeps_nobody_from_starting(tmp_path: Path, answer: bytes) -> None:
+    async def nonsense(caller: PeerId, request: bytes) -> bytes:
+        return answer
+
+    async def probe(address: str, peer: PeerId) -> str | None:
+        return None
+
+    async def scenario() -> None:
+        async with daemon(tmp_path / "liar") as liar, daemon(tmp_path / "a") as a:
+            await liar.serve(DIAL_BACK_CALL, nonsense)
+            await serve_dial_back(a, probe)
+            async with daemon(tmp_path / "b", join=[*liar.join_addresses, *a.join_addresses]) as b:
+                ways = WaysIn(b, Streams(b, RUN), ("127.0.0.1", 9))
+                assert await check_reachable(b, "127.0.0.1:9", ways)
 
     run(scenario)
