@@ -27,7 +27,7 @@ from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.pipeline.source import MicrobatchSource
 from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.rpc_handler import RpcHandler
-from noloco_p2p.node.shutdown import Shutdown
+from noloco_p2p.node.shutdown import Shutdown, watch_failure
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import StateDonor
 from noloco_p2p.node.waits import Waits
@@ -82,7 +82,8 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         node = self.state
         inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
-        duties = self._membership_loop.run(), self._live(), self._watch_failure(), self._guardian.run(), inquiry
+        leaving = watch_failure(node, self.waits)
+        duties = self._membership_loop.run(), self._live(), leaving, self._guardian.run(), inquiry
         tasks = [asyncio.create_task(duty) for duty in (*duties, self._pauses.keep_hours())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -116,16 +117,6 @@ class Node:
     def resume(self) -> None:
         """Come back from a pause."""
         self.state.pause(False)
-
-    async def _watch_failure(self) -> None:
-        """Ends when the node has failed, or has been leaving for as long as it may."""
-        node, until, drain_s = self.state, self.waits.until, self.state.config.limits.drain_s
-        await until(lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True)
-        if node.error is None:
-            await until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
-        if node.error is not None:
-            raise node.error
-        node.event("warning", message=f"left after {drain_s:g} s with unfinished work")
 
     async def _live(self) -> None:
         node = self.state
@@ -205,11 +196,12 @@ class Node:
         def over() -> bool:
             return node.draining or self.swarm.first_stage_is_done()
 
-        began = node.now()
+        began, came_late = node.now(), over()
         while not over():
             began = node.now()
             if node.pausing:
                 await self._pause()
+                came_late = over()
                 continue
             if not server.may_open():
                 # `balanced` without stage 0: there are no slots, a step could never be complete.
@@ -237,9 +229,12 @@ class Node:
             await self._inner_step(began, {})
         if not node.draining:
             # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
+            # But who has come only after the end has the weights of an earlier one.
+            left_behind = came_late and node.step < node.manifest.steps - 1
             node.update(step=float(node.manifest.steps))
-            await self._outer_round()
-            await self._checkpointer.save_if_due()
+            if not left_behind:
+                await self._outer_round()
+                await self._checkpointer.save_if_due()
 
     def _members_read(self) -> None:
         self._server.drop_departed()

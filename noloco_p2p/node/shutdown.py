@@ -20,6 +20,17 @@ from noloco_p2p.node.waits import Waits
 EVALUATIONS_AT_ONCE = 2
 
 
+async def watch_failure(node: NodeState, waits: Waits) -> None:
+    """Ends when the node has been leaving for as long as it may. Raises what made it fail."""
+    drain_s = node.config.limits.drain_s
+    await waits.until(lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True)
+    if node.error is None:
+        await waits.until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
+    if node.error is not None:
+        raise node.error
+    node.event("warning", message=f"left after {drain_s:g} s with unfinished work")
+
+
 class Shutdown:
     """The evaluations of a node, and its stay after its last step."""
 

@@ -249,13 +249,15 @@ def test_who_is_told_to_leave_on_its_way_into_a_pause_leaves() -> None:
 
 @pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
 def test_who_comes_back_from_its_pause_after_the_end_of_the_run_leaves_soon(peer: PeerId) -> None:
-    """Its own clock has fifty steps to go, in which nobody would serve its microbatches."""
+    """Its own clock has fifty steps to go, in which nobody would serve its microbatches, and its weights are not those
+    of the last step."""
     swarm = FaultySwarm(plan_of((2, 2), steps=60), (Fault(6.0, "pause", (peer,), 94.0),), limit_s=2000.0)
     outcome = check(swarm)
     others = [process.ended_at_s for process in outcome.processes if process.peer != peer]
     assert max(at_s for at_s in others if at_s is not None) < 80.0
     limits = swarm.plan.config.limits
     assert outcome.ended_at_s < 100.0 + 2 * limits.linger_s + limits.microbatch_deadline_s
+    assert max(held.step for held in swarm.disks[peer].held()) <= 12 < 60 == outcome.nodes[peer].step
 
 
 def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
