@@ -49,12 +49,13 @@ async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
     async def ask(peer: PeerId) -> list[float]:
         try:
             return [(await manifest_and_clock(libp2p, peer))[1]]
-        except PeerError:
+        except (PeerError, LocalError):
             return []
 
+    # Without its daemon, which may die at any moment, a node is cut off: `daemon_restarts` reports that.
     try:
         linked = sorted(await libp2p.links())
-    except LocalError:  # without its daemon a node is cut off: `daemon_restarts` reports that
+    except LocalError:
         return []
     peers = SystemRandom().sample(linked, min(ASKED, len(linked)))
     return [one for answer in await asyncio.gather(*map(ask, peers)) for one in answer]

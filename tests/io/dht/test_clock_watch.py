@@ -1,7 +1,9 @@
 """A running node notices that its machine's clock is wrong."""
 
 import asyncio
+import os
 import re
+import signal
 import struct
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -68,6 +70,28 @@ def test_linked_nodes_are_asked_and_a_clock_that_is_set_right_is_forgiven(
             assert re.match(r"this machine's clock is 1[12]\d s behind those of 2 of 2 nodes, ", str(told[-1]))
             ahead.update(b=0.0, c=0.0)
             await until(is_content)
+            watching.cancel()
+
+    run(scenario)
+
+
+def test_a_daemon_that_dies_while_linked_nodes_are_asked_does_not_end_the_watch(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as mine, daemon(tmp_path / "b", join=mine.join_addresses) as other:
+            asked, told = asyncio.Event(), asyncio.Queue[str | None]()
+
+            async def never(caller: PeerId, request: bytes) -> bytes:
+                asked.set()
+                return await asyncio.Future()
+
+            await other.serve(MANIFEST_CALL, never)
+            watching = asyncio.create_task(clock_watch.keep(mine, 30.0, told.put_nowait))
+            await asked.wait()
+            os.kill(mine.p2p._child.pid, signal.SIGKILL)
+            saying = asyncio.create_task(told.get())
+            await asyncio.wait([watching, saying], return_when=asyncio.FIRST_COMPLETED)
+            assert not watching.done(), watching.exception()
+            assert await saying is None
             watching.cancel()
 
     run(scenario)
