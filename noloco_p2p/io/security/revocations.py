@@ -84,6 +84,8 @@ class Revocations:
         """Reads the file. Raises LocalError if it is damaged: without it revoked peers would be believed again."""
         self._trust, self._path = trust, path
         self._held, self._peers = DenyList(), frozenset[PeerId]()
+        self._is_stored = True
+        """Nothing adopted is still to be written."""
         self._listeners: list[Callable[[], object]] = []
         try:
             self.look()
@@ -104,30 +106,37 @@ class Revocations:
         self._listeners.append(changed)
 
     def look(self) -> None:
-        """Adopt what `noloco revoke` has written. Raises Violation, LocalError."""
+        """Adopt what `noloco revoke` has written, or write what could not be written. Raises Violation, LocalError."""
         try:
             data = self._path.read_bytes() if self._path is not None else b""
         except FileNotFoundError:
-            return
+            data = b""
         except OSError as error:
             raise LocalError(f"{self._path} cannot be read: {error.strerror}") from error
         if data and data != self._held.signed:
             self.adopt(data)
+        self._store()
 
     def adopt(self, data: bytes) -> bool:
-        """Adopt a list if it is newer, once it is on disk. Raises Violation (it is not the root's), LocalError."""
+        """Adopt a list if it is newer. Raises Violation: it is not the root's; LocalError: it could not be written, and
+        holds in this process only."""
         found = DenyList.read(data, self._trust)
         if (found.number, found.signed) <= (self._held.number, self._held.signed):
             return False
-        if self._path is not None:
-            try:
-                write_whole(self._path, data)
-            except OSError as error:
-                raise LocalError(f"{self._path} cannot be written: {error.strerror}") from error
-        self._held, self._peers = found, frozenset(found.peers)
+        self._held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
         for changed in self._listeners:
             changed()
+        self._store()
         return True
+
+    def _store(self) -> None:
+        if self._path is None or self._is_stored:
+            return
+        try:
+            write_whole(self._path, self._held.signed)
+        except OSError as error:
+            raise LocalError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._is_stored = True
 
 
 async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
@@ -163,10 +172,14 @@ async def keep(
     while True:
         if revocations.names(*mine()):
             raise LocalError("this node, or the one that has admitted it, was revoked: ask for a new invitation")
+        # The disk may be full, and the daemon dead until it is started again.
         try:
             revocations.look()
-        except Violation as error:
+        except (Violation, LocalError) as error:
             log.warning("%s", error)
         others = ahead()
-        await ask(libp2p, revocations, random.sample(others, min(ASKED, len(others))))
+        try:
+            await ask(libp2p, revocations, random.sample(others, min(ASKED, len(others))))
+        except LocalError as error:
+            log.warning("%s", error)
         await asyncio.sleep(LOOK_S)

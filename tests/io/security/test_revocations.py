@@ -2,10 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -17,6 +20,7 @@ from transport_fixture import Node, activation, hang, run, soon
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -94,6 +98,21 @@ def test_two_lists_of_one_number_end_up_the_same_everywhere(tmp_path: Path) -> N
             one.adopt(data)
         held.append(one.held)
     assert held[0] == held[1]
+
+
+def test_a_list_that_cannot_be_written_holds_and_is_written_later(tmp_path: Path) -> None:
+    club, path, told = Club(tmp_path), tmp_path / "gone" / "revoked", list[int]()
+    mine = Revocations(club.trust, path)
+    mine.listen(lambda: told.append(mine.held.number))
+    with pytest.raises(LocalError, match="cannot be written"):
+        mine.adopt(club.revoking(5, ANN))
+    assert mine.names(ANN)
+    with pytest.raises(LocalError, match="cannot be written"):
+        mine.look()
+    path.parent.mkdir()
+    mine.look()
+    assert Revocations(club.trust, path).held == mine.held
+    assert told == [5]
 
 
 @asynccontextmanager
@@ -212,6 +231,35 @@ async def member(club: Club, home: Path, *join: str) -> AsyncIterator[Member]:
             yield Member(libp2p, records, directory, home)
         finally:
             await directory.close()
+
+
+@pytest.mark.parametrize("what", ["disk is full", "daemon has died"])
+def test_a_node_goes_on_while_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(revocations, "LOOK_S", 0.0)
+
+    async def test() -> None:
+        club, looks = Club(tmp_path), asyncio.Semaphore(0)
+        async with daemon(tmp_path) as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            theirs = Revocations(club.trust)
+            theirs.adopt(club.revoking(1, ANN))
+            await revocations.serve(a, theirs)
+            mine = Revocations(club.trust, tmp_path / "gone" / "revoked" if what == "disk is full" else None)
+            if what == "daemon has died":
+                os.kill(b.p2p._child.pid, signal.SIGKILL)
+                await asyncio.wait([b.failed])
+
+            def ahead() -> Sequence[JoinAddress]:
+                looks.release()
+                return b.joined
+
+            keeping = asyncio.create_task(revocations.keep(b, mine, ahead, lambda: [b.peer_id]))
+            both: list[asyncio.Future[Any]] = [keeping, asyncio.gather(*(looks.acquire() for _ in range(3)))]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            assert not keeping.done(), keeping.exception()
+            assert mine.names(ANN) == (what == "disk is full")
+            keeping.cancel()
+
+    run_daemons(test)
 
 
 def test_a_list_comes_to_all_by_their_adverts_and_to_whoever_joins(
