@@ -132,12 +132,15 @@ async def keep_valid(
         try:
             credentials.adopt(await _renewed(libp2p, credentials, issuer, issuers()))
             changed(None)
-        except PeerError as error:
+        except (PeerError, LocalError) as error:
             if credentials.clock() >= credentials.membership.until:
                 raise LocalError(
                     f"this node's certificate has expired ({error}): join with a new invitation (noloco invite)"
                 ) from error
-            changed(f"no issuer renews this node's certificate ({error}): start a node that admits members")
+            if isinstance(error, LocalError):  # a full disk, or the daemon has died and is started again
+                changed(f"this node's certificate is not renewed: {error}")
+            else:
+                changed(f"no issuer renews this node's certificate ({error}): start a node that admits members")
         await asyncio.sleep(LOOK_S)
 
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.security import admission, certificates, invitations
 from noloco_p2p.io.security.admission import Issuer
+from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
 from noloco_p2p.io.security.revocations import Revocations
 
@@ -254,3 +258,40 @@ def test_without_any_issuer_a_member_stays_until_the_last_moment_and_then_says_w
         asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, None, list, hear), 20))
     assert len(said) == 3, "on days 4, 5 and 6"
     assert all(message is not None and "start a node that admits" in message for message in said)
+
+
+@pytest.mark.parametrize("what", ["disk is full", "daemon has died"])
+def test_a_member_tries_again_to_renew_if_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
+    kept: list[bytes] = []
+    reason = "no space left" if what == "disk is full" else "p2pd"
+
+    def keep(chain: bytes) -> None:
+        kept.append(chain)
+        if len(kept) == 2 and what == "disk is full":
+            raise LocalError(reason)
+
+    async def test() -> None:
+        club = Club(tmp_path)
+        async with daemon(tmp_path) as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            old = Club(tmp_path, club.run_id, club.root, club.now - 4 * certificates.DAY_S).chain(b.peer_id)
+            credentials = Credentials(club.trust, b.identity, old, keep)
+            mine = issuer(club) if what == "disk is full" else None
+            said = asyncio.Queue[str | None]()
+            if what == "daemon has died":
+                os.kill(b.p2p._child.pid, signal.SIGKILL)
+                await asyncio.wait([b.failed])
+            keeping = asyncio.create_task(
+                admission.keep_valid(b, credentials, mine, lambda: [*b.joined], said.put_nowait)
+            )
+            first = asyncio.ensure_future(asyncio.gather(said.get(), said.get()))
+            both: list[asyncio.Future[Any]] = [keeping, first]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            assert not keeping.done(), keeping.exception()
+            trouble, then = await first
+            assert trouble is not None
+            assert re.match(f"this node's certificate is not renewed: .*{reason}", trouble)
+            assert then == (None if what == "disk is full" else trouble)
+            keeping.cancel()
+
+    run_daemons(test)
