@@ -32,7 +32,11 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     A node that `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.proto import dht_pb2
 
+    # hivemind sets this once peers can ask already: until then they are told of no place.
+    DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
         p2p=p2p,
         node_id=node_id,

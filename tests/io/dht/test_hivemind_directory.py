@@ -1,12 +1,14 @@
 """The directory over a real DHT on loopback: a few libp2p daemons, one event loop."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemons import RUN, STRANGER, Node, gone, node, run, until
@@ -224,3 +226,33 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
                     await refused
 
     run(scenario)
+
+
+def test_a_node_that_is_pinged_while_it_starts_has_no_place_yet_and_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.proto import dht_pb2
+
+    answers_from, bugs = DHTProtocol.add_p2p_handlers, list[dict[str, Any]]()
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
+        async with node(tmp_path / "a") as a:
+
+            async def pinged(self: DHTProtocol, *arguments: Any) -> None:
+                await answers_from(self, *arguments)
+                asking = a.directory._node.protocol
+                ping = dht_pb2.PingRequest(peer=asking.node_info)
+                answer = await asking.get_stub(self.p2p.peer_id).rpc_ping(ping, timeout=5.0)
+                assert not answer.peer.node_id
+
+            monkeypatch.setattr(DHTProtocol, "add_p2p_handlers", pinged)
+            async with node(tmp_path / "b", join=[a.address]) as b:
+                await b.directory.announce(b.advert(), 30.0)
+                assert [peer.peer_id for peer in await a.directory.peers()] == [b.libp2p.peer_id]
+        gc.collect()
+        await asyncio.sleep(0)
+
+    run(scenario)
+    assert not bugs
