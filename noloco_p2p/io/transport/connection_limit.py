@@ -57,8 +57,9 @@ class ConnectionLimit:
         """Look again and again."""
         while OPEN_FILES.is_dir():
             await asyncio.sleep(LOOK_S)
-            if len(os.listdir(OPEN_FILES)) > room():
-                await asyncio.to_thread(self.look)
+            with suppress(OSError):  # no file can be opened at the moment, which a look takes
+                if len(os.listdir(OPEN_FILES)) > room():
+                    await asyncio.to_thread(self.look)
 
     def look(self) -> None:
         """Count, and end what is too much."""

@@ -1,5 +1,6 @@
 """Too many connections, as the node that accepts them sees it (`io/transport/connection_limit`)."""
 
+import asyncio
 import os
 import resource
 import socket
@@ -101,6 +102,30 @@ def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.Monk
         limits.pop(0)
     assert rooms == [512, 128, 4096]
     assert asked == [(4096, 4096), (512, 512)]
+
+
+def test_a_moment_without_a_file_to_open_does_not_end_the_watch(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def scenario() -> None:
+        watching = asyncio.create_task(ConnectionLimit(crowd.port).watch())
+        os.close(next_one := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, before[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.listdir(sockets.OPEN_FILES)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        crowd.come("127.0.0.2", 20)
+        while sum(crowd.left()) > connection_limit.room():
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0)
+        watching.cancel()
+
+    run(scenario())
 
 
 def test_a_connection_without_a_handshake_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
