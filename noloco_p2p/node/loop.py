@@ -251,8 +251,8 @@ class Node:
         rate = schedule.learning_rate(
             step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
-        # Where the rule adds up gradients: those of the other replicas.
-        await self._rounds.before_step(self._server.close)
+        # Where the rule adds up gradients: those of the other replicas. The wait for them is idle time of its own.
+        began += await self._rounds.before_step(self._server.close)
         label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
         with node.span("step"), self.waits.computing("inner step"):
             result = await node.stage.inner_step(label)

@@ -119,18 +119,19 @@ class OuterRounds:
         if due is not None and begins:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
 
-    async def before_step(self, close_intake: Callable[[], None]) -> None:
+    async def before_step(self, close_intake: Callable[[], None]) -> float:
         """Under a rule of gradients, run the round of the coming inner step, and wait for it. Inner steps that a later
-        stage takes after its clock has reached the end have none."""
+        stage takes after its clock has reached the end have none. Returns the seconds that it waited for others."""
         node, run = self._node, self._node.manifest
         if self._rule.gradients and run.outer.pairing != "none" and node.step < run.steps and not node.draining:
-            await self._begin(node.step + 1, None, False, close_intake)
+            return await self._begin(node.step + 1, None, False, close_intake)
+        return 0.0
 
     async def _begin(
         self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
-    ) -> None:
+    ) -> float:
         """Freeze a round. It stays open while a partner's snapshot is in transit; unless training `goes_on`, the node
-        waits for it here. A pull that is `going_on` serves this round, too."""
+        waits for it here, and the seconds are returned. A pull that is `going_on` serves this round, too."""
         node = self._node
         if not goes_on:
             close_intake()
@@ -150,17 +151,16 @@ class OuterRounds:
             pull.add_done_callback(self._pull_ended)
             self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
             goes_on &= anybody
-        if not goes_on:
-            await self.end("", wait=True)
+        return 0.0 if goes_on else await self.end("", wait=True)
 
-    async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> None:
+    async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> float:
         """End the open round, if there is one: with what has arrived, else alone, for `reason`; or `wait` for it.
 
-        Without `cancel` an unfinished pull continues, for the next round.
+        Without `cancel` an unfinished pull continues, for the next round. Returns the seconds counted as idle.
         """
-        opened, self._open, node = self._open, None, self._node
+        opened, self._open, node, idle_s = self._open, None, self._node, 0.0
         if opened is None:
-            return
+            return idle_s
         with node.span("outer"):
             pull, began, is_there = Pull(reason), node.now(), opened.pull.done()
             if cancel and not wait:
@@ -170,8 +170,10 @@ class OuterRounds:
                     await asyncio.wait([opened.pull])
                 pull = pull if opened.pull.cancelled() else opened.pull.result()
             if wait and not is_there:
-                node.event("idle", cause="partner", seconds=node.now() - began)
+                idle_s = node.now() - began
+                node.event("idle", cause="partner", seconds=idle_s)
             await self._merge(opened.mine, pull, opened.frozen_at, node.inner_steps - opened.inner_steps)
+        return idle_s
 
     async def forget(self) -> None:
         """Give up the open round, if there is one: it is due again where training continues."""

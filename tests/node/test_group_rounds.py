@@ -7,7 +7,7 @@ from elastic import plan_of
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check, recording_stages
+from noloco_p2p.sim.laws import check, recording_stages, training
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan
 
@@ -54,6 +54,20 @@ def test_all_are_the_same_bit_for_bit(rule: str, routing: str) -> None:
             last = 24 if rule == "sync" else 6
             assert found == [(n, "all") for n in range(1, last + 1)]
         assert not process.trace.of("resumed")
+
+
+@each_rule
+def test_no_second_is_idle_for_two_causes(rule: str) -> None:
+    """Also where the node waits for the others' gradients between its microbatches and its inner step."""
+    swarm = FaultySwarm(plan(rule, replicas=(2, 2)))
+    swarm.at(1.0, lambda: swarm.slow("s0r1", 5.0))
+    for process in check(swarm).processes:
+        (began, ended), *_ = training(process)
+        steps = process.trace.of("inner_step")
+        idle_s = sum(one.number("seconds") for one in process.trace.of("idle"))
+        assert idle_s + sum(one.number("busy_s") for one in steps) <= ended - began + 1e-6
+        waits = {str(one.get("cause")) for one in process.trace.of("idle") if one.number("seconds") > 0}
+        assert "partner" in waits or rule != "sync"
 
 
 @each_rule
