@@ -145,7 +145,7 @@ class NetworkSettings(Settings):
     """A node's access line."""
     spread: NotNegative = 0.0
     """Sigma of the log-normal factor on each latency (jitter); 0: constant."""
-    loss: Chance = 0.0
+    loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a packet is lost and sent again, which costs time and bandwidth."""
     slow_start_after_idle: bool = True
     """Connections start slowly after an idle period, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""

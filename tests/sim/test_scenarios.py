@@ -164,7 +164,7 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         f"{path}:4: there is no key compute.sprad; the nearest is compute.spread",
         "--set run.stepps: there is no key run.stepps; the nearest is run.steps",
         f"{path}:3: compute.forward_s must be a number, not 'slow'",
-        f"{path}:6: network.loss must be at most 1.0, not 2",
+        f"{path}:6: network.loss must be less than 1.0, not 2",
         f"{path}:7: there is no key faults.0.pears; the nearest is peers",
         f"{path}:7: faults.1.at_s is missing",
     ]
@@ -182,6 +182,7 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but the regions are []"),
         (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha"),
+        (["network.loss=1"], "network.loss must be less than 1.0, not 1"),  # it would be sent again for ever
     ],
 )
 def test_values_that_do_not_go_together_are_refused(sets: list[str], message: str) -> None:
