@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import nullcontext
@@ -131,6 +134,15 @@ def test_the_report_shows_the_charts_that_are_drawn(tmp_path: Path) -> None:
     chart = Plot("plot", "Plot", ("x", "y"), [curve])
     assert markdown([chart, heat]).split() == ["![Plot](plot.svg)", "![Heat](heat.svg)"]
     assert save(chart, tmp_path) == tmp_path / "plot.svg"
+
+
+def test_a_report_is_written_in_utf_8_whatever_the_locale() -> None:
+    program = "from pathlib import Path; from toy_experiment import TOY; from noloco_p2p.lab.experiments import runner;"
+    program += "runner.run(TOY, Path('out'), len, quick=True, jobs=1)"
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **ascii_only, **paths}, timeout=100, check=True)
+    assert "What is n²?" in Path("out", "report.md").read_text("utf-8")
 
 
 def test_cells_and_samples_are_written_for_people() -> None:

@@ -171,5 +171,5 @@ def _report(file: ResultsFile) -> Path:
     head = [f"# {experiment.name}", f"**Question.** {experiment.text.question}"]
     head += [f"**Setting.** {experiment.text.setting}", *([quick] if file.quick else []), "## Results"]
     tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
-    (out / REPORT).write_text(markdown_page.markdown([*head, *blocks, *tail]))
+    (out / REPORT).write_text(markdown_page.markdown([*head, *blocks, *tail]), "utf-8")
     return out / REPORT
