@@ -5,7 +5,8 @@ All are drawn before the run and independently of it, so that one seed gives one
 
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
@@ -22,7 +23,9 @@ LASTING = ("crash", "depart")
 class Roster:
     """The nodes of each stage that will be present, as far as arrivals and losses have been drawn."""
 
-    def __init__(self, replicas: Sequence[int]) -> None:
+    def __init__(self, replicas: Sequence[int], newcomers: Collection[PeerId] = ()) -> None:
+        """`newcomers`: ids that are taken by other arrivals."""
+        self._newcomers = newcomers
         self._started = list(replicas)
         """Number of nodes that each stage ever had."""
         self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
@@ -34,7 +37,8 @@ class Roster:
     def arrive(self, rng: random.Random) -> PeerId:
         """A new node, in a uniformly drawn stage."""
         stage = rng.randrange(len(self._started))
-        peer = peer_id(stage, self._started[stage])
+        while (peer := peer_id(stage, self._started[stage])) in self._newcomers:
+            self._started[stage] += 1
         self._started[stage] += 1
         self._stages[stage].append(peer)
         return peer
@@ -49,9 +53,15 @@ class Roster:
 
 
 def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
-    """All faults, in order of time. Raises ConfigError: a node does not exist."""
+    """All faults, in order of time. Raises ConfigError: a node does not exist, or a new one cannot have its id."""
     listed = [one for fault in scenario.faults for one in _listed(scenario, fault, seed)]
-    return tuple(sorted([*listed, *_drawn(scenario, seed)], key=lambda fault: (fault.at_s, fault.kind, fault.peers)))
+    newcomers = [peer for fault in listed if fault.kind == "arrive" for peer in fault.peers]
+    for number, peer in enumerate(newcomers):
+        if peer in newcomers[:number]:
+            raise ConfigError(f"the node {peer} arrives more than once")
+        _check_new(peer, scenario.replicas)
+    drawn = _drawn(scenario, seed, newcomers)
+    return tuple(sorted([*listed, *drawn], key=lambda fault: (fault.at_s, fault.kind, fault.peers)))
 
 
 def slowness(scenario: Scenario, seed: int, newcomers: Sequence[PeerId]) -> dict[PeerId, float]:
@@ -77,7 +87,16 @@ def _listed(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
     return [Fault(fault.at_s, fault.kind, tuple(peers), fault.for_s, fault.factor)] if peers else []
 
 
-def _drawn(scenario: Scenario, seed: int) -> list[Fault]:
+def _check_new(peer: PeerId, replicas: Sequence[int]) -> None:
+    """Raises ConfigError: the swarm begins with this node, or it is of no stage."""
+    found = re.fullmatch(r"s(0|[1-9][0-9]*)r(0|[1-9][0-9]*)", peer)
+    if not found or int(found[1]) >= len(replicas):
+        raise ConfigError(f"a node that arrives is named {peer}; the first new one of stage 0 is s0r{replicas[0]}")
+    if int(found[2]) < replicas[int(found[1])]:
+        raise ConfigError(f"the node {peer} cannot arrive, because the swarm begins with it")
+
+
+def _drawn(scenario: Scenario, seed: int, newcomers: Collection[PeerId]) -> list[Fault]:
     """Events of four kinds as independent Poisson processes, each with the rate of the whole swarm."""
     churn, rng = scenario.churn, generator(seed, "churn")
     rates = {
@@ -87,7 +106,7 @@ def _drawn(scenario: Scenario, seed: int) -> list[Fault]:
         "other": churn.faults_per_hour if churn.kinds else 0.0,
     }
     per_s = sum(rates.values()) * sum(scenario.replicas) / HOUR_S
-    roster = Roster(scenario.replicas)
+    roster = Roster(scenario.replicas, newcomers)
     found: list[Fault] = []
     at_s = churn.from_s
     while per_s and (at_s := at_s + rng.expovariate(per_s)) < scenario.limit_s:
@@ -115,6 +134,8 @@ def _draw_one(scenario: Scenario, rng: random.Random, at_s: float, kind: str, pe
         case "split":
             everybody = roster.peers()
             peers = tuple(sorted(rng.sample(everybody, rng.randint(1, max(1, len(everybody) // 2)))))
+        case "arrive":
+            peers = (roster.arrive(rng),)
         case "leave":
             for_s += scenario.node.limits.drain_s
         case "slow":

@@ -206,6 +206,33 @@ def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
         build(scenario.of_nodes(4), seed=0)
 
 
+@pytest.mark.parametrize(
+    ("who", "message"),
+    [
+        ("peers: [s0r1]", "the node s0r1 cannot arrive, because the swarm begins with it"),
+        ("share: 0.5", "cannot arrive, because the swarm begins with it"),
+        ("peers: [s2r4]", "named s2r4; the first new one of stage 0 is s0r4"),
+        ("peers: [new]", "named new; the first new one of stage 0 is s0r4"),
+        ("peers: [s0r04]", "named s0r04"),
+        ("peers: [s1r4, s1r4]", "the node s1r4 arrives more than once"),
+    ],
+)
+def test_a_node_that_cannot_arrive_is_refused(who: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(load(None, [f"faults=[{{at_s: 1, kind: arrive, {who}}}]"]), seed=0)
+    assert message in str(caught.value)
+
+
+def test_every_node_that_arrives_has_an_id_of_its_own() -> None:
+    """Whether it is listed, drawn at the rate of arrivals, or drawn as one of the other faults."""
+    churn = ("churn.arrivals_per_hour=9", "churn.faults_per_hour=9", "churn.kinds=[arrive]")
+    scenario = load(None, [*churn, "faults=[{at_s: 99, kind: arrive, peers: [s1r5, s0r4]}]"])
+    arrive = [peer for fault in planned_faults(scenario, seed=1) if fault.kind == "arrive" for peer in fault.peers]
+    names = [f"s{stage}r{n}" for stage in range(2) for n in range(4)]
+    assert len({*names, *arrive}) == len(names) + len(arrive)
+    assert len(arrive) > 100
+
+
 def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
     costs = {"forward_s": 0.1, "backward_s": 0.2, "inner_step_s": 0.3, "snapshot_s": 0.4, "merge_s": 0.6}
     (tmp_path / "bench.json").write_text(json.dumps({"stages_costs": [costs, costs | {"forward_s": 0.15}]}))
