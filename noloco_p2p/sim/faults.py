@@ -215,8 +215,15 @@ class FaultySwarm(SimSwarm):
                 self.resume(peer)
             case "slow":
                 self.slow(peer, self.plan.slowness.get(peer, 1.0))
-            case "leave" if not (process.crashed or process.running or self.finished):
-                self.start(*process.place)
+            case "leave" if not process.running or process.node.state.leaving:
+                self._await_restart(self._return(process))
+
+    async def _return(self, process: SimProcess) -> None:
+        """Start a node again that was told to leave, once it has left, which may take longer than it was to be away."""
+        if process.task is not None:
+            await asyncio.wait([process.task])
+        if not (process.crashed or self.finished) and self.process(process.peer) is process:
+            self.start(*process.place)
 
     def _was_started(self, peer: PeerId) -> bool:
         """False for a newcomer that would have arrived after the end of the run."""

@@ -6,7 +6,7 @@ outcome = swarm.run()
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -161,9 +161,7 @@ class SimSwarm:
         """Crash a node and restart it after `down_s` with its id and its disk, unless the run has ended by then."""
         if self.process(peer).running:
             self.crash(peer)
-            restart = asyncio.get_running_loop().create_task(self._restart(peer, down_s))
-            self._restarts[restart] = None
-            restart.add_done_callback(lambda done: self._restarts.pop(done, None))
+            self._await_restart(self._restart(peer, down_s))
 
     def wipe(self, peer: PeerId) -> None:
         """Delete a node's disk."""
@@ -250,6 +248,12 @@ class SimSwarm:
         pending = [*tasks, *self._restarts]
         crashed = all(self.process(peer).crashed for peer in dict.fromkeys(one.peer for one in self.processes))
         return [*pending, schedule] if not schedule.done() and (pending or crashed) else pending
+
+    def _await_restart(self, restart: Coroutine[None, None, None]) -> None:
+        """The run does not end before this has started a node again."""
+        task = asyncio.get_running_loop().create_task(restart)
+        self._restarts[task] = None
+        task.add_done_callback(lambda done: self._restarts.pop(done, None))
 
     async def _restart(self, peer: PeerId, down_s: float) -> None:
         await asyncio.sleep(down_s)

@@ -321,6 +321,20 @@ def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
     assert [sum(fault.peers[0].startswith(stage) for fault in found) for stage in ("s0", "s1")] == [2, 4]
 
 
+@pytest.mark.parametrize("for_s", [0, 1, 8])
+def test_who_was_told_to_leave_is_started_again(for_s: float) -> None:
+    """Also if it takes longer to leave than it was to be away, and once only if it was told so twice."""
+    light = ("replicas=[2, 2]", "run.steps=16", "workload.parameters_per_stage=1_000_000")
+    fault = f"{{at_s: 5, kind: leave, peers: [s0r1], for_s: {for_s}}}"
+    outcome = check(build(load(None, (*SHORT, *light, f"faults=[{fault}, {fault}]")), seed=0))
+    first, second = (one for one in outcome.processes if one.peer == "s0r1")
+    assert first.told_to_leave
+    assert first.ended_at_s is not None
+    started_at = second.trace.events[0].at_s
+    assert first.ended_at_s <= started_at < max(first.ended_at_s, 5.0 + for_s) + 1
+    assert second.step == 16
+
+
 def test_what_a_file_says_is_done_is_done_and_undone() -> None:
     faults = [
         "{at_s: 5, kind: slow, peers: [s1r0], for_s: 10, factor: 4}",
