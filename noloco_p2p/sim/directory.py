@@ -62,8 +62,16 @@ class Registry:
         """While the swarm is split: what each group reads, including everything announced before the split."""
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses between groups. A node in no group hears all and is heard by all."""
-        self._of_group = {frozenset(group): copy(self._whole) for group in groups}
+        """From now on no announcement crosses between groups. A node in no group hears all and is heard by all.
+
+        A part of an earlier group goes on from what that one could read, any other group from everything.
+        """
+        views: dict[frozenset[PeerId], _AdvertView] = {}
+        for group in map(frozenset, groups):
+            earlier = {self._group(peer) for peer in group}
+            known = earlier.pop() if len(earlier) == 1 else None
+            views[group] = copy(self._whole if known is None else self._of_group[known])
+        self._of_group = views
 
     def heal(self) -> None:
         """End the split: all announcements are visible to all nodes."""

@@ -70,6 +70,8 @@ class FaultySwarm(SimSwarm):
         super().__init__(replace(plan, stage_factory=factory) if plan.stage_factory is LinearStage else plan)
         self.begun: list[Fault] = []
         """The faults that have happened so far."""
+        self._lasting: list[Fault] = []
+        """Those that have not ended. What one of them does to a node does not end with another one."""
         self.limit_s = limit_s
         """The run must have ended by then."""
         self.listed_s = 2.0 * plan.config.directory.refresh_s
@@ -154,23 +156,39 @@ class FaultySwarm(SimSwarm):
 
     def _begin(self, fault: Fault) -> None:
         self.begun.append(fault)
+        self._lasting.append(fault)
         self.history.append((now_s(), str(fault)))
         match fault.kind:
-            case "cut":
-                for one, other in combinations(fault.peers, 2):
-                    self.network.partition(one, other)
-            case "one_way":
-                for other in fault.peers[1:]:
-                    self.network.partition_one_way(fault.peers[0], other)
+            case "cut" | "one_way":
+                self._cut(fault)
             case "split":
-                others = [process.peer for process in self.processes if process.peer not in fault.peers]
-                self.split(fault.peers, others)
+                self._split()
             case "arrive" if not self.finished:
                 for peer in fault.peers:
                     self.start(*_place(peer))
             case _:
                 for peer in filter(self._was_started, fault.peers):
                     self._strike(peer, fault)
+
+    def _cut(self, fault: Fault) -> None:
+        if fault.kind == "cut":
+            for one, other in combinations(fault.peers, 2):
+                self.network.partition(one, other)
+        elif fault.kind == "one_way":
+            for other in fault.peers[1:]:
+                self.network.partition_one_way(fault.peers[0], other)
+
+    def _split(self) -> None:
+        """Separate the nodes as all splits that last do together."""
+        splits = [one for one in self._lasting if one.kind == "split"]
+        groups: dict[tuple[bool, ...], dict[PeerId, None]] = {}
+        for process in self.processes:
+            groups.setdefault(tuple(process.peer in one.peers for one in splits), {})[process.peer] = None
+        self.split(*groups.values()) if splits else self.heal()
+
+    def _lasts(self, peer: PeerId, *kinds: str) -> list[Fault]:
+        """The faults of these kinds that a node still has, oldest first."""
+        return [one for one in self._lasting if one.kind in kinds and peer in one.peers]
 
     def _strike(self, peer: PeerId, fault: Fault) -> None:
         match fault.kind:
@@ -193,14 +211,17 @@ class FaultySwarm(SimSwarm):
                 self.drain(peer)
 
     def _end(self, fault: Fault) -> None:
+        self._lasting.remove(fault)
         if fault.kind in UNDONE:
             self.history.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
         match fault.kind:
             case "cut" | "one_way":
                 for one, other in combinations(fault.peers, 2):
                     self.network.repair(one, other)
+                for lasting in self._lasting:
+                    self._cut(lasting)
             case "split":
-                self.heal()
+                self._split()
             case _:
                 for peer in filter(self._was_started, fault.peers):
                     self._release(peer, fault.kind)
@@ -209,12 +230,15 @@ class FaultySwarm(SimSwarm):
         process = self.process(peer)
         match kind:
             case "hang" | "mute":
-                self.network.release(peer)
-                self.registry.failing.pop(peer, None)
-            case "pause":
+                if not self._lasts(peer, "hang", "mute"):
+                    self.network.release(peer)
+                if not self._lasts(peer, "hang"):
+                    self.registry.failing.pop(peer, None)
+            case "pause" if not self._lasts(peer, "pause"):
                 self.resume(peer)
             case "slow":
-                self.slow(peer, self.plan.slowness.get(peer, 1.0))
+                factor = [1.0, *(one.factor for one in self._lasts(peer, "slow"))][-1]
+                self.slow(peer, factor * self.plan.slowness.get(peer, 1.0))
             case "leave" if not process.running or process.node.state.leaving:
                 self._await_restart(self._return(process))
 

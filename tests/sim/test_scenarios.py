@@ -321,6 +321,38 @@ def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
     assert [sum(fault.peers[0].startswith(stage) for fault in found) for stage in ("s0", "s1")] == [2, 4]
 
 
+def test_a_fault_lasts_until_its_own_end() -> None:
+    """Whatever else begins and ends meanwhile at the same nodes."""
+    faults = [
+        "{at_s: 4, kind: slow, peers: [s1r0], for_s: 5, factor: 4}",
+        "{at_s: 5, kind: slow, peers: [s1r0], for_s: 2, factor: 2}",
+        "{at_s: 4, kind: hang, peers: [s1r1], for_s: 5}",
+        "{at_s: 5, kind: mute, peers: [s1r1], for_s: 2}",
+        "{at_s: 4, kind: cut, peers: [s0r0, s1r2], for_s: 5}",
+        "{at_s: 5, kind: one_way, peers: [s0r0, s1r2], for_s: 2}",
+        "{at_s: 4, kind: split, peers: [s0r1], for_s: 5}",
+        "{at_s: 5, kind: split, peers: [s1r2], for_s: 2}",
+        "{at_s: 4, kind: pause, peers: [s0r2], for_s: 12}",
+        "{at_s: 5, kind: pause, peers: [s0r2], for_s: 2}",
+    ]
+    light = ("replicas=[3, 3]", "run.steps=12", "workload.parameters_per_stage=1_000_000")
+    swarm = build(load(None, (*SHORT, *light, f"faults=[{', '.join(faults)}]")), seed=0)
+    pairs, seen = (("s1r1", "s0r0"), ("s0r0", "s1r2"), ("s0r1", "s1r0"), ("s1r2", "s1r0")), dict[float, list[object]]()
+
+    def look(at_s: float) -> None:
+        device, cut = swarm.process("s1r0").device, [swarm.network.cut(*pair) for pair in pairs]
+        hangs, views = "s1r1" in swarm.registry.failing, len(swarm.registry._of_group)
+        seen[at_s] = [device and device.slowness, *cut, hangs, views, swarm.process("s0r2").node.state.pausing]
+
+    for at_s in (4.5, 6.0, 8.0, 10.0):
+        swarm.at(at_s, lambda at_s=at_s: look(at_s))  # type: ignore[misc]
+    check(swarm)
+    assert seen[4.5] == [4.0, True, True, True, False, True, 2, True]
+    assert seen[6.0] == [2.0, True, True, True, True, True, 3, True]
+    assert seen[8.0] == seen[4.5]
+    assert seen[10.0] == [1.0, False, False, False, False, False, 0, True]
+
+
 @pytest.mark.parametrize("for_s", [0, 1, 8])
 def test_who_was_told_to_leave_is_started_again(for_s: float) -> None:
     """Also if it takes longer to leave than it was to be away, and once only if it was told so twice."""
