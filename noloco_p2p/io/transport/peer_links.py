@@ -22,6 +22,7 @@ from noloco_p2p.io.security.credentials import Credentials
 
 LABEL_S = 3_600.0
 """How long the label of a microbatch is valid, seconds: as long as the longest call."""
+CUT = "one end of this call was revoked or closed"
 _UNTIL = struct.Struct(">Q")
 Options = tuple[tuple[str, Any], ...]
 
@@ -102,7 +103,9 @@ class Links:
 
     @asynccontextmanager
     async def _until(self, revoked: Callable[[], bool]) -> AsyncIterator[None]:
-        ends = asyncio.timeout(0.0 if revoked() else None)
+        if revoked():
+            raise Unreachable(CUT)
+        ends = asyncio.timeout(None)
         try:
             async with ends:
                 self._calls[ends] = revoked
@@ -110,7 +113,7 @@ class Links:
         except TimeoutError:
             if not ends.expired():
                 raise
-            raise Unreachable("one end of this call was revoked or closed") from None
+            raise Unreachable(CUT) from None
         finally:
             self._calls.pop(ends, None)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from daemons import daemon
@@ -30,7 +31,10 @@ from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
+from noloco_p2p.io.transport import callers
+from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
@@ -156,6 +160,30 @@ def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at:
             assert (await soon(calling.describe(peer))).step == 7.5, "who is no more on the list is heard"
 
     run(ask())
+
+
+@pytest.mark.parametrize("method", ["Propagate", "FetchSnapshot", "FetchState"])
+def test_a_call_that_begins_when_its_caller_is_revoked_is_no_bug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    club = Club(tmp_path)
+    requests = {"FetchSnapshot": pb.SnapshotRequest(), "FetchState": pb.StateRequest()}
+
+    async def ask() -> None:
+        async with (
+            two(club, Node(hang)) as (server, caller, _, peer),
+            Links(caller).channel(peer.addresses[0], peer.peer_id, ()) as channel,
+        ):
+            stub, said = NodeStub(channel), {"timeout": 20.0, "metadata": callers.metadata()}
+            assert (await soon(stub.Describe(pb.DescribeRequest(), **said))).description.stage == 1
+            assert server.revoked.adopt(club.revoking(1, caller.peer_id))
+            begin = getattr(stub, method)
+            call = begin(requests[method], **said) if method in requests else begin(**said)
+            with pytest.raises(grpc.aio.AioRpcError, match="was revoked"):
+                await soon(call.read())
+
+    run(ask())
+    assert not caplog.records
 
 
 def test_others_go_on_when_somebody_is_revoked(tmp_path: Path) -> None:
