@@ -88,6 +88,8 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         )
         made._client.control._pending_calls, made._client.control._handler_tasks = _Calls(), _Answers()
         made._client.control._handler = partial(_handled, made._client.control._handler)
+        for task in (made._client.control._read_task, made._client.control._write_task):
+            task.add_done_callback(_broke)
         return made
     except P2PDaemonError as error:
         if "address already in use" in str(error):
@@ -169,6 +171,14 @@ async def _handled(handler: Any, reader: Any, writer: Any) -> None:
     """hivemind's handler of streams, without a traceback for each one that was reset before it began."""
     with contextlib.suppress(OSError, EOFError):
         await handler(reader, writer)
+
+
+def _broke(task: "asyncio.Task[None]") -> None:
+    """One of hivemind's two tasks that nobody awaits is over. What breaks with the daemon is told by its end."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, OSError | EOFError | RuntimeError):
+        context = {"message": "the connection to the libp2p daemon broke", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
 
 
 async def stop(p2p: Any) -> None:

@@ -1,6 +1,7 @@
 """A libp2p daemon that dies is started again: the node is the same peer, at the same address, and knows the others."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -8,9 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from daemons import Node, daemon, node, run, until
+from daemons import STRANGER, Node, daemon, node, run, until
 from machine import at_most
 
 from noloco_p2p.errors import LocalError, Unreachable
@@ -104,6 +106,28 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
             assert well is None
 
     run(scenario)
+
+
+def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
+    bugs = list[dict[str, Any]]()
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
+        async with kept(tmp_path / "a") as a:
+            control = a.libp2p.p2p._client.control
+            os.kill(a.libp2p.p2p._child.pid, signal.SIGSTOP)
+            call = asyncio.create_task(a.libp2p.call(STRANGER, "a question that it never reads", b"", 60.0))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            await a.kill()
+            with pytest.raises(LocalError, match="has died"):
+                await call
+            await asyncio.wait([control._read_task, control._write_task])
+            await a.back()
+
+    run(scenario)
+    gc.collect()
+    assert not bugs
 
 
 def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
