@@ -72,7 +72,7 @@ def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
     except FileNotFoundError:
         return None
     except Violation as error:
-        raise LocalError(f"{path} is damaged: {error}; name another directory") from error
+        raise LocalError(f"{path} is damaged, or another version wrote it: name another directory") from error
     except OSError as error:
         raise LocalError(f"{path} cannot be read: {error.strerror or error}") from error
 
