@@ -9,12 +9,13 @@ from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.core.outer_rules import state_kinds
 from noloco_p2p.core.snapshots import GUARDED_DTYPE
+from noloco_p2p.errors import ConfigError
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes, Regions
 from noloco_p2p.sim.scenario import Scenario, of_stage
-from noloco_p2p.sim.world import SimPlan
+from noloco_p2p.sim.world import SimPlan, peer_id
 
 BYTES_PER_MEGABIT = 1e6 / 8
 
@@ -23,8 +24,14 @@ def build(scenario: Scenario, seed: int) -> FaultySwarm:
     """The swarm of a scenario. Raises ConfigError: the settings do not fit together."""
     faults = planned_faults(scenario, seed)
     newcomers = [peer for fault in faults if fault.kind == "arrive" for peer in fault.peers]
+    manifest = manifest_of(scenario, seed)
+    for stage, count in enumerate(scenario.replicas):
+        ever = count + sum(peer.startswith(peer_id(stage, 0)[:-1]) for peer in newcomers)
+        if ever < manifest.start_replicas:
+            wanted = f"run.start_replicas: the run begins with {manifest.start_replicas:,} nodes of each stage"
+            raise ConfigError(f"{wanted}, but stage {stage} never has more than {ever:,}")
     plan = SimPlan(
-        manifest_of(scenario, seed),
+        manifest,
         scenario.replicas,
         seed=seed,
         config=NodeConfig.model_validate(scenario.node.model_dump()),

@@ -206,6 +206,13 @@ def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
         build(scenario.of_nodes(4), seed=0)
 
 
+def test_a_run_that_could_never_begin_is_refused() -> None:
+    scenario = load(None, ["run.start_replicas=3", "faults=[{at_s: 9, kind: arrive, peers: [s0r2, s1r2]}]"])
+    assert build(scenario.of_nodes(4), seed=0).plan.manifest.start_replicas == 3
+    with pytest.raises(ConfigError, match="begins with 3 nodes of each stage, but stage 0 never has more than 2"):
+        build(scenario.model_copy(update={"faults": ()}).of_nodes(4), seed=0)
+
+
 @pytest.mark.parametrize(
     ("who", "message"),
     [
