@@ -190,7 +190,7 @@ class ChurnSettings(Settings):
     departures_per_hour: NotNegative = 0.0
     """Nodes told to leave for good. Every stage keeps at least one replica."""
     crashes_per_hour: NotNegative = 0.0
-    """Nodes that crash. Every stage keeps one replica that does not."""
+    """Nodes that crash. If they never come back, every stage keeps one replica that does not."""
     down_s: NotNegative | None = 60.0
     """Mean time until a crashed node comes back with its disk, seconds (exponential); none: never."""
     faults_per_hour: NotNegative = 0.0
