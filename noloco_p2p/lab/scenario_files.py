@@ -62,12 +62,14 @@ def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[s
 
 def _add_measured(entries: list[SettingEntry], path: Path | None) -> None:
     """Insert the costs from the file named by `compute.measured`, before the values that are set after it."""
-    for at, (key, value, place) in reversed(list(enumerate(entries))):
-        if key == MEASURED and isinstance(value, str):
-            source = Path(value) if path is None or place.startswith("--set") else path.parent / value
-            costs = _measured(source, place)
-            entries[at + 1 : at + 1] = [SettingEntry(("compute", name), costs[name], str(source)) for name in costs]
-            break
+    places = [at for at, entry in enumerate(entries) if entry.key == MEASURED]
+    if not places:
+        return
+    at, (_, value, place) = places[-1], entries[places[-1]]
+    if isinstance(value, str):
+        source = Path(value) if path is None or place.startswith("--set") else path.parent / value
+        costs = _measured(source, place)
+        entries[at + 1 : at + 1] = [SettingEntry(("compute", name), costs[name], str(source)) for name in costs]
 
 
 def _measured(source: Path, place: str) -> Mapping[str, list[float]]:

@@ -251,6 +251,7 @@ def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
         (0.3,) * 2,
         (0.5,) * 2,
     )
+    assert load(tmp_path / "mine.yaml", ["compute.measured=null"]).compute == Scenario().compute
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"mine.yaml:2: .*bench.json is not what `noloco bench stage --json` writes"):
         load(tmp_path / "mine.yaml")
