@@ -65,7 +65,8 @@ class Joining:
                 quiet = 0
                 self._report_missing(missing)
             await self._membership_loop.next_reading()
-        node.event("info", message=f"holds stage {node.advert.stage} of {manifest.stages}")
+        if not node.draining:
+            node.event("info", message=f"holds stage {node.index} of {manifest.stages}")
 
     async def wait_for_others(self) -> None:
         """Wait until every stage has enough replicas. If the run has begun, take its weights then.

@@ -60,6 +60,15 @@ def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interv
     assert 0 <= len(before) - (int(str(own[0].get("inner_step"))) - 1) <= 1
 
 
+def test_who_leaves_before_it_has_chosen_a_stage_does_not_say_that_it_holds_one() -> None:
+    swarm = FaultySwarm(replace(plan_of((3, 1), start_replicas=1, steps=8), chooses_stage=True))
+    swarm.at(0.0, lambda: swarm.drain("s0r0"))
+    outcome = check(swarm)
+    said = {peer: [h.get("message") for h in one.trace.of("info")] for peer, one in outcome.nodes.items()}
+    assert not said.pop("s0r0")
+    assert all("holds stage 0 of 2" in messages or "holds stage 1 of 2" in messages for messages in said.values())
+
+
 # --- restarting -------------------------------------------------------------------------------------------------------
 
 
