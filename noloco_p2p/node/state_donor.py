@@ -54,7 +54,7 @@ class StateDonor:
             copy.drop.cancel()
             copy.drop = None
         try:
-            yield await asyncio.shield(copy.task)
+            yield await self._captured(copy)
         finally:
             copy.users -= 1
             if copy.users == 0 and copy in self._copies:
@@ -64,9 +64,20 @@ class StateDonor:
                     copy.drop = asyncio.get_running_loop().call_later(KEPT_S, self._copies.remove, copy)
 
     def close(self) -> None:
-        """Forget every copy, because the node ends. A call that still reads one keeps it until its end."""
+        """Forget every copy, because the node ends or moves. A call that still reads one keeps it until its end."""
         for copy in list(self._copies):
             self._forget(copy)
+
+    @staticmethod
+    async def _captured(copy: _Copy) -> ReplicaState:
+        """The copy, once it exists. Raises Declined: it will not, because the node ends or moves."""
+        try:
+            return await asyncio.shield(copy.task)
+        except asyncio.CancelledError:
+            if not copy.task.cancelled():
+                raise
+            # Without an answer the caller would wait until it takes this node for silent.
+            raise Declined("this node leaves its stage: it has no state to give any more") from None
 
     def _numbered(self, number: int) -> _Copy:
         """The copy of which the caller already has a part; the bytes of another one would not fit."""

@@ -179,6 +179,20 @@ def test_who_leaves_during_the_capture_takes_it_from_nobody() -> None:
     at(scenario)
 
 
+def test_who_waits_for_a_copy_of_a_node_that_ends_or_moves_is_told_so() -> None:
+    async def scenario(place: Place) -> None:
+        asking = [asyncio.create_task(place.ask()) for _ in range(2)]
+        await asyncio.sleep(CAPTURE_S / 2)
+        asking[1].cancel()
+        place.donor.close()
+        with pytest.raises(Declined, match="leaves its stage"):
+            await asking[0]
+        await asyncio.wait(asking)
+        assert place.stage.captures == 1
+
+    at(scenario)
+
+
 def test_labels_are_those_of_the_device_operations_before_the_copy() -> None:
     async def scenario(place: Place) -> None:
         asking = asyncio.create_task(place.ask())
