@@ -147,13 +147,20 @@ async def keep_valid(
 async def _renewed(
     libp2p: Libp2pDaemon, credentials: Credentials, issuer: Issuer | None, issuers: list[JoinAddress]
 ) -> bytes:
-    if issuer is not None:
-        return issuer.issue(credentials.peer_id, "member")
+    """A certificate that is valid for longer than the one held. Raises the error of the last issuer."""
     failure: PeerError = Declined("no issuer is known")
+    if issuer is not None:
+        made = issuer.issue(credentials.peer_id, "member")
+        if credentials.is_renewed_by(made):
+            return made
+        failure = Declined("this node's own certificate as an issuer ends: start it with --key again")
     for address in issuers:
         try:
             await libp2p.dial(address)
-            return await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
+            made = await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
+            if credentials.is_renewed_by(made):
+                return made
+            failure = Declined(f"the certificate of issuer {address.peer_id} ends: start it with --key again")
         except (PeerError, ConfigError) as error:
             failure = error if isinstance(error, PeerError) else Declined(str(error))
     raise failure

@@ -8,7 +8,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.security import certificates
-from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
 from noloco_p2p.io.security.revocations import Revocations
 
 _SHOWN_LIMIT_BYTES = 2 * certificates.CHAIN_LIMIT_BYTES
@@ -48,13 +48,22 @@ class Credentials:
 
     def adopt(self, chain: bytes) -> None:
         """Use this certificate (PEM, with its issuer's) from now on. Raises Violation when it is not this node's."""
-        membership = self.trust.membership(chain)
-        if membership.peer_id != self.peer_id:
-            raise Violation(f"the certificate is that of {membership.peer_id}, not of this node")
+        membership = self._own(chain)
         self._keep(chain)
         with self._lock:
             self.chain, self.membership = chain, membership
             self._replaced_at = 0.0
+
+    def is_renewed_by(self, chain: bytes) -> bool:
+        """Whether a certificate is valid for longer than the one in use. Raises as `adopt`."""
+        return self._own(chain).until > self.membership.until
+
+    def _own(self, chain: bytes) -> CertifiedPeer:
+        """What a certificate of this node says. Raises Violation when it is not this node's."""
+        membership = self.trust.membership(chain)
+        if membership.peer_id != self.peer_id:
+            raise Violation(f"the certificate is that of {membership.peer_id}, not of this node")
+        return membership
 
     def sign(self, message: bytes) -> bytes:
         """A signature by this node's libp2p identity."""

@@ -16,6 +16,7 @@ from daemons import daemon
 from daemons import run as run_daemons
 from members import HOUR_S, RUN, Club
 
+from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
@@ -214,6 +215,56 @@ def test_a_member_renews_over_libp2p_and_a_newcomer_is_let_in(tmp_path: Path) ->
                     await admission.invited(wrong, club.trust, "member", time.time())
 
     run_daemons(test)
+
+
+@pytest.mark.parametrize("first", ["ends soon", "says nonsense"])
+def test_an_issuer_that_cannot_renew_for_longer_leaves_it_to_the_next(tmp_path: Path, first: str) -> None:
+    async def nonsense(caller: PeerId, request: bytes) -> bytes:
+        return b"no certificate"
+
+    async def test() -> None:
+        club, book = Club(tmp_path), UseBook(tmp_path / "book")
+        for name in ("a", "b", "c"):
+            (tmp_path / name).mkdir()
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "c") as c, daemon(tmp_path / "b") as b:
+            for each, age_s in ((a, certificates.ISSUER_S - HOUR_S), (c, 0.0)):
+                own = certificates.issuer_certificate(club.root, club.trust, each.peer_id, club.now - age_s)
+                issues = Issuer(club.trust, each.identity, own, book, time.time, Revocations(club.trust))
+                if each is a and first == "says nonsense":
+                    await a.serve(admission.CERTIFICATE_CALL, nonsense)
+                else:
+                    await admission.serve(each, issues)
+            before = Club(tmp_path, club.run_id, club.root, club.now - 4 * certificates.DAY_S)
+            mine = certificates_of(club, b.identity, before.chain(b.peer_id))
+            issuers = [JoinAddress.parse(one.join_addresses[0]) for one in (a, c)]
+            said: asyncio.Queue[str | None] = asyncio.Queue()
+            keeping = asyncio.create_task(admission.keep_valid(b, mine, None, lambda: issuers, said.put_nowait))
+            assert await said.get() is None
+            keeping.cancel()
+            assert mine.membership.issuer == c.peer_id
+            assert mine.membership.until > club.now + 6 * certificates.DAY_S
+
+    run_daemons(test)
+
+
+def test_an_issuer_whose_own_certificate_has_ended_says_so_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club, later = Club(tmp_path), [certificates.ISSUER_S - certificates.DAY_S]
+    mine = issuer(club, lambda: club.now + later[0])
+    start = club.now + later[0] - 6 * certificates.DAY_S
+    credentials = club.credentials("mine", clock=lambda: club.now + later[0], now=start)
+    said: list[str | None] = []
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
+
+    def hear(message: str | None) -> None:
+        said.append(message)
+        later[0] += certificates.DAY_S / 2
+
+    with pytest.raises(LocalError, match=r"has expired .*noloco invite"):
+        asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, mine, list, hear), 20))
+    assert len(said) == 2
+    assert all("start it with --key again" in str(message) for message in said)
 
 
 def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
