@@ -50,6 +50,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
         cache_on_store=False,
         reuse_get_requests=False,
         chunk_size=1,  # one key per question: one reply cannot carry two full ones
+        authorizer=_OneKeyPerQuestion(),
     )
     # Readers would get what a stranger puts into the cache instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
@@ -57,6 +58,25 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     protocol = node.protocol
     protocol._validate_dictionary = functools.partial(_valid, protocol._validate_dictionary)
     return node
+
+
+class _OneKeyPerQuestion:
+    """What hivemind lets look at requests, to sign and to check them. Here it refuses questions for several keys, which
+    nobody asks: each may name one key ten thousands of times, and take the records under it as often."""
+
+    async def sign_request(self, request: Any, to: Any) -> None:
+        """Nothing."""
+
+    async def validate_request(self, request: Any) -> bool:
+        """Whether a request is answered."""
+        return type(request).__name__ != "FindRequest" or len(request.keys) == 1
+
+    async def sign_response(self, response: Any, request: Any) -> None:
+        """Nothing."""
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        """All are."""
+        return True
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:

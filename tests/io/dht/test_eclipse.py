@@ -170,6 +170,24 @@ def test_what_a_reply_says_of_all_its_records_keeps_nobody_from_reading(tmp_path
     run(scenario)
 
 
+def test_a_question_that_names_a_key_again_and_again_is_not_answered(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
+            await a.directory.announce(a.advert(), TTL_S)
+            protocol, key = liar.directory._node.protocol, DHTID.generate(stage_key(RUN, 0)).to_bytes()
+            ask = protocol.get_stub(a.libp2p.p2p.peer_id).rpc_find
+            answer = await ask(dht_pb2.FindRequest(keys=[key], peer=protocol.node_info))
+            assert [each.type for each in answer.results] == [dht_pb2.FOUND_DICTIONARY]
+            with pytest.raises(P2PHandlerError):
+                await ask(dht_pb2.FindRequest(keys=[key] * 10_000, peer=protocol.node_info))
+
+    run(scenario)
+
+
 def test_a_full_stage_keeps_those_that_are_in() -> None:
     from hivemind.dht.routing import DHTID
 
