@@ -376,6 +376,23 @@ def test_a_torn_or_strange_line_is_passed_over(node: Path, torn: bytes) -> None:
     parsed(render(read_run([node])))
 
 
+@pytest.mark.parametrize("number", [1.7e308, -1.7e308, 9e59, -9e59, 5e-324, 1e-310])
+@pytest.mark.parametrize("field", ["time", "up_s", "tokens", "loss", "learning_rate", "grad_norm", "wall_s"])
+def test_a_number_that_no_node_can_mean_does_not_keep_the_rest_off_the_page(
+    node: Path, field: str, number: float
+) -> None:
+    lines = [json.loads(line("start", 0.0, stage=0)), json.loads(line("state", 1.0, state="training"))]
+    for s in range(1, 5):
+        figures = {"tokens": 10 * s, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": 1.0}
+        lines.append(json.loads(line("progress", float(s), stage=0, step=s, **figures)))
+    for each in lines[2:4]:
+        each[field] = number
+    (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (node / "summary.json").write_text(json.dumps({"nodes": 1, "wall_s": number, "tokens_per_s": number}))
+    parsed(render(read_run([node])))
+    series.write([node], node / "series.csv")
+
+
 def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
     whole = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
     second = line("progress", 2.0, stage=0, step=2, tokens=20)

@@ -4,7 +4,6 @@ Every text is made harmless here: what cannot be printed is replaced, and its le
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ from noloco_p2p.launch import homes
 
 LONGEST_LINE = 1 << 18
 MOST_CHARACTERS = 300
+LARGEST, SMALLEST = 1e60, 1e-60
+"""Beyond all that a node counts or computes: a larger number is none, and a smaller one 0. So what a page calculates
+of numbers stays finite, and greater than 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +105,9 @@ def number(value: object) -> float | None:
     """A finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
+    if not abs(value) <= LARGEST:
         return None
+    return float(value) if abs(value) >= SMALLEST else 0.0
 
 
 def clean(value: object) -> str:
