@@ -141,14 +141,14 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return settings.manifest_from_json(json.dumps(record["manifest"]).encode()), int(record["replicas"])
-    except (OSError, ValueError, KeyError, TypeError, Violation) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, Violation) as error:
         raise ConfigError(f"{directory} is not what `noloco export` writes: {path.name} cannot be read") from error
 
 
 def recorded_data(directory: Path) -> tuple[str, ...]:
     """The data files that the run of an exported directory read on the machine that exported it."""
     found = node_probe.read_json(directory / RECORD) or {}
-    return tuple(found.get("data_files", ()))
+    return node_probe.texts(found.get("data_files"))
 
 
 def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:

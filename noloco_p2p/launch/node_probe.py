@@ -66,9 +66,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that is written at one stroke; None when it is not there, not readable or no object."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def texts(found: object) -> tuple[str, ...]:
+    """The texts of a list in such an object; none where there is something else."""
+    return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 
 def read_endpoints(node_dir: Path) -> NodeEndpoints | None:

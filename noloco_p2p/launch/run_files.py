@@ -189,7 +189,7 @@ def store_local_files(directory: Path, local: NodeConfig) -> None:
 def local_files(directories: Iterable[Path]) -> LocalFiles:
     """Those of the first of these nodes that kept them."""
     found = next(filter(None, (node_probe.read_json(directory / LOCAL) for directory in directories)), {})
-    return LocalFiles(found.get("tokenizer_dir"), tuple(found.get("data_files", ())))
+    return LocalFiles(found.get("tokenizer_dir"), node_probe.texts(found.get("data_files")))
 
 
 def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:

@@ -21,8 +21,8 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch.export import read_record, run_export
-from noloco_p2p.launch.run_files import stored_manifest
+from noloco_p2p.launch.export import read_record, recorded_data, run_export
+from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
@@ -257,3 +257,21 @@ def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(t
     assert RunManifest.model_validate_json(older).wire.backward == "bfloat16"
     with pytest.raises(LocalError, match="written by another version"):
         stored_manifest(tmp_path / "a")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"manifest": {}, "replicas": 1e999}', '{"manifest": 3}', "[]"])
+def test_a_record_that_cannot_be_read_is_said_to_be(tmp_path: Path, text: str) -> None:
+    for name in ("config.json", "noloco.json"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="is not what `noloco export` writes"):
+        read_record(tmp_path)
+    assert recorded_data(tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "files"), [("null", ()), ("3", ()), ('"a.txt"', ()), ('["a.txt", 3, "b.txt"]', ("a.txt", "b.txt"))]
+)
+def test_data_files_are_the_texts_in_a_record(tmp_path: Path, written: str, files: tuple[str, ...]) -> None:
+    for name in ("noloco.json", LOCAL):
+        (tmp_path / name).write_text(f'{{"data_files": {written}}}')
+    assert recorded_data(tmp_path) == local_files([tmp_path]).data_files == files
