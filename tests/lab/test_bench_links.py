@@ -81,6 +81,11 @@ def test_what_nodes_and_relay_counted_becomes_figures() -> None:
     assert [one["microbatches"] for one in found["work"]] == [4, 4]
     factors = links.device_factors(found["work"], [COSTS, COSTS])
     assert factors == pytest.approx([1.5 / (4 * 0.06), 3.0 / (4 * 0.06 + 2 * 0.01)])
+    silent = tuple({name: sample(at, microbatches=at) for name in before} for at in (100.0, 110.0))
+    with pytest.raises(LocalError, match="--nodes or --seconds"):
+        links.real_figures(
+            [step("A", 1.0), step("A", 5.0)], (silent[0], silent[1]), carried, LineSpec.parse("1mbit,5ms")
+        )
     with pytest.raises(LocalError, match="--seconds"):
         links.device_factors([dict.fromkeys(links.WORK, 0.0)], [COSTS])
 

@@ -190,6 +190,8 @@ def real_figures(
         return end[name].metrics.total(metric, **labels) - begin[name].metrics.total(metric, **labels)
 
     kinds = {kind: sum(grown(name, "bytes_total", direction="out", kind=kind) for name in names) for kind in KINDS}
+    if not any(kinds.values()):
+        raise LocalError("nothing was sent in the time of the measurement: give more --nodes or --seconds")
     work = [
         {
             metric: sum(grown(name, f"{metric}_total") for name in names if name.startswith(f"{stage}-"))
