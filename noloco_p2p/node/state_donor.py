@@ -27,6 +27,8 @@ class _Copy:
     number: int
     step: float
     """This replica's clock when the copy was asked for."""
+    round: int
+    """Its newest outer round then."""
     task: asyncio.Task[ReplicaState]
     users: int = 0
     drop: asyncio.TimerHandle | None = None
@@ -91,8 +93,7 @@ class StateDonor:
         node = self._node
         if node.advert.state not in TRAINED:
             raise Declined(f"this node is {node.advert.state}: it has no trained state to give")
-        reach = STALE_INTERVALS * node.manifest.outer.inner_steps
-        if self._copies and node.advert.step - self._copies[-1].step <= reach:
+        if self._copies and self._is_fresh(self._copies[-1]):
             return self._copies[-1]
         if len(self._copies) >= MOST_COPIES:
             idle = [copy for copy in self._copies if copy.users == 0]
@@ -101,6 +102,14 @@ class StateDonor:
             self._forget(idle[0])
         return self._begin(caller)
 
+    def _is_fresh(self, copy: _Copy) -> bool:
+        """Where the rule takes from all, who begins with an earlier round lacks what the others merged since, differs
+        from them, and copies a state again. Gradients are kept long enough to catch up."""
+        outer, advert = self._node.manifest.outer, self._node.advert
+        if outer.update.common and not outer.update.gradients and advert.outer_round > copy.round:
+            return False
+        return advert.step - copy.step <= STALE_INTERVALS * outer.inner_steps
+
     def _begin(self, caller: PeerId) -> _Copy:
         node = self._node
         self._made += 1
@@ -108,7 +117,7 @@ class StateDonor:
         number = generator(node.manifest.seed, *purpose).getrandbits(64)
         node.event("info", message=f"freezes its state at step {node.step} for {caller}")
         task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {node.me}")
-        copy = _Copy(number, node.advert.step, task)
+        copy = _Copy(number, node.advert.step, node.advert.outer_round, task)
         self._copies.append(copy)
         return copy
 

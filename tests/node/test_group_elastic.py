@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from elastic import drawn
+from elastic import drawn, plan_of
 
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import broken
+from noloco_p2p.sim.laws import broken, check
 from noloco_p2p.sim.transport import RESUMES_S
 
 
@@ -22,3 +22,14 @@ def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: 
     if plan.link.reply_loss:  # Who differs takes a state over; one that is lost on its way is given up after a silence.
         swarm.gap_s += RESUMES_S
     assert broken(swarm) is None
+
+
+@pytest.mark.parametrize("later_s", [4.0, 5.0])
+def test_a_newcomer_does_not_get_the_copy_that_was_made_for_another_one_a_round_ago(later_s: float) -> None:
+    """With it, it could not take part in the rounds since, would differ from the others, and copy a state again."""
+    swarm = FaultySwarm(plan_of((2, 2), steps=32, outer={"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0}))
+    swarm.at(6.6, lambda: swarm.start(0, 2))
+    swarm.at(6.6 + later_s, lambda: swarm.start(0, 3))
+    outcome = check(swarm)
+    assert [one.peer for one in swarm.resumptions] == ["s0r2", "s0r3"]
+    assert not outcome.trace.of("warning", "s0r3")
