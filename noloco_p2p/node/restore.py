@@ -155,14 +155,16 @@ class WeightRestorer:
             return await self._world.checkpoints.load(held)
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
-        """Raises Declined for weights of a step that the run cannot have reached, according to those that answered."""
-        run, ttl_s = self._node.manifest, self._node.config.directory.ttl_s
+        """Raises Declined for weights of a step that the run cannot have reached, according to those that answered and
+        to this node's own clock, which may be newer than their answers."""
+        node, run, ttl_s = self._node, self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)
         limit, m = float(run.steps), run.outer.inner_steps
         if answering:
             speed = median(a.steps_per_s for a in answering)
-            limit = min(limit, schedule.furthest(self._clock_of_others(), ttl_s, speed, m))
+            clock = max(self._clock_of_others(), node.advert.step)
+            limit = min(limit, schedule.furthest(clock, ttl_s, speed, m))
         if step > limit or round > limit // m + 2:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 

@@ -33,3 +33,13 @@ def test_a_newcomer_does_not_get_the_copy_that_was_made_for_another_one_a_round_
     outcome = check(swarm)
     assert [one.peer for one in swarm.resumptions] == ["s0r2", "s0r3"]
     assert not outcome.trace.of("warning", "s0r3")
+
+
+def test_who_has_come_as_far_itself_takes_a_state_of_a_step_beyond_what_the_others_had_last_said() -> None:
+    """Nobody has said anything new since the first inner steps, and here nobody waits for a partner's round."""
+    outer = {"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0, "overlap": False, "partner_wait_s": 0.0}
+    swarm = FaultySwarm(plan_of((3,), steps=12, microbatches_per_step=1, routing="weighted", outer=outer))
+    outcome = check(swarm)
+    said = [str(event.get("message")) for event in outcome.trace.of("warning")]
+    assert [message for message in said if "copying" in message]
+    assert not [message for message in said if "has not reached" in message]
