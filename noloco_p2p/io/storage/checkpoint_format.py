@@ -11,12 +11,12 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -56,7 +56,7 @@ class CheckpointManifest(BaseModel):
     """How many checkpoints this node had saved before this one, in this directory."""
     stage: int
     round: int
-    step: float
+    step: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     inner_steps: int
     adam_steps: int
     number: int

@@ -334,6 +334,18 @@ def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
     assert again.state.returned_norms == ()
 
 
+@pytest.mark.parametrize("step", [float("inf"), float("nan"), -1.0])
+def test_a_checkpoint_at_a_step_that_there_is_not_is_passed_over(tmp_path: Path, step: float) -> None:
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    _save(store, _checkpoint(5), _checkpoint(10))
+    path = stored_checkpoints(tmp_path)[-1].path
+    content = json.loads(path.read_text()) | {"step": step}
+    del content["digest"]
+    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    assert _held(store) == [Holding(1, 5, 50)]
+    assert [shard.manifest.round for shard in stored_checkpoints(tmp_path)] == [5]
+
+
 def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: Path) -> None:
     """All in one folder: run and peer have equal ends and beginnings."""
     foreign = [FileCheckpoints(tmp_path, RUN[:-1] + "c", PEER, 3), FileCheckpoints(tmp_path, RUN, "Q" + PEER[-12:], 3)]
