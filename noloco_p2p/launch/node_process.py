@@ -54,8 +54,7 @@ class NodeProcess:
         environment = {**server.environment, **self.environment}
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            for old in (node_probe.ENDPOINTS, node_probe.SUMMARY):
-                (self.dir / old).unlink(missing_ok=True)
+            (self.dir / node_probe.SUMMARY).unlink(missing_ok=True)
             self._endpoints = None
             self.release()
             with self.log.open("ab") as log:
@@ -81,9 +80,10 @@ class NodeProcess:
 
     @property
     def endpoints(self) -> node_probe.NodeEndpoints | None:
-        """Who it is and where it can be reached; None until it has written that."""
+        """Who it is and where it can be reached; None until it has written that. A process before it may have, too."""
         if self._endpoints is None and self._process is not None:
-            self._endpoints = node_probe.read_endpoints(self.dir)
+            found = node_probe.read_endpoints(self.dir)
+            self._endpoints = found if found is not None and found.pid == self._process.pid else None
         return self._endpoints
 
     def read_metrics(self) -> node_probe.MetricsReading | None:

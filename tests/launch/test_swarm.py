@@ -213,6 +213,7 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
             os.kill(pid, signal.SIGKILL)
         nodes.nothing_left()
         peers = {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
+        places = joined_at(run_dir)
         refused = nodes.start(*size(2, 2, 99), command=FORKED, own_dir="run")
         assert (refused.end(), len(refused.logged().splitlines())) == (2, 1)
         assert "--steps: steps is 99 here, 48 in the unfinished run" in refused.logged()
@@ -228,7 +229,15 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     assert (summary["completed"], summary["resumed_from_step"]) == (True, step)
     assert 0 < summary["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
+    found_again = [name for name, place in joined_at(run_dir).items() if place == places[name]]
+    assert found_again, "all ports that nobody has taken meanwhile are the same"
     assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is carried on"
+
+
+def joined_at(run_dir: Path) -> dict[str, tuple[str, ...]]:
+    """The libp2p addresses of the nodes of a swarm."""
+    found = {path.parent.name: node_probe.read_endpoints(path.parent) for path in run_dir.glob("*/endpoints.json")}
+    return {name: endpoints.join for name, endpoints in found.items() if endpoints is not None}
 
 
 def checkpoints_of(run_dir: Path) -> int:
