@@ -152,6 +152,7 @@ class Node:
         if self.state.leaving:
             return
         self._donor.close()
+        self._rounds.frozen.clear()
         self._dispatcher.given_up = True
         self.state.move(stage)
         # Ids of microbatches are never used twice: their counter begins anew.

@@ -8,7 +8,8 @@ import pytest
 from elastic import COSTS, config_for, manifest_for, plan_of
 
 from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
-from noloco_p2p.errors import Unreachable
+from noloco_p2p.core.snapshots import SnapshotRequest
+from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
@@ -123,6 +124,27 @@ def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     assert (failed, outcome.nodes["s2r0"].stage) == (["s3r0"], 1), "it moved"
     assert not out_of_order
     assert len(outcome.trace.of("evaluation")) == 2
+
+
+def test_who_waits_for_a_round_of_a_node_that_moves_is_not_given_one_of_its_earlier_stage() -> None:
+    """The codec of its new stage would not fit it."""
+    swarm, heard = FaultySwarm(plan_of((2, 3), steps=40)), list[str]()
+    mover, asking = "s1r1", list[asyncio.Task[None]]()
+
+    async def ask() -> None:
+        try:
+            found = await swarm.process(mover).node.handler.fetch_snapshot(
+                "s1r0", SnapshotRequest(1, 1000, wait_s=20.0)
+            )
+            heard.append(f"round {found.round}")
+        except Declined as error:
+            heard.append(str(error))
+
+    swarm.at(6.0, lambda: asking.append(asyncio.create_task(ask())))
+    swarm.at(6.5, lambda: swarm.process(mover).node.state.drain("moves", next_stage=0))
+    outcome = check(swarm)
+    assert outcome.nodes[mover].stage == 0, "it moved"
+    assert heard == ["this replica has no snapshot yet"]
 
 
 def test_another_one_moves_while_one_that_has_announced_a_move_is_paused() -> None:
