@@ -10,7 +10,7 @@ import pytest
 from daemons import RUN, Node, daemon, node, run
 
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.io.dht import adverts, dht_node
+from noloco_p2p.io.dht import adverts, dht_node, hivemind_directory
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, living_records, stage_key
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
 
@@ -61,6 +61,7 @@ def test_linked_peers_are_found_though_a_search_asks_liars_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dht_node, "NEIGHBOURS", 5)
+    monkeypatch.setattr(hivemind_directory, "REJOIN_PERIOD_S", 3600.0)  # the test says when
 
     async def scenario() -> None:
         async with eclipsed(tmp_path, 5) as (a, b):
