@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from noloco_p2p.config import ModelSettings, RunManifest
+from noloco_p2p.config import MOST_LAYERS, ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
 
 EAGER_FAMILIES = frozenset({"gemma2"})
@@ -24,8 +24,6 @@ UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
 LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
 """Fields that belong in `rope_parameters` since transformers 5 and are still accepted at the top level."""
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
-MOST_LAYERS = 1024
-"""Most layers. A manifest comes from strangers, and layers cost memory even without weights."""
 SMALL_VOCABULARY = 64
 SMALL_LAYERS = 4
 FOREIGN_ERRORS = (

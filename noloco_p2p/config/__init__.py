@@ -7,6 +7,7 @@ command line; here are only the values and their checks.
 from noloco_p2p.config.base import Positive, Seconds, Settings
 from noloco_p2p.config.manifest import (
     MANIFEST_LIMIT_BYTES,
+    MOST_LAYERS,
     DataSettings,
     EvaluationSettings,
     InnerSettings,
@@ -28,6 +29,7 @@ from noloco_p2p.config.outer_settings import OuterSettings
 
 __all__ = [
     "MANIFEST_LIMIT_BYTES",
+    "MOST_LAYERS",
     "AuditSettings",
     "CheckpointSettings",
     "DataSettings",

@@ -15,6 +15,8 @@ from noloco_p2p.core.outer_rules import state_kinds
 
 MANIFEST_LIMIT_BYTES = 65_536
 """A manifest in canonical JSON is refused above this size."""
+MOST_LAYERS = 1024
+"""Most layers, and stages. A manifest comes from strangers, and each costs memory even without weights."""
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
 HubName = Annotated[str, matching(HUB_NAME, "NAME or OWNER/NAME of the hub")]
 TokenizerName = Annotated[
@@ -130,7 +132,7 @@ class RunManifest(Settings):
     """Seed of initial weights, data order, routes and pairs."""
     start_replicas: Positive = 2
     """Replicas that every stage must have before step 1."""
-    stages: Positive = 2
+    stages: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 2
     """Pipeline stages; the layers are split over them contiguously and evenly."""
     model: ModelSettings = ModelSettings()
     """The model."""

@@ -202,6 +202,7 @@ def test_a_manifest_travels() -> None:
         b"{" + b" " * MANIFEST_LIMIT_BYTES + b"}",
         b'{"steps": "7"}',
         b'{"steps": 0}',
+        b'{"stages": 1000000000}',
         b'{"unheard_of": 1}',
         b'{"model": {"config": {"a": NaN}}}',
         b'{"outer": {"rule": "noloco", "alpha": 0.9, "gamma": 0.7}}',
