@@ -14,6 +14,9 @@
 Foreign exceptions (grpc, hivemind, pydantic, OSError) are mapped to these at one place in each adapter.
 """
 
+NO_JSON = ValueError, RecursionError
+"""What `json.loads` raises for text that is not JSON, or is nested too deeply."""
+
 
 class NolocoError(Exception):
     """Base of all errors of this package. `str(error)` is one line that says what is wrong and what to do."""

@@ -59,7 +59,7 @@ class DeviceThread:
             return await future
         except asyncio.CancelledError:
             if lost is not None and future.done() and not future.cancelled() and future.exception() is None:
-                lost(future.result())  # it has come in the same turn of the loop as the cancellation
+                lost(future.result())  # it came in the same turn of the loop as the cancellation
             raise
         finally:
             del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both

@@ -29,7 +29,7 @@ from noloco_p2p.errors import ConfigError, LocalError, Violation
 TRIMMED_AT_ONCE = 1 << 18
 """Values of a parameter that are sorted at once, of all replicas."""
 CACHES = "cache", "past_key_values"
-"""What a model of transformers calls what it keeps of the context; before 5.24 it knows only the second name."""
+"""Names of the cache in transformers; models of older versions know only the second one."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
 """θ of one replica or of a mean, by global name, in compute_dtype, in host memory."""
@@ -225,7 +225,7 @@ class ExportedModel:
                 output = self.causal(input_ids=ids, use_cache=True, **{cache: past})
             logits_V = output.logits[0, -1].float().cpu()
             if not bool(torch.isfinite(logits_V).all()):
-                raise LocalError("the model gives no finite number: its weights are broken")
+                raise LocalError("the model's output is not finite: its weights are broken")
             chosen = int(_drawn(logits_V, temperature, generator))
             past, fresh = getattr(output, cache), [chosen]
             seen.append(chosen)
@@ -272,6 +272,6 @@ def _tokenizer(directory: Path) -> Any:
 def _drawn(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits_V.argmax()
-    # In float64 and from the largest: float32 has no quotient by a temperature near 0.
+    # Relative to the largest, and in float64: float32 overflows at a temperature near 0.
     scaled_V = (logits_V - logits_V.max()).double() / temperature
     return torch.multinomial(torch.softmax(scaled_V.float(), dim=-1), 1, generator=generator)[0]

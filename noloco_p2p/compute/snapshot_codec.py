@@ -52,7 +52,7 @@ class SnapshotCodec:
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
         tokens = run.microbatches_per_step * run.microbatch_size * run.sequence_length
         self._least = float(tokens) if self._gradients else 0.0
-        """A sum of gradients is judged as one of so many tokens at least: a replica's own may be of none."""
+        """Under `sync` the bound is that of so many tokens at least: a replica's own sum may have none."""
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
         """What travels to a partner, and its format in a codec with bounds."""
         self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None

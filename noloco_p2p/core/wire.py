@@ -180,7 +180,7 @@ class Assembler:
         return len(self._parts), 0
 
     def rewind(self) -> None:
-        """Forget what has come beyond `place`, because all from there on comes again: after `discard` everything."""
+        """Forget what has come beyond `place`, because all from there on comes again; after `discard`, everything."""
         self._parts = self._parts or [_Part() for _ in self._specs]
         index, offset = self.place
         for part in self._parts[index : index + 1]:

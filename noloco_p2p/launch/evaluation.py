@@ -86,7 +86,7 @@ def run_generate(
     silence_transformers()
     tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
-    # A command line may hold bytes that are no UTF-8: they are meant as they are.
+    # A command line may contain bytes that are not UTF-8: they are taken as they are.
     given = chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
     given = given or [tokenizer.eos]
     if max(given) >= int(str(manifest.model.config["vocab_size"])):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
-from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
@@ -141,7 +141,7 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return settings.manifest_from_json(json.dumps(record["manifest"]).encode()), int(record["replicas"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, Violation) as error:
+    except (OSError, *NO_JSON, KeyError, TypeError, OverflowError, Violation) as error:
         raise ConfigError(f"{directory} is not what `noloco export` writes: {path.name} cannot be read") from error
 
 
@@ -167,8 +167,8 @@ def refuse_existing(out: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A fresh directory that becomes `out` when the context ends well, and is removed when it does not: beside `out`,
-    or in it where it is there, since it may be a volume or a link, or have hidden files."""
+    """A fresh directory that becomes `out` when the context ends well, and is removed when it does not. It is made
+    beside `out`, or inside of an `out` that exists, which may be a volume or a link, or have hidden files."""
     there = out.is_dir()
     fresh = out / f".{os.getpid()}.new" if there else out.with_name(f".{out.name}.{os.getpid()}.new")
     try:
@@ -180,7 +180,7 @@ def replaced(out: Path) -> Iterator[Path]:
         if not there:
             fresh.rename(out)
             return
-        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # last what makes it a model
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # the record makes it a model
             path.rename(out / path.name)
     except OSError as error:
         raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error

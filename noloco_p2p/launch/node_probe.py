@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Unreachable
 
 HOME = Path("noloco-runs")
 """Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
@@ -66,13 +66,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that is written at one stroke; None when it is not there, not readable or no object."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, *NO_JSON):
         return None
     return found if isinstance(found, dict) else None
 
 
 def texts(found: object) -> tuple[str, ...]:
-    """The texts of a list in such an object; none where there is something else."""
+    """The texts of a list in such an object; none if it is not a list."""
     return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 

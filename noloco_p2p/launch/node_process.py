@@ -80,7 +80,7 @@ class NodeProcess:
 
     @property
     def endpoints(self) -> node_probe.NodeEndpoints | None:
-        """Who it is and where it can be reached; None until it has written that. A process before it may have, too."""
+        """Who it is and where it can be reached; None until its present process has written that."""
         if self._endpoints is None and self._process is not None:
             found = node_probe.read_endpoints(self.dir)
             self._endpoints = found if found is not None and found.pid == self._process.pid else None

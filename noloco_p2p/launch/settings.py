@@ -131,7 +131,7 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _without_word(entry: SettingEntry) -> SettingEntry:
-    """`security: open` as the key that it sets."""
+    """`security: open` as the key that it stands for: no root key."""
     is_word = entry.key == (SECURITY,) and entry.value == OPEN
     return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if is_word else entry
 

@@ -33,7 +33,7 @@ def sample_lines(run_dir: Path) -> list[str]:
     except (NolocoError, OSError) as error:
         return [f"no sample: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
-    shown = (plain(line).rstrip() for line in wrapped)  # a model that has hardly learnt writes control characters
+    shown = (plain(line).rstrip() for line in wrapped)  # a model that has learnt little writes control characters
     return ["the model writes:", *[f"    {line}" for line in shown if line][:LINES]]
 
 

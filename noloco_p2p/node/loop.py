@@ -230,7 +230,7 @@ class Node:
             await self._inner_step(began, {})
         if not node.draining:
             # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
-            # But who has come only after the end has the weights of an earlier one.
+            # But a node that came only after the end has the weights of an earlier one.
             left_behind = came_late and node.step < node.manifest.steps - 1
             node.update(step=float(node.manifest.steps))
             if not left_behind:
@@ -280,7 +280,7 @@ class Node:
         if ahead and not self.state.draining:
             self._server.close()
             await self._joining.take_over(ahead)
-            if self.state.step >= self.state.manifest.steps:  # The state may be from before the run's last round.
+            if self.state.step >= self.state.manifest.steps:  # The copied state may lack the last round.
                 await self._rounds.at_border(self._server.close)
 
     def status(self, now: float) -> Status:

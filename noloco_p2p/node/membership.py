@@ -117,7 +117,7 @@ class Membership:
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
     def is_left_behind(self) -> bool:
-        """The run has ended, and nobody is left at the next stage."""
+        """The run has ended, and the next stage has no replica left."""
         return self.run_ended and not self.members.anybody(self._node.index + 1)
 
     # --- calls to the next stage, and stages without anybody --------------------------------------------------------

@@ -131,7 +131,7 @@ class OuterRounds:
         self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
     ) -> float:
         """Freeze a round. It stays open while a partner's snapshot is in transit; unless training `goes_on`, the node
-        waits for it here, and the seconds are returned. A pull that is `going_on` serves this round, too."""
+        waits for it here, and returns the seconds of that. A pull that is `going_on` serves this round, too."""
         node = self._node
         if not goes_on:
             close_intake()

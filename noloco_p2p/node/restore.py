@@ -96,7 +96,7 @@ class WeightRestorer:
         """Copy the full state of a living replica; partners may pull from here after the first complete outer interval.
 
         The clock is the others', because they trained on during the copy, and under `balanced` they would wait for
-        every step that this node is behind. One that was further does not go back.
+        every step that this node is behind. A clock that is further does not go back.
         """
         node = self._node
         with self._waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):

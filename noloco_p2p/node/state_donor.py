@@ -78,7 +78,7 @@ class StateDonor:
         except asyncio.CancelledError:
             if not copy.task.cancelled():
                 raise
-            # Without an answer the caller would wait until it takes this node for silent.
+            # Without an answer the caller would wait until it counts this node as silent.
             raise Declined("this node leaves its stage: it has no state to give any more") from None
 
     def _numbered(self, number: int) -> _Copy:
@@ -103,8 +103,8 @@ class StateDonor:
         return self._begin(caller)
 
     def _is_fresh(self, copy: _Copy) -> bool:
-        """Where the rule takes from all, who begins with an earlier round lacks what the others merged since, differs
-        from them, and copies a state again. Gradients are kept long enough to catch up."""
+        """A copy may be lent while it is at most STALE_INTERVALS old. Under a rule that takes from all, only in its own
+        round: a newcomer would lack what the others merged since, and have to copy again. Gradients are kept longer."""
         outer, advert = self._node.manifest.outer, self._node.advert
         if outer.update.common and not outer.update.gradients and advert.outer_round > copy.round:
             return False

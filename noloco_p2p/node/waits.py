@@ -54,7 +54,7 @@ class Waits:
 
     @contextmanager
     def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
-        """A `with` around an operation of this node's device. One that is given up says nothing of the device."""
+        """A `with` around an operation of this node's device. One that is given up says nothing about the device."""
         key, now, given_up = object(), asyncio.get_running_loop().time, False
         self._computing[key] = now()
         try:

@@ -64,7 +64,7 @@ class Registry:
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
         """From now on no announcement crosses between groups. A node in no group hears all and is heard by all.
 
-        A part of an earlier group goes on from what that one could read, any other group from everything.
+        A group that is part of an earlier one begins with what that one could read, any other group with everything.
         """
         views: dict[frozenset[PeerId], _AdvertView] = {}
         for group in map(frozenset, groups):

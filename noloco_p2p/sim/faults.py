@@ -71,7 +71,7 @@ class FaultySwarm(SimSwarm):
         self.begun: list[Fault] = []
         """The faults that have happened so far."""
         self._lasting: list[Fault] = []
-        """Those that have not ended. What one of them does to a node does not end with another one."""
+        """Those that have not ended. When one ends, what another one does to the same node goes on."""
         self.limit_s = limit_s
         """The run must have ended by then."""
         self.listed_s = 2.0 * plan.config.directory.refresh_s
@@ -179,7 +179,7 @@ class FaultySwarm(SimSwarm):
                 self.network.partition_one_way(fault.peers[0], other)
 
     def _split(self) -> None:
-        """Separate the nodes as all splits that last do together."""
+        """Separate the nodes as all present splits together do."""
         splits = [one for one in self._lasting if one.kind == "split"]
         groups: dict[tuple[bool, ...], dict[PeerId, None]] = {}
         for process in self.processes:

@@ -35,7 +35,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
-    # hivemind sets this once peers can ask already: until then they are told of no place.
+    # hivemind sets this only after peers can ask already. Until then they get one without a node id.
     DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
         p2p=p2p,
@@ -61,8 +61,8 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
 
 
 class _OneKeyPerQuestion:
-    """What hivemind lets look at requests, to sign and to check them. Here it refuses questions for several keys, which
-    nobody asks: each may name one key ten thousands of times, and take the records under it as often."""
+    """hivemind's hook to sign and check requests. It refuses questions about several keys, which our nodes never ask:
+    one could name a key tens of thousands of times, and would be sent the records under it as often."""
 
     async def sign_request(self, request: Any, to: Any) -> None:
         """Nothing."""
@@ -75,18 +75,18 @@ class _OneKeyPerQuestion:
         """Nothing."""
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        """All are."""
+        """Whether an answer is believed: all are."""
         return True
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:
-    """Whether records that a peer gives are valid. hivemind would calculate with what it says of them all."""
+    """Whether the records that a peer sends are valid. Its bounds go, which hivemind would use unchecked."""
     records.maxsize, records.latest_expiration_time = math.inf, -math.inf
     return validate(key, records)
 
 
 def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
-    """Whom hivemind may ask of those that a peer names: not this node, which it would then refuse to store at."""
+    """Those of the nodes that a peer names which hivemind may ask: not this one, which ends a search with an error."""
     return {place: peer for place, peer in usable(named).items() if place != own}
 
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
-from noloco_p2p.errors import Busy, ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
+from noloco_p2p.errors import NO_JSON, Busy, ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
@@ -153,7 +153,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     answer = await libp2p.call(peer_id, DIAL_BACK_CALL, address.encode(), DIAL_BACK_TIMEOUT_S)
     try:
         found = json.loads(answer)
-    except (ValueError, RecursionError) as error:
+    except NO_JSON as error:
         raise Violation(f"peer {peer_id} answered the dial-back with something that is not JSON") from error
     if found == _BUSY:
         raise Busy(f"peer {peer_id} dials others back now")

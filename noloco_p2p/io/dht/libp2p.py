@@ -35,7 +35,7 @@ class Stream(NamedTuple):
 StreamHandler = Callable[[PeerId, Stream], Awaitable[None]]
 """Serves one stream of an authenticated peer, which ends with it."""
 
-DIAL_TIMEOUT_S, DAEMON_TIMEOUT_S = 5.0, 5.0
+DIAL_TIMEOUT_S = 5.0
 CALL_LIMIT_BYTES = 1 << 20
 """Largest request or response; hivemind's own limit is 4 MiB."""
 _ERROR, _ANSWER = b"\x00", b"\x01"
@@ -150,7 +150,7 @@ class Libp2pDaemon:
     async def links(self) -> set[PeerId]:
         """The peers to which there is a link now. Raises LocalError."""
         try:
-            peers = await self.guard(self.p2p.list_peers(), DAEMON_TIMEOUT_S, "the libp2p daemon")
+            peers = await self.guard(self.p2p.list_peers(), p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
         except Unreachable as error:
             raise LocalError("the libp2p daemon does not answer") from error
         return {peer.peer_id.to_base58() for peer in peers}
@@ -167,7 +167,7 @@ class Libp2pDaemon:
 
         self._handlers[name] = handler
         adding = self.p2p.add_protobuf_handler(name, answer, BytesValue)
-        await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
+        await self.guard(adding, p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
 
     async def call(self, peer_id: PeerId, name: str, request: bytes, timeout_s: float) -> bytes:
         """Call a linked peer; libp2p authenticates both ends.
@@ -191,8 +191,8 @@ class Libp2pDaemon:
                     f"peer {peer_id} does not answer {name}: it is not ready, or no noloco node of this version"
                 ) from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
-        except (DecodeError, TypeError) as error:  # TypeError: there is nothing in it
-            raise Violation(f"peer {peer_id} answered {name} with what cannot be read") from error
+        except (DecodeError, TypeError) as error:  # TypeError: it is empty
+            raise Violation(f"peer {peer_id} answered {name} with something that cannot be read") from error
         if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
             raise Violation(f"peer {peer_id} answered {name} with {len(answer)} meaningless bytes")
         if answer[:1] == _ERROR:
@@ -212,7 +212,7 @@ class Libp2pDaemon:
         if known:
             return
         adding = self.p2p.add_binary_stream_handler(name, answer)
-        await self.guard(adding, DAEMON_TIMEOUT_S, "the libp2p daemon")
+        await self.guard(adding, p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
 
     async def open_stream(self, peer_id: PeerId, name: str) -> Stream:
         """A stream to a linked peer; makes no new link. Raises Unreachable (no link, no answer), LocalError."""

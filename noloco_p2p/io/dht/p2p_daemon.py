@@ -21,11 +21,12 @@ from noloco_p2p.io.dht.addresses import JoinAddress, host_multiaddress, port_in_
 from noloco_p2p.io.dht.identity import Identity
 
 START_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 SOCKETS_MIN_AGE_S = 60.0
 _SOCKETS = "hivemind-p2p*.sock"
 _LINES = 200
-"""The last lines of a daemon's output that are kept: a crash of Go takes so many."""
+"""How many of the last lines of a daemon's output are kept: enough for a crash of Go."""
 
 
 def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> None:
@@ -47,8 +48,8 @@ def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKE
 
 
 class _Calls(dict[Any, "asyncio.Future[bytes]"]):
-    """hivemind's calls by their ids, of which it knows only those that still wait. Otherwise an answer to a call that
-    was given up just now, or a second answer, would end its reading of all answers."""
+    """hivemind's pending calls by id; only those that still wait count as contained. Otherwise an answer to a call that
+    was given up just now, or a second answer, would end the task that reads all answers."""
 
     def __contains__(self, call: object) -> bool:
         waiting = self.get(call)
@@ -56,11 +57,11 @@ class _Calls(dict[Any, "asyncio.Future[bytes]"]):
 
 
 class _Answers(dict[Any, "asyncio.Task[None]"]):
-    """hivemind's answers that are being made, by the ids of the calls. It forgets none whose caller gave up."""
+    """hivemind's tasks that answer calls, by the id of the call. hivemind never removes one whose caller gave up."""
 
-    def __setitem__(self, call: object, making: "asyncio.Task[None]") -> None:
-        super().__setitem__(call, making)
-        making.add_done_callback(lambda _: self.pop(call, None))
+    def __setitem__(self, call: object, answer: "asyncio.Task[None]") -> None:
+        super().__setitem__(call, answer)
+        answer.add_done_callback(lambda _: self.pop(call, None))
 
 
 async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
@@ -86,10 +87,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
             auto_nat=False,
             use_relay=False,
         )
-        made._client.control._pending_calls, made._client.control._handler_tasks = _Calls(), _Answers()
-        made._client.control._handler = partial(_handled, made._client.control._handler)
-        for task in (made._client.control._read_task, made._client.control._write_task):
-            task.add_done_callback(_broke)
+        _mend(made._client.control)
         return made
     except P2PDaemonError as error:
         if "address already in use" in str(error):
@@ -105,8 +103,16 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         raise
 
 
+def _mend(control: Any) -> None:
+    """Replace what hivemind's connection to the daemon does not survive, or never forgets."""
+    control._pending_calls, control._handler_tasks = _Calls(), _Answers()
+    control._handler = partial(_handled, control._handler)
+    for task in (control._read_task, control._write_task):
+        task.add_done_callback(_broke)
+
+
 def _own_group(metrics: Sequence[str], started: list[Any], said: deque[str]) -> Any:
-    """hivemind's P2P with more arguments, which puts itself into `started` and the lines of its daemon into `said`."""
+    """hivemind's P2P with these arguments, too. It adds itself to `started`, and what its daemon prints to `said`."""
     from hivemind.p2p import P2P
 
     class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
@@ -130,7 +136,7 @@ def _own_group(metrics: Sequence[str], started: list[Any], said: deque[str]) -> 
 
 
 async def _end(started: Sequence[Any], said: Sequence[str]) -> str:
-    """How a daemon that failed to start ended, and what it said of that. It is ended if it runs."""
+    """How a daemon that failed to start ended, and the reason that it printed. It is stopped if it still runs."""
     if not started or started[0]._child is None:
         return "there is no process"
     with contextlib.suppress(TimeoutError):
@@ -174,7 +180,7 @@ async def _handled(handler: Any, reader: Any, writer: Any) -> None:
 
 
 def _broke(task: "asyncio.Task[None]") -> None:
-    """One of hivemind's two tasks that nobody awaits is over. What breaks with the daemon is told by its end."""
+    """One of hivemind's two tasks that nobody awaits has ended. If the daemon died, `Libp2pDaemon.failed` says so."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, OSError | EOFError | RuntimeError):
         context = {"message": "the connection to the libp2p daemon broke", "exception": error, "task": task}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import ConfigError, Declined, LocalError, NolocoError, PeerError, Violation
+from noloco_p2p.errors import NO_JSON, ConfigError, Declined, LocalError, NolocoError, PeerError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -153,14 +153,14 @@ async def _renewed(
         made = issuer.issue(credentials.peer_id, "member")
         if credentials.is_renewed_by(made):
             return made
-        failure = Declined("this node's own certificate as an issuer ends: start it with --key again")
+        failure = Declined("this node's issuer certificate expires no later: start it with --key again")
     for address in issuers:
         try:
             await libp2p.dial(address)
             made = await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
             if credentials.is_renewed_by(made):
                 return made
-            failure = Declined(f"the certificate of issuer {address.peer_id} ends: start it with --key again")
+            failure = Declined(f"issuer {address.peer_id} itself expires no later: start it with --key again")
         except (PeerError, ConfigError) as error:
             failure = error if isinstance(error, PeerError) else Declined(str(error))
     raise failure
@@ -170,7 +170,7 @@ def _parsed(request: bytes) -> dict[str, str]:
     """Raises Violation unless it is an object of texts."""
     try:
         found: Any = json.loads(request[:4096])
-    except ValueError:
+    except NO_JSON:
         found = None
     if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise Violation("the request for a certificate cannot be read")

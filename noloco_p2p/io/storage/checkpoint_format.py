@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import NO_JSON, LocalError
 from noloco_p2p.io.durable_files import settle
 
 FORMAT, READABLE = 2, (1, 2)
@@ -179,7 +179,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
                 f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}"
             )
         return CheckpointManifest.model_validate(content)
-    except (ValidationError, ValueError, RecursionError) as error:
+    except (ValidationError, *NO_JSON) as error:
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from error
 
 

@@ -16,7 +16,7 @@ from noloco_p2p.core import status as values
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status, Unknown, Wait
-from noloco_p2p.errors import Violation
+from noloco_p2p.errors import NO_JSON, Violation
 from noloco_p2p.humanize import plain
 
 LIMIT_BYTES = 4 * 1024 * 1024
@@ -115,7 +115,7 @@ def decode(content: bytes) -> Status:
         raise Violation(f"status of {len(content)} bytes, at most {LIMIT_BYTES} are accepted")
     try:
         found = json.loads(content)
-    except (ValueError, RecursionError):
+    except NO_JSON:
         raise Violation("status is not JSON") from None
     if not isinstance(found, dict):
         raise Violation("status is not a JSON object")

@@ -127,8 +127,8 @@ class OwnersLine:
     def receiver(
         self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False, held: Held = nullcontext
     ) -> Read:
-        """`read`, each message in its turn, which is waited for inside of `held()`; with `first_at_once` only from the
-        second one on."""
+        """`read`, each message in its turn; with `first_at_once` only from the second one on. The wait for a turn is
+        inside of `held()`."""
         way = self._down
         if way is None:
             return self._measured(read)

@@ -149,7 +149,7 @@ class ChannelPool:
         """Every one not yet closed, also those that are being opened or end their last calls."""
         self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
         self._awaited = Counter[ChannelKey]()
-        """How many calls wait for the one that is being opened, or was just now."""
+        """How many calls wait for a connection that is being opened, or has just been opened."""
         self._closing: set[asyncio.Task[None]] = set()
         self._not_near: dict[str, float] = {}
         """When these addresses did not answer."""

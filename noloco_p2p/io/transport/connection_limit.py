@@ -57,7 +57,7 @@ class ConnectionLimit:
         """Look again and again."""
         while OPEN_FILES.is_dir():
             await asyncio.sleep(LOOK_S)
-            with suppress(OSError):  # no file can be opened at the moment, which a look takes
+            with suppress(OSError):  # a look opens a file, and none can be opened now
                 if len(os.listdir(OPEN_FILES)) > room():
                     await asyncio.to_thread(self.look)
 

@@ -75,8 +75,9 @@ class Collected(Generic[T]):
             left = set(tasks)
             while left and self._reply is None:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for task in filter(done.__contains__, tasks) if self._reply is None else ():
-                    task.result()  # First that of the first call, which says why the others end.
+                if self._reply is None:
+                    for task in filter(done.__contains__, tasks):
+                        task.result()  # First that of the first call, which says why the others end.
         finally:
             await _cancelled(tasks)
         if self._reply is None:
@@ -138,7 +139,7 @@ class Fetched(Collected[T]):
         self._silence = asyncio.timeout(None)
         self._silence_s = 0.0
         self._held = 0
-        """Calls that this node itself does not read."""
+        """Calls that are not read, because they wait for their turn on this node's own line."""
 
     def take(self, message: bytes) -> None:
         """A message has come; it ends the silence on all calls."""
@@ -147,7 +148,7 @@ class Fetched(Collected[T]):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A call waits for its turn on this node's own line. Meanwhile nothing is a silence of the peer."""
+        """A call waits for its turn on this node's own line. Until it ends, the peer does not count as silent."""
         self._held += 1
         self._listen()
         try:

@@ -43,7 +43,7 @@ class Links:
         credentials.revoked.listen(self.cut)
 
     def own(self) -> Collection[str]:
-        """`host:port` of the connections of this node to its own server, each of which carries a stream of a peer."""
+        """`host:port` of this node's connections to its own server; each carries a peer's stream."""
         return () if self.streams is None else self.streams.hosts
 
     def add_port(self, server: Any, address: str) -> int:

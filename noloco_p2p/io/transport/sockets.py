@@ -66,13 +66,13 @@ class AckedBytes:
     """
 
     def __init__(self, rate: LineRate, own: Callable[[], Collection[str]] = tuple) -> None:
-        """`rate` gets what is found; `own`: `host:port` of the connections of this process to itself, of which nothing
-        leaves it."""
+        """`rate` gets what is found; `own`: `host:port` of the connections of this process to itself, whose bytes never
+        leave."""
         self._rate, self._own = rate, own
         self._counts: dict[int, tuple[int, int]] | None = None
         """By inode: bytes acknowledged, and microseconds busy."""
         self._inside: set[int] = set()
-        """Of those among them that are, or were, ends of such connections."""
+        """The inodes among them that are, or were, ends of such connections."""
         self._looks_at = -math.inf
 
     def follow(self, now: float) -> None:
@@ -99,7 +99,7 @@ class AckedBytes:
 
 
 def _ends(one: socket.socket) -> set[str]:
-    """`host:port` of both ends of a connection. Raises OSError: it is none."""
+    """`host:port` of both ends of a connection. Raises OSError: it is not one."""
     if one.family not in (socket.AF_INET, socket.AF_INET6):
         return set()
     ends = one.getsockname()[:2], one.getpeername()[:2]

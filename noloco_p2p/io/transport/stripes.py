@@ -63,9 +63,9 @@ class Stripes:
         self._whole = False
         """All of the body is there, or something that breaks the protocol."""
         self._bringing = 0
-        """Calls whose part of the body is not over."""
+        """Calls that may still bring a part of the body."""
         self._turned = asyncio.Event()
-        """One of these two has changed, or `_calls`, or `_sent`."""
+        """`_whole`, `_bringing`, `_calls` or `_sent` has changed."""
         self._broken: Violation | None = None
         self._next = asyncio.Event()
         """Filler, the reply or the end: something follows the body."""
@@ -94,7 +94,8 @@ class Stripes:
     async def body(self, patience: Patience) -> None:
         """Wait until all of the body is there. Raises Violation: what has come on another call is none of it.
 
-        With `patience` while no call brings any: one that does is read with patience, but for delays by this node.
+        `patience` limits the wait only while no call brings any of it: each that does is read with patience of its own,
+        which leaves out delays by this node.
         """
         while not self._whole:
             self._turned.clear()
@@ -156,7 +157,8 @@ class Stripes:
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
         """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.
 
-        While there are none, all go by `write`; calls that come later take what is left. So it is once all have ended.
+        While there are none, all go by `write`; calls that come later take what is left. The same holds once all
+        have ended.
         """
         self._messages = iter(messages)
         del messages  # A traceback would keep them.

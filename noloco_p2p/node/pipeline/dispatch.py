@@ -71,7 +71,7 @@ class Dispatcher:
         self._asking = Asking(node, waits, transport)
         self.liveness = Liveness(node, waits, transport)
         self.given_up = False
-        """The node has moved, and holds another stage now: what is still under way here cannot go on there."""
+        """The node has moved to another stage: what is still under way here must not go on from there."""
         self.evaluated = 0
         """Held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
@@ -106,16 +106,15 @@ class Dispatcher:
         return result
 
     async def _there_and_back(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
-        """The later stages' gradient of an output, and the backward pass. Another replica is asked if the stage finds
-        that what came is no gradient of this run."""
+        """The later stages' gradient of an output, and the backward pass. If the stage rejects the gradient, another
+        replica is asked."""
         node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
         heard, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
         while True:
             gradient, peer = await self._deliver(output, self._training, left_s)
             try:
                 with node.span("backward"), self._waits.computing("backward", why):
-                    # Once the device has it, it counts there: a caller that goes away now must not leave it uncounted
-                    # here.
+                    # What the device has been given counts: it must not stay uncounted if the caller goes away now.
                     done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
                 return StageResult(done, peer, gradient)
             except Violation as error:

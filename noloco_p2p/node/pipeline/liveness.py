@@ -62,7 +62,7 @@ class _WatchedCall:
         self.bound = asyncio.timeout(longest_s)
 
     def fail(self, failure: PeerError, now: float) -> None:
-        """End it, unless it is ending."""
+        """End it, unless it is already ending."""
         if self.failure is None and not self.bound.expired():
             self.failure = failure
             self.bound.reschedule(now)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import NO_JSON, ConfigError
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.telemetry.journal import NAME, oldest_first
 from noloco_p2p.launch import homes
@@ -19,8 +19,8 @@ from noloco_p2p.launch import homes
 LONGEST_LINE = 1 << 18
 MOST_CHARACTERS = 300
 LARGEST, SMALLEST = 1e60, 1e-60
-"""Beyond all that a node counts or computes: a larger number is none, and a smaller one 0. So what a page calculates
-of numbers stays finite, and greater than 0."""
+"""Nothing that a node counts or computes lies beyond these: a larger number is ignored, and a smaller one is 0. So what
+a page computes from numbers is finite, and what it takes the logarithm of is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
                 while line := file.readline(LONGEST_LINE):
                     try:
                         found = json.loads(line)
-                    except (ValueError, RecursionError):
+                    except NO_JSON:
                         continue
                     if isinstance(found, dict):
                         yield found

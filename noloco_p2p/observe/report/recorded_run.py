@@ -119,7 +119,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
 
 
 def _last_part(name: str) -> str:
-    """Of a path; of `.` and `..` that of the directory itself."""
+    """The last part of a path; of `.` and `..` the name of that directory."""
     last = Path(name).name
     return clean(Path(name).resolve().name) if name and last in ("", "..") else last
 

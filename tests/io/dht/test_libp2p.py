@@ -177,7 +177,7 @@ def test_an_answer_that_cannot_be_read_is_a_violation(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             await a.p2p._client.add_unary_handler(MANIFEST_CALL, nonsense)
-            with pytest.raises(Violation, match=f"peer {a.peer_id} answered {MANIFEST_CALL} with what cannot be read"):
+            with pytest.raises(Violation, match=f"{a.peer_id} answered {MANIFEST_CALL} with something that cannot be"):
                 await fetch_manifest(b, a.peer_id)
 
     run(scenario)
