@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 32_214
+CODE_LINES = 32_237
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
@@ -252,7 +252,7 @@ def test_the_package_is_as_small_as_it_is_meant_to_be() -> None:
     lines = {_name(path): code_lines(path) for path in files}
     kernel = sum(count for file, count in lines.items() if file.startswith(KERNEL))
     assert sum(lines.values()) <= CODE_LINES
-    assert kernel <= 14_591
+    assert kernel <= 14_614
 
 
 def test_every_cited_section_exists() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.compute import host_tensor
 from noloco_p2p.core.messages import MicrobatchId
 from noloco_p2p.core.spent_ids import SpentIds
 
@@ -75,12 +76,8 @@ class GradientAccumulator:
 
         The number is exact in float32 up to 2^24.
         """
-        count = sum(grad.numel() for grad in self._grads)
-        values = torch.zeros(count + 1, dtype=self._grads[0].dtype)
-        if self._holds:
-            values[:-1] = torch.cat([grad.flatten() for grad in self._grads])
-        values[-1] = self.tokens
-        return values
+        parts = [grad.flatten() if self._holds else torch.zeros_like(grad).flatten() for grad in self._grads]
+        return host_tensor.to_host(torch.cat([*parts, parts[0].new_tensor([self.tokens])]))
 
     def replace(self, grads: Iterable[Tensor], tokens: int) -> None:
         """Replace the step's gradients by those of all replicas, of this many tokens."""

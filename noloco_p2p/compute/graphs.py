@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from noloco_p2p.compute.hardware import free_bytes
+from noloco_p2p.compute.hardware import free_bytes, pinned_bytes
 from noloco_p2p.compute.host_memory import free_host_bytes
 from noloco_p2p.core.messages import HostTensor
 
@@ -112,10 +112,11 @@ class GraphMemory:
         self._look_at = now + LOOK_S
         weights_bytes = sum(parameter.nbytes for parameter in self._parameters)
         kept, passing = self.graph_bytes if self._keeps else 0, self.graph_bytes + STEP_COPIES * weights_bytes
-        host, rounds = free_host_bytes(), ROUND_COPIES * weights_bytes
+        host = free_host_bytes()
         if self._device.type == "cpu":
-            needs = [(kept + self._body_bytes, host, rounds + passing)]
+            needs = [(kept + self._body_bytes, host, ROUND_COPIES * weights_bytes + passing)]
         else:
+            rounds = ROUND_COPIES * pinned_bytes(weights_bytes)
             needs = [(kept, free_bytes(self._device), passing), (self._body_bytes, host, rounds)]
         # If the system does not report free memory: one after the other.
         rooms = [0 if free is None else int(SHARE * (free - spare)) // each for each, free, spare in needs if each]

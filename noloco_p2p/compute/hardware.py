@@ -77,3 +77,8 @@ def free_bytes(device: torch.device) -> int:
     """CUDA memory that this process can get: what is free on the device, and what its own allocator keeps unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """What torch takes for so many bytes of pinned memory: the next power of two."""
+    return 1 << (nbytes - 1).bit_length()

@@ -34,8 +34,9 @@ from noloco_p2p.core.lattice_format import (
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, Violation
 
-BATCH = 32
-"""Chunks that are computed together: half a megabyte of float32, so that the passes stay in the processor's cache."""
+BATCH, GPU_BATCH = 32, 2048
+"""Chunks that are computed together on a processor and on a GPU: half a megabyte of float32, so that the passes stay in
+the processor's cache, and 32, so that starting them takes a GPU no longer than computing them."""
 
 
 class PairDither:
@@ -101,11 +102,15 @@ class LatticeAnswer(NamedTuple):
 
 
 class LatticeCodec:
-    """Codec for the vectors of one stage. `own_C`: the bounds that a replica requests for its own vector of a round."""
+    """Codec for the vectors of one stage, which are in host memory; they are computed on `device`, batch by batch.
 
-    def __init__(self, bits: int, parameters: int, dtype: torch.dtype) -> None:
+    `own_C`: the bounds that a replica requests for its own vector of a round.
+    """
+
+    def __init__(self, bits: int, parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.format = LatticeFormat(bits, parameters, dtype.itemsize)
-        self._dtype = dtype
+        self._dtype, self._device = dtype, torch.device(device)
+        self._batch = BATCH if self._device.type == "cpu" else GPU_BATCH
         self._levels = 1 << (bits - 1)
 
     def encode(self, vector: Tensor, own_C: Tensor, asked: LatticeRequest, dither: PairDither) -> Tensor:
@@ -126,9 +131,9 @@ class LatticeCodec:
             if int(used_C[batch.at.start]) == PLAIN:
                 plain.append(batch.rows(vector)[:, : batch.width].flatten().view(torch.uint8))
                 continue
-            rows_CK = self._integers(batch, vector, used_C[batch.at], dither)
+            rows_CK = self._integers(batch.rows(vector).to(self._device), batch, used_C[batch.at], dither)
             digest_C[batch.at] = self._digest(rows_CK)
-            codes.append(self._packed(rows_CK).flatten())
+            codes.append(self._packed(rows_CK).flatten().cpu())
         return torch.cat((digest_C.view(torch.uint8), *plain, used_C, *codes))
 
     def decode(
@@ -151,15 +156,17 @@ class LatticeCodec:
                 continue
             size = len(batch.chunks) * self.format.code_bytes(batch.width)
             taken, codes = codes[:size], codes[size:]
-            integers_CK = self._integers(batch, own, used_C[at], dither)
-            gap_CK = self._gap(taken.view(len(batch.chunks), -1), integers_CK)
+            rows_CK, used = rows_CK.to(self._device), used_C[at]
+            integers_CK = self._integers(rows_CK, batch, used, dither)
+            gap_CK = self._gap(taken.to(self._device).view(len(batch.chunks), -1), integers_CK)
             integers_CK += gap_CK
-            least_C, most_C = gap_CK.amin(-1).int(), gap_CK.amax(-1).int()
+            least_C, most_C = gap_CK.amin(-1).int().cpu(), gap_CK.amax(-1).int().cpu()
             # The lowest code is not used, or only one of a pair might find the chunk wrong.
-            good_C[at] = (self._digest(integers_CK) == digest_C[at]) & (least_C > -self._levels)
-            step_C = self._steps(used_C[at])
+            good_C[at] = (self._digest(integers_CK).cpu() == digest_C[at]) & (least_C > -self._levels)
+            step_C = self._steps(used)
             distance_C[at] = torch.maximum(-least_C, most_C) * step_C
-            batch.write(into, rows_CK + gap_CK.to(self._dtype) * step_C.to(self._dtype)[:, None], good_C[at])
+            gap_CK = gap_CK.to(self._dtype) * step_C.to(self._device, self._dtype)[:, None]
+            batch.write(into, rows_CK + gap_CK, good_C[at])
         wrong = tuple(asked.chunks[at] for at in torch.nonzero(~good_C).flatten().tolist())
         return LatticeAnswer(wrong, used_C, distance_C)
 
@@ -185,7 +192,7 @@ class LatticeCodec:
         while start < len(used):
             end = start + 1
             if used[start] != PLAIN and asked.chunks[start] != last:
-                limit = min(start + BATCH, len(used))
+                limit = min(start + self._batch, len(used))
                 while end < limit and used[end] != PLAIN and asked.chunks[end] != last:
                     end += 1
             chunks = asked.chunks[start:end]
@@ -197,12 +204,13 @@ class LatticeCodec:
         exponent_C = bounds_C.to(torch.int32) - BOUND_ZERO
         return torch.ldexp(torch.ones(len(bounds_C), dtype=torch.float64), exponent_C) / self._levels
 
-    def _integers(self, batch: _ChunkRows, vector: Tensor, bounds_C: Tensor, dither: PairDither) -> Tensor:
+    def _integers(self, rows_CK: Tensor, batch: _ChunkRows, bounds_C: Tensor, dither: PairDither) -> Tensor:
         """⌊value / step + dither⌋, int32, C×K. A fraction is rounded to 2^-22; nothing else is."""
-        rows_CK = batch.rows(vector) * (1 / self._steps(bounds_C)).to(vector.dtype)[:, None]
+        rows_CK = rows_CK * (1 / self._steps(bounds_C)).to(self._device, rows_CK.dtype)[:, None]
         whole_CK = rows_CK.floor()
         rows_CK -= whole_CK
-        rows_CK += dither.place_K[: rows_CK.shape[1]] + _of(dither.chunk_C, batch.chunks)[:, None]
+        place_K, chunk_C = dither.place_K[: rows_CK.shape[1]], _of(dither.chunk_C, batch.chunks)
+        rows_CK += place_K.to(self._device) + chunk_C.to(self._device)[:, None]
         return whole_CK.to(torch.int32).add_(rows_CK.to(torch.int32))
 
     def _packed(self, integers_CK: Tensor) -> Tensor:
@@ -227,7 +235,8 @@ class LatticeCodec:
         """
         bits = self.format.bits
         turned_CK = (integers_CK << (32 - bits)) | ((integers_CK >> bits) & ((1 << (32 - bits)) - 1))
-        return (turned_CK * _digest_factors()[: integers_CK.shape[1]]).sum(-1, dtype=torch.int32)
+        factors_K = _digest_factors()[: integers_CK.shape[1]].to(self._device)
+        return (turned_CK * factors_K).sum(-1, dtype=torch.int32)
 
 
 def _to_tensor(bounds: bytes) -> Tensor:

@@ -32,14 +32,19 @@ class ReplicaDistances:
     def __init__(self, bits: int) -> None:
         self._bits = bits
         self._largest_C: Tensor | None = None
+        self._before: Tensor | None = None
+        """The vector of the previous round, until the first pull."""
 
-    def bounds(self, vector: Tensor, moved: Tensor) -> Tensor:
-        """The bounds (uint8) to request for a frozen `vector`; `PLAIN` where it is not finite, or too large to scale.
+    def bounds(self, vector: Tensor) -> Tensor:
+        """The bounds (uint8) to request for the vector just frozen; `PLAIN` where it is not finite, or too large to
+        scale.
 
-        `moved` is its βΔ: before the first pull, the distance of other replicas is estimated from how far this one
-        moved.
+        Before the first pull, the distance of other replicas is estimated from how far this one moved since the
+        previous round.
         """
-        distance_C = _largest(moved) if self._largest_C is None else self._largest_C
+        if (distance_C := self._largest_C) is None:
+            distance_C = _largest(vector - (vector if self._before is None else self._before))
+        self._before = vector if self._largest_C is None else None
         finest_C = _exponent(_largest(vector)) - FINEST_BITS + self._bits - 1
         bound_C = torch.maximum(_exponent(SAFETY * distance_C), finest_C) + BOUND_ZERO
         return torch.where(bound_C > LARGEST_BOUND, PLAIN, bound_C.clamp(min=LEAST_BOUND)).to(torch.uint8)
@@ -78,11 +83,11 @@ class LatticePull:
 
 
 def _largest(vector: Tensor) -> Tensor:
-    """The largest magnitude in each chunk, float64; NaN and infinity are propagated."""
+    """The largest magnitude in each chunk, float64 in host memory; NaN and infinity are propagated."""
     whole = len(vector) // CHUNK * CHUNK
     parts = [vector[:whole].view(-1, CHUNK), vector[None, whole:]]
     found = [torch.maximum(-one.amin(-1), one.amax(-1)) for one in parts if one.numel()]
-    return torch.cat(found).to(torch.float64)
+    return torch.cat(found).to("cpu", torch.float64)
 
 
 def _exponent(magnitude_C: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What outer rounds change in one replica: θ, and what the rule keeps beside it, on the host (METHOD.md, "Outer
 rules").
 
-All of it is held in compute_dtype, which is at least float32.
+All of it is held in compute_dtype, which is at least float32. Rounds are computed on θ's device, one parameter after
+another; on the host under a rule whose results all replicas have in common, bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ class OuterState:
         self._settings = settings
         rule = settings.update
         self.rule: OuterRule = replace(rule, transform=DctTiles()) if isinstance(rule, Dct) else rule
+        self._device = next(iter(fast.values())).device
+        self._place = torch.device("cpu") if self.rule.common else self._device
+        """Where rounds are computed."""
         self.kinds: dict[str, ByName] = {kind: {} for kind in self.rule.kinds}
         """What the rule keeps, by kind and name. Tensors are replaced, never written to: captured states share them."""
         thetas = {name: host_tensor.copy(theta) for name, theta in fast.items()}
@@ -45,7 +49,6 @@ class OuterState:
         self.count = sum(theta.numel() for theta in thetas.values())
         self.learning_rate = 0.0
         """Learning rate of the last inner step, which distances between replicas follow."""
-        self._vector_before: Tensor | None = None
         self._forget_others()
 
     def by_name(self, flat: Tensor) -> ByName:
@@ -57,12 +60,12 @@ class OuterState:
         }
 
     def freeze(self, gradients: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(what is offered, θ_f) of this round, both flat; nothing writes to them later. Where θ_f is what is offered
-        they are one.
+        """(what is offered, θ_f) of this round, both flat, where rounds are computed; nothing writes to them later.
+        Where θ_f is what is offered they are one.
 
         Where `gradients` are given they are what is offered.
         """
-        frozen = torch.empty(self.count, dtype=self._dtype)
+        frozen = self._empty(self.count)
         thetas = self.by_name(frozen)
         for name, theta in thetas.items():
             theta.copy_(self._fast[name].detach())
@@ -74,7 +77,7 @@ class OuterState:
             if len(values) == 1 and values[0] is theta:
                 continue
             if vector is frozen:
-                vector = torch.empty(self.rule.offered * self.count, dtype=self._dtype)
+                vector = self._empty(self.rule.offered * self.count)
                 offered = self.offers(vector)
             for into, value in zip(offered[name], values, strict=True):
                 into.copy_(value)
@@ -92,15 +95,8 @@ class OuterState:
         return agreement.digest(host_tensor.from_torch("", value).data for value in values)
 
     def bounds(self, vector: Tensor) -> bytes:
-        """How far others' vectors may be from the one just frozen, by chunk; empty if no codec needs it.
-
-        Before the first pull, the distance of others is estimated from how far this one moved since the previous round.
-        """
-        if self._distances is None:
-            return b""
-        before, self._vector_before = self._vector_before, vector
-        moved = torch.zeros_like(vector) if before is None else vector - before
-        return bytes(self._distances.bounds(vector, moved).tolist())
+        """How far others' vectors may be from the one just frozen, by chunk; empty if no codec needs it."""
+        return b"" if self._distances is None else bytes(self._distances.bounds(vector).tolist())
 
     def radii(self) -> tuple[float, ...]:
         """How far a partner's vector may be from the one just frozen, by group of tensors."""
@@ -124,15 +120,13 @@ class OuterState:
         offers, thetas_frozen = [self.offers(vector) for vector in members], self.by_name(frozen)
         for name, theta_frozen in thetas_frozen.items():
             own = self._own(name, theta_frozen)
-            after = self.rule.merge(own, [offer[name] for offer in offers], mine, lag)
-            base = after.pop("fast")
-            if base is theta_frozen:  # The round moves nothing: nor does it round what was trained.
-                self._set(name, after)
-                continue
-            theta = host_tensor.copy(self._fast[name])
-            if not torch.equal(theta, theta_frozen):  # Where it has not moved it becomes `base`, bit for bit.
-                base = outer_update.carried_over(base, theta, theta_frozen)
-            self._set(name, after, base)
+            given = [tuple(value.to(self._place) for value in offer[name]) for offer in offers]
+            after = self.rule.merge(own, given, mine, lag)
+            base, theta = after.pop("fast"), None
+            if base is not own["fast"]:  # Otherwise the round moves nothing: nor does it round what was trained.
+                before, now = own["fast"].to(self._device), self._fast[name].detach()
+                theta = outer_update.carried_over(base.to(self._device), now, before)
+            self._set(name, after, theta)
 
     def added_up(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Gradients of the group as added by the rule, by parameter, and their number of tokens."""
@@ -175,13 +169,19 @@ class OuterState:
     def _dtype(self) -> torch.dtype:
         return next(iter(self._fast.values())).dtype
 
+    def _empty(self, count: int) -> Tensor:
+        """Where rounds are computed; pinned if that is not where θ is."""
+        pinned = self._place != self._device
+        return torch.empty(count, dtype=self._dtype, device=self._place, pin_memory=pinned)
+
     def _own(self, name: str, theta_frozen: Tensor) -> dict[str, Tensor]:
-        return {kind: named[name] for kind, named in self.kinds.items()} | {"fast": theta_frozen}
+        own = {kind: named[name] for kind, named in self.kinds.items()} | {"fast": theta_frozen}
+        return {kind: value.to(self._place) for kind, value in own.items()}
 
     def _set(self, name: str, kept: Mapping[str, Tensor], theta: Tensor | None = None) -> None:
         """Set what the rule keeps of a parameter, and θ."""
         for kind, value in kept.items():
-            self.kinds[kind][name] = value
+            self.kinds[kind][name] = host_tensor.to_host(value)
         if theta is not None:
             with torch.no_grad():
                 self._fast[name].copy_(theta)
@@ -190,5 +190,4 @@ class OuterState:
         """Forget how far other replicas are: that is not known for new weights."""
         codec = self._settings.codec
         self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
-        self._vector_before = None
         self._pairs = PairDistances()

@@ -46,7 +46,7 @@ class PartnerGuard:
         apart = tuple(map(min, apart, radii))
         if min(factors) == 1:
             return replace(theirs, apart=apart)
-        clipped = found.clone()
+        clipped = host_tensor.clone(found)
         by_tensor = [factors[group] for group, _ in self._tensors]
         for factor, (_, values) in zip(by_tensor, self._tensors, strict=True):
             if factor < 1:

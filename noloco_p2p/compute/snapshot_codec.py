@@ -1,4 +1,4 @@
-"""What a stage freezes at a round, what of it travels, and how the receiver decodes it. Host memory only.
+"""What a stage freezes at a round, what of it travels, and how the receiver decodes it: all in host memory.
 
 Any thread may `encode` and `decode`, because frozen rounds are never written to.
 """
@@ -40,7 +40,7 @@ WIDTHS = ("bfloat16", "float32", "float64")
 class SnapshotCodec:
     """The codec of one stage of a run, with these parameters."""
 
-    def __init__(self, run: RunManifest, stage: int, parameters: Sequence[TensorSpec]) -> None:
+    def __init__(self, run: RunManifest, stage: int, parameters: Sequence[TensorSpec], device: torch.device) -> None:
         shapes = [spec.shape for spec in parameters]
         count = sum(map(prod, shapes))
         self._seed, self._stage, self._parameters = run.seed, stage, count
@@ -55,7 +55,9 @@ class SnapshotCodec:
         """Under `sync` the bound is that of so many tokens at least: a replica's own sum may have none."""
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
         """What travels to a partner, and its format in a codec with bounds."""
-        self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype) if self.lattice else None
+        self._lattice = None
+        if self.lattice is not None:
+            self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype, device)
 
     def frozen(
         self, peer: PeerId, place: tuple[int, int, int], outer: OuterState, gradients: Tensor | None = None
@@ -67,10 +69,12 @@ class SnapshotCodec:
         vector, theta = outer.freeze(gradients)
         if self._common:
             vector = vector.to(host_tensor.DTYPES[self.specs[0].dtype]).to(self._dtype)
-        kept, weights = map(host_tensor.from_torch, ("vector", "weights"), (vector, theta))
-        view = GroupView((), outer.digest(theta)) if self._common else None
+        bounds, on_host = outer.bounds(vector), host_tensor.to_host(theta)
+        weights = host_tensor.from_torch("weights", on_host)
+        kept = host_tensor.from_torch("vector", on_host if vector is theta else host_tensor.to_host(vector))
+        view = GroupView((), outer.digest(on_host)) if self._common else None
         round, step, inner_steps = place
-        return FrozenRound(peer, round, step, kept, weights, inner_steps, outer.bounds(vector), view, outer.radii())
+        return FrozenRound(peer, round, step, kept, weights, inner_steps, bounds, view, outer.radii())
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` requests.
@@ -136,7 +140,7 @@ class SnapshotCodec:
             return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
-            whole, distances = own.clone(), torch.zeros(len(mine.bounds), dtype=torch.float64)
+            whole, distances = host_tensor.clone(own), torch.zeros(len(mine.bounds), dtype=torch.float64)
         else:
             whole, distances = map(host_tensor.to_torch, (before.vector, before.distances))
         pull = LatticePull(self._lattice, own, asked, whole, distances)

@@ -65,7 +65,7 @@ class TorchStage:
         matrices = part.layer_matrices() if manifest.inner.optimizer == "muon" else frozenset[str]()
         self._optimizer = InnerOptimizer(part.parameters, manifest.inner, matrices)
         self._outer = OuterState(part.parameters, manifest.outer)
-        self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters)
+        self._codec = SnapshotCodec(manifest, part.index, self._outer.parameters, device)
         self.encode, self.decode = self._codec.encode, self._codec.decode  # as in the port; any thread may call them
         self._returned = NormClip()
         self._inner_steps = 0  # taken on these weights

@@ -88,7 +88,7 @@ def test_half_of_what_is_free_is_for_further_microbatches(clock: Clock, monkeypa
 
 
 def test_on_cuda_graphs_and_messages_lie_in_different_memories(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host = ROUND_COPIES * WEIGHT_BYTES + 40 * int(BODY_BYTES / SHARE)
+    on_host = ROUND_COPIES * 512 + 40 * int(BODY_BYTES / SHARE)
     on_device = 3_200 + STEP_COPIES * WEIGHT_BYTES + 5 * int(3_200 / SHARE)
     monkeypatch.setattr(graphs, "free_host_bytes", lambda: on_host)
     monkeypatch.setattr(graphs, "free_bytes", lambda device: on_device)

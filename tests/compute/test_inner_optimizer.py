@@ -117,14 +117,14 @@ def test_an_update_is_that_of_the_published_iteration_in_float64(family: str) ->
 
 
 def test_the_iteration_brings_singular_values_near_one_and_commutes_with_transposition() -> None:
-    matrix = torch.randn(24, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    exact = newton_schulz(matrix)
+    matrices = torch.randn(2, 24, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for dtype, error in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.03)):
-        direction = orthogonal(matrix, dtype).double()
-        values = torch.linalg.svdvals(direction)
-        assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
-        assert torch.equal(orthogonal(matrix.T, dtype).double(), direction.T)
-        assert float((direction - exact).norm() / exact.norm()) < error
+        directions = orthogonal(matrices, dtype).double()
+        assert torch.equal(orthogonal(matrices.mT, dtype).double(), directions.mT)
+        for matrix, direction in zip(matrices, directions, strict=True):
+            values, exact = torch.linalg.svdvals(direction), newton_schulz(matrix)
+            assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
+            assert float((direction - exact).norm() / exact.norm()) < error
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has its own Muon from 2.9 on")

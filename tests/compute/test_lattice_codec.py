@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lattice_reference import decoded_difference
 from torch import Tensor
 
+from noloco_p2p.compute import lattice_pull
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import SAFETY, WIDENINGS, LatticePull, ReplicaDistances
 from noloco_p2p.core.lattice_format import (
@@ -51,7 +52,9 @@ class Replica:
     @classmethod
     def at(cls, vector: Tensor, distance: float | Tensor, bits: int) -> "Replica":
         """With bounds for this distance."""
-        return cls(vector, ReplicaDistances(bits).bounds(vector, torch.zeros_like(vector) + distance / SAFETY))
+        distances = ReplicaDistances(bits)
+        distances.observe(lattice_pull._largest(torch.zeros_like(vector) + distance / SAFETY))
+        return cls(vector, distances.bounds(vector))
 
 
 def normal(seed: int, size: int = SIZE, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -361,15 +364,15 @@ def test_bytes_of_a_parameter() -> None:
 def test_bounds_follow_the_distances(bits: int) -> None:
     """Powers of two: the first from one's own way, later ones from the largest distance of late, with room to spare."""
     distances, vector = ReplicaDistances(bits), normal(0)
-    moved = torch.full((SIZE,), 1e-3)
-    assert distances.bounds(vector, moved).tolist() == [BOUND_ZERO - 9] * 4
+    distances.bounds(vector)
+    assert distances.bounds(vector + 1e-3).tolist() == [BOUND_ZERO - 9] * 4
     distances.observe(torch.tensor([1e-3, 2e-3, 0.5, 0.0], dtype=torch.float64))
     finest = BOUND_ZERO + 2 - 22 + bits - 1
-    found = distances.bounds(vector, moved).tolist()
+    found = distances.bounds(vector).tolist()
     assert found[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 8, BOUND_ZERO + 0]
     assert abs(found[3] - finest) <= 1
     for _ in range(3):
         distances.observe(torch.tensor([1e-3, 1e-4, 1e-4, 0.0], dtype=torch.float64))
-    assert distances.bounds(vector, moved).tolist()[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 10, BOUND_ZERO - 2]
-    assert distances.bounds(vector.index_fill(0, torch.tensor([0]), math.nan), moved)[0] == PLAIN
-    assert ReplicaDistances(bits).bounds(torch.zeros(SIZE), torch.zeros(SIZE)).tolist() == [LEAST_BOUND] * 4
+    assert distances.bounds(vector).tolist()[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 10, BOUND_ZERO - 2]
+    assert distances.bounds(vector.index_fill(0, torch.tensor([0]), math.nan))[0] == PLAIN
+    assert ReplicaDistances(bits).bounds(torch.zeros(SIZE)).tolist() == [LEAST_BOUND] * 4

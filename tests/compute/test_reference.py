@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from audit_writer import MODELS, STAGES, Simulation, run_manifest
-from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
+from reference import TOLERANCE, Report, float64_llama, replay, require_variety
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -21,7 +21,7 @@ KINDS |= {"partner_vector"}
 def simulate(audit: Path, family: str, fault: str = "", delays: tuple[int, ...] = (0,)) -> Report:
     """Simulate with `fault` and replay it."""
     manifest = run_manifest(family, overlap=delays != (0,))
-    with float64_rmsnorm():
+    with float64_llama():
         Simulation(audit, manifest, fault, delays).run()
     return replay(audit, manifest.model_dump(), STAGES)
 

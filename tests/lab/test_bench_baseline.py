@@ -255,6 +255,7 @@ def test_the_command_needs_no_settings_and_what_is_set_counts(monkeypatch: pytes
         return {}
 
     monkeypatch.setattr(baseline, "run", run)
+    monkeypatch.setattr(baseline, "pick_device", lambda name: torch.device("cpu"))  # or each needs a GPU of its own
     for sets in ([], ["--set", "outer.rule=averaged", "--set", "outer.beta=0.5"]):
         found = CliRunner().invoke(benches, ["baseline", "--kind", "diloco", *sets, "--json"], catch_exceptions=False)
         assert found.exit_code == 0

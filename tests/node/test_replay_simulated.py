@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from audit_writer import MODELS
-from reference import TOLERANCE, Report, float64_rmsnorm, replay, require_variety
+from reference import TOLERANCE, Report, float64_llama, replay, require_variety
 from torch import Tensor
 
 from noloco_p2p.compute import lattice_pull, muon, snapshot_codec
@@ -74,7 +74,7 @@ def audited(audit: Path) -> StageFactory:
 
 
 def simulate(manifest: RunManifest, audit: Path, factory: StageFactory | None = None) -> Outcome:
-    with float64_rmsnorm():
+    with float64_llama():
         plan = SimPlan(
             manifest, (REPLICAS,) * STAGES, seed=2, unequal_batches=True, stage_factory=factory or audited(audit)
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import TOLERANCE, float64_rmsnorm, loss_sum, replay, whole_model
+from reference import TOLERANCE, float64_llama, loss_sum, replay, whole_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -87,7 +87,7 @@ def loss_of_the_mean(audit: Path, run: RunManifest) -> float:
 
 def test_a_swarm_with_links_that_cost_nothing_equals_the_reference(tmp_path: Path) -> None:
     training = swarm(tmp_path)
-    with float64_rmsnorm():
+    with float64_llama():
         trained = train(training)
         expected = loss_of_the_mean(tmp_path, run_manifest(training))
     report = replay(tmp_path, run_manifest(training).model_dump(), PEERS)

@@ -16,5 +16,6 @@ if __name__ == "__main__":
         cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=output)
         assert cat.stdin is not None
         os.dup2(cat.stdin.fileno(), output)
+    sys.stdout, sys.stderr = (open(output, "w", buffering=1, closefd=False) for output in (1, 2))  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     main()

@@ -33,7 +33,7 @@ from outer_reference import FrozenReplica, decoded, merged, merged_with_all
 from safetensors.torch import load_file
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 from wire_reference import between_stages
 
 TOLERANCE = 1e-9
@@ -85,20 +85,25 @@ class Report:
 
 
 @contextmanager
-def float64_rmsnorm() -> Iterator[None]:
-    """Within it, Llama's RMSNorm stays in the dtype of its input; the stock one goes through float32."""
+def float64_llama() -> Iterator[None]:
+    """Within it, Llama's RMSNorm and angles of positions stay in float64; the stock ones go through float32."""
 
-    def forward(self: Any, hidden_BTD: torch.Tensor) -> torch.Tensor:
+    def rmsnorm(self: Any, hidden_BTD: torch.Tensor) -> torch.Tensor:
         variance_BT1 = hidden_BTD.pow(2).mean(-1, keepdim=True)
         scaled: torch.Tensor = self.weight * (hidden_BTD * torch.rsqrt(variance_BT1 + self.variance_epsilon))
         return scaled
 
-    stock = LlamaRMSNorm.forward
-    LlamaRMSNorm.forward = forward
+    def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = position_ids[..., None] * self.inv_freq.double()
+        both = torch.cat((half, half), dim=-1)
+        return both.cos(), both.sin()
+
+    stock = LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward
+    LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward = rmsnorm, angles
     try:
         yield
     finally:
-        LlamaRMSNorm.forward = stock
+        LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward = stock
 
 
 def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
@@ -111,7 +116,7 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
     settings = (manifest["routing"], manifest["outer"]["pairing"], manifest["compute_dtype"])
     require(settings == ("balanced", "matched", "float64"), f"this run cannot be replayed: {settings}")
     record = read_record(audit, manifest, stages)
-    with float64_rmsnorm():
+    with float64_llama():
         model = whole_model(manifest)
         replicas = initial_replicas(record, model, manifest)
         between_stages(model, [(one.stage, name) for one in replicas.values() for name in one.fast], manifest["wire"])
