@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from transport_fixture import Node, hang, run
+from transport_fixture import Node, hang, run, soon
 
 from noloco_p2p.io.transport import sockets
 from noloco_p2p.io.transport.callers import CALLS
@@ -45,7 +45,7 @@ def test_a_flood_arrives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.01)
         flood.cancel()
         with suppress(asyncio.CancelledError):
-            await flood
+            await soon(flood)
         await transport.close()
         assert arrived
 

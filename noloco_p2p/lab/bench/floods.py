@@ -10,7 +10,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +182,8 @@ class Stranger:
             there, back = await self._dial()
             await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
 
-        with tempfile.TemporaryDirectory() as folder:
-            async with await asyncio.start_unix_server(accept, f"{folder}/stranger"):
-                yield f"unix:{folder}/stranger"
+        with tempfile.TemporaryDirectory() as home, closing(await asyncio.start_unix_server(accept, f"{home}/grpc")):
+            yield f"unix:{home}/grpc"
 
 
 KINDS: dict[str, Callable[[Stranger], Coroutine[Any, Any, None]]] = {
