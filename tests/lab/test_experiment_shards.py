@@ -16,6 +16,8 @@ from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 COUNT = len(KINDS)
+STRIPPED = {"distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "turtledemo", "venv"}
+"""Parts of the standard library that distributions put into packages of their own, or leave out."""
 
 
 def read(replicas: int, mixed: bool, numbers: range) -> list[list[bytes]]:
@@ -28,6 +30,13 @@ def read(replicas: int, mixed: bool, numbers: range) -> list[list[bytes]]:
 
 def content(batch: Batch) -> bytes:
     return bytes(batch.inputs.data)
+
+
+def test_every_installation_has_all_kinds_and_about_as_much_of_each() -> None:
+    parts = {one.split("/")[0] for where, *globs in KINDS.values() if where == "stdlib" for one in globs}
+    assert not parts & STRIPPED
+    sizes = [sum(piece.stop - piece.start for piece in (*text.pieces, *text.held_out_pieces)) for text in corpora()]
+    assert max(sizes) < 8 * min(sizes)
 
 
 def test_both_swarms_read_the_same_and_only_who_reads_it_differs() -> None:

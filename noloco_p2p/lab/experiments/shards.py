@@ -36,14 +36,15 @@ from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, f
 KINDS = {
     "character tables": ("stdlib", "encodings/*.py"),
     "reference documentation": ("stdlib", "pydoc_data/*.py"),
-    "change log and help": ("stdlib", "idlelib/*.txt", "idlelib/*.html"),
-    "code of windows": ("stdlib", "idlelib/*.py", "tkinter/*.py"),
+    "documentation of tensors": ("torch", "_torch_docs.py", "_tensor_docs.py", "_storage_docs.py"),
+    "code of algebra": ("sympy", "polys/*.py"),
     "code of the network": ("stdlib", "asyncio/*.py", "http/*.py", "urllib/*.py", "xmlrpc/*.py"),
     "C++ headers": ("torch", "include/c10/**/*.h"),
     "type stubs": ("torch", "**/*.pyi"),
     "YAML": ("torchgen", "packaged/**/*.yaml"),
 }
-"""Where each kind is found: in the standard library or a package, and the globs there."""
+"""Where each kind is found: in the part of the standard library that every distribution has, or in a package that
+torch brings, and the globs there."""
 TEXTS = ", ".join(KINDS)
 STAGES, RATE, DILOCO_STEPS = 2, 1e-2, 20
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
