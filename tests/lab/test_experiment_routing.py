@@ -1,5 +1,6 @@
 """Experiments 4 and 5: what routes do to load and spread, and how a spread is set beside the learning rate."""
 
+from functools import partial
 from math import exp, log
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from noloco_p2p.lab.experiments import routing_policies, spread
 from noloco_p2p.lab.experiments.markdown_page import charts, markdown
+from noloco_p2p.lab.experiments.shards import corpora
 from noloco_p2p.lab.experiments.spec import Case, Result
+from noloco_p2p.lab.experiments.training import TrainingPlan
 from noloco_p2p.observe.plotting.plots import Plot
 
 STEPS = 20
@@ -153,12 +156,16 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
     assert "m = 10: the weights were never finite" in markdown(spread.report(diverged))
 
 
-def test_random_routes_hold_the_later_replicas_together() -> None:
-    """Real weights, before their first merge: replicas of stage 1 that see everybody's work drift apart less."""
+def test_random_routes_hold_the_later_replicas_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real weights, before their first merge: replicas of stage 1 that see everybody's work drift apart less.
+
+    By a tenth if each origin reads a kind of its own. Where all read the same text, it depends on the text.
+    """
+    monkeypatch.setattr(routing_policies, "TrainingPlan", partial(TrainingPlan, corpora=corpora()[:4]))
 
     def std(policy: str) -> float:
         settings = {"kind": "train", "policy": policy, "rounds": "with", "rate": 3e-3, "replicas": 4}
         found = routing_policies.measure(Case(policy, settings | {"steps": 10, "seed": 1}))
         return float(found["spread"][1][0][1])
 
-    assert std("balanced") < 0.99 * std("fixed")
+    assert std("balanced") < 0.97 * std("fixed")
