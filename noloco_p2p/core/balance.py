@@ -6,7 +6,9 @@ The capacity of a stage is the sum over its replicas of the microbatches per sec
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import inf, isfinite
+from operator import add
 
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import NO_STAGE, Advert
@@ -47,8 +49,13 @@ def _measured(advert: Advert) -> bool:
     return isfinite(advert.microbatches_per_s) and advert.microbatches_per_s > 0
 
 
+def _sum(values: Iterable[float]) -> float:
+    """The same under every Python: `sum` rounds in another way from 3.12 on."""
+    return reduce(add, values, 0.0)
+
+
 def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
+    return _sum(values) / len(values) if values else otherwise
 
 
 def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
@@ -59,7 +66,7 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
     for stage in range(stages):
         here = [a for a in counted if a.stage == stage]
         expected = _mean([a.microbatches_per_s for a in here if _measured(a)], overall)
-        of_stage.append(sum(a.microbatches_per_s if _measured(a) else expected for a in here))
+        of_stage.append(_sum(a.microbatches_per_s if _measured(a) else expected for a in here))
         replicas.append(len(here))
         one_more.append(expected)
     return StageCapacities(tuple(of_stage), tuple(replicas), tuple(one_more))

@@ -91,6 +91,11 @@ def test_ties_go_to_the_fewest_replicas_then_to_the_first_stage() -> None:
     assert choose_stage(new, trainers("a", "b"), 2) == 0
 
 
+def test_every_python_adds_capacities_up_to_the_same() -> None:
+    slow = [replace(one, microbatches_per_s=0.1) for one in trainers("abcdefghij")]
+    assert capacities(slow, 1).of_stage == (0.9999999999999999,), "one tenth after the other"
+
+
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
     for seed in range(60):
         rng = random.Random(seed)
