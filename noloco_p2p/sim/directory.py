@@ -2,7 +2,6 @@
 
 import asyncio
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import copy
@@ -26,10 +25,11 @@ class _AdvertView:
     visible: dict[PeerId, Advert] = field(default_factory=dict)
     """Sorted by peer id."""
     expiries: list[tuple[float, int, Advert]] = field(default_factory=list)
-    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    taken: int = 0
+    """Adverts that have become visible."""
 
     def __copy__(self) -> "_AdvertView":
-        return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), copy(self.numbers))
+        return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), self.taken)
 
     def at(self, seen_at: float) -> list[Advert]:
         """The adverts that were live at a given time, which must not go back from one call to the next."""
@@ -39,7 +39,8 @@ class _AdvertView:
             self.visible[advert.peer_id] = advert
             if new:
                 self.visible = dict(sorted(self.visible.items()))
-            heapq.heappush(self.expiries, (expires_at, next(self.numbers), advert))
+            heapq.heappush(self.expiries, (expires_at, self.taken, advert))
+            self.taken += 1
         while self.expiries and self.expiries[0][0] < seen_at:
             _, _, advert = heapq.heappop(self.expiries)
             if self.visible.get(advert.peer_id) is advert:
