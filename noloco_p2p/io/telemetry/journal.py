@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,8 @@ class EventFiles(logging.handlers.RotatingFileHandler):
             super().emit(record)
 
     def createLock(self) -> None:  # noqa: N802
-        """None, see above."""
-        self.lock = None
+        """None that could be taken, see above."""
+        self.lock = _NoLock()  # type: ignore[assignment]
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Write nothing for a while; what is opened then may end within a line, see `_open`."""
@@ -263,6 +264,13 @@ class EventFiles(logging.handlers.RotatingFileHandler):
             file.close()
             raise
         return io.TextIOWrapper(file, encoding="ascii", write_through=True)
+
+
+class _NoLock(nullcontext[None]):
+    """False: `logging` does not take it. From Python 3.13 on it enters it all the same."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class _WholeWrites(io.FileIO):
