@@ -15,11 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 32_237
+CODE_LINES = 32_244
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
-"""What trains, without what measures, watches and launches it: at most 13,863 lines."""
+"""What trains, without what measures, watches and launches it."""
+KERNEL_LINES = 14_622
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
@@ -252,7 +253,7 @@ def test_the_package_is_as_small_as_it_is_meant_to_be() -> None:
     lines = {_name(path): code_lines(path) for path in files}
     kernel = sum(count for file, count in lines.items() if file.startswith(KERNEL))
     assert sum(lines.values()) <= CODE_LINES
-    assert kernel <= 14_614
+    assert kernel <= KERNEL_LINES
 
 
 def test_every_cited_section_exists() -> None:
