@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -15,9 +17,10 @@ from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import broken
+from noloco_p2p.sim.laws import broken, weights_survive
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import Payload
+from noloco_p2p.sim.recording import AvailableWeights, Resumption
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.traffic import Traffic
 
@@ -173,3 +176,16 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
     assert planted(*crash) is None
     monkeypatch.setattr(Traffic, "drop", forgotten)
     assert "are unaccounted for" in str(planted(*crash))
+
+
+def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
+    """As `core.resume` orders them: 7 may be a lie beside 3, but not beside another 7."""
+
+    def went_on(living: tuple[int, ...], round: int) -> SimpleNamespace:
+        available = AvailableWeights(1.0, living, (), (), ())
+        return SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)])
+
+    weights_survive(cast(FaultySwarm, went_on((3, 7), 3)))
+    for living, round in (((3, 7, 7), 3), ((3, 7), 2), ((4, 4), 0)):
+        with pytest.raises(AssertionError, match="me went on far behind the living"):
+            weights_survive(cast(FaultySwarm, went_on(living, round)))
