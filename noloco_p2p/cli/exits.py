@@ -2,6 +2,7 @@
 
 import io
 import sys
+from errno import EDQUOT, ENOSPC
 from typing import NoReturn
 
 import typer
@@ -11,6 +12,7 @@ from noloco_p2p.humanize import plain
 
 DEBUG = "--debug"
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
+FULL = ENOSPC, EDQUOT
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
@@ -39,6 +41,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     except Exception as error:  # the last resort: a bug ends with one line, or a traceback with --debug
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -23,7 +23,7 @@ FREE_SECTION: Key = ("model", "config")
 """The one section whose keys are not ours. Given as a section it replaces the default's; single keys change it."""
 SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
 """Keys of earlier versions → what is set in their place."""
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError)
 """What PyYAML raises for text that is not YAML."""
 
 

@@ -100,6 +100,15 @@ def test_what_a_locale_cannot_say_is_said_by_its_code(encoding: str, tmp_path: P
     assert done.stdout.startswith(said)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_an_output_on_a_full_disk_is_no_bug() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "noloco_p2p.cli.main", "configs"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    line = "error: the output cannot be written: No space left on device; free some space\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 def test_debug_shows_where(tmp_path: Path) -> None:
     done = noloco("swarm", "--set", "steps=none", "--debug", cwd=tmp_path)
     assert "Traceback" in done.stderr

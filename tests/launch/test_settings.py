@@ -107,6 +107,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         ("- 1\n", ":1: expected lines of the form `key: value`"),
         ("a: 1\nb: [1\n", ":3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("name: !!python/name:os.system\n", ":1: not valid YAML: could not determine a constructor"),
+        ("seed: !!timestamp a\n", ": not valid YAML: "),
     ],
 )
 def test_a_file_that_is_no_settings_file(tmp_path: Path, text: str, message: str) -> None:

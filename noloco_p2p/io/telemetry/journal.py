@@ -243,6 +243,10 @@ class EventFiles(logging.handlers.RotatingFileHandler):
                 self.close()  # the directory was removed, and may be there again
             super().emit(record)
 
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
+        """Not where it is no regular file, whose position Python 3.13 asks for all the same."""
+        return os.path.isfile(self.baseFilename) and bool(super().shouldRollover(record))
+
     def createLock(self) -> None:  # noqa: N802
         """None that could be taken, see above."""
         self.lock = _NoLock()  # type: ignore[assignment]
