@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.io.dht.adverts import AdvertValidator
+from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, dht_time
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
 
 WAIT_TIMEOUT_S = 2.0
@@ -187,7 +187,7 @@ def _store_class() -> Any:
 
         def get(self, key: Any) -> Any:
             """A copy of what is held under a key; None if there is nothing."""
-            found = super().get(key)
+            found = self._found(key)
             if found is None:
                 return None
             held, copy = found.value, DictionaryDHTValue()
@@ -197,7 +197,7 @@ def _store_class() -> Any:
 
         def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
             """Store a record if it lives longer than the one held and there is room; returns whether it did."""
-            found = super().get(key)
+            found = self._found(key)
             held = found.value if found is not None else DictionaryDHTValue()
             before = held.get(subkey)
             others = sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
@@ -208,5 +208,17 @@ def _store_class() -> Any:
             if found is None or found.expiration_time < expiration_time:
                 self.store(key, held, expiration_time)
             return True
+
+        def _found(self, key: Any) -> Any:
+            """What is held under a key. A record that would live longer than any may is from before the clock was set
+            back: it goes, because peers refuse it and all that stands beside it, and no newer one would replace it."""
+            found, latest = super().get(key), dht_time() + LONGEST_TTL_S
+            if found is None or found.expiration_time <= latest:
+                return found
+            del self[key]
+            for peer_id, (record, expires) in found.value.items():
+                if expires <= latest:
+                    self.store_subkey(key, peer_id, record, expires)
+            return super().get(key)
 
     return RecordStore

@@ -56,7 +56,7 @@ class HivemindDirectory:
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
         self._known = known
         self._expires: dict[int, float] = {}
-        """For each stage's key, the DHT time at which our newest record expires; it may only grow."""
+        """For each stage's key, the DHT time at which our newest record expires; it may only grow, see `_until`."""
         self._newest: Advert | None = None
         self._seen: frozenset[PeerId] = frozenset()
         """The peers in the last reading."""
@@ -101,7 +101,7 @@ class HivemindDirectory:
     async def announce_again(self) -> None:
         """Announce the newest advert again, with the addresses that hold now. Raises as `announce`."""
         if (newest := self._newest) is not None:
-            await self._store(newest, self._expires[newest.stage] - dht_time())
+            await self._store(newest, min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S))
 
     async def withdraw(self) -> None:
         """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
@@ -114,7 +114,7 @@ class HivemindDirectory:
         asked_at = dht_time()
         reading = dht_node.search(self._dht, list(self._keys))
         entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
-        until = self._expires.get(self._newest.stage, 0.0) if self._newest is not None else 0.0
+        until = self._until(self._newest.stage) if self._newest is not None else 0.0
         if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
             raise Unreachable("the directory lost all adverts, including this node's own")
         merged = {self._keys[key]: dht_node.merged(self._dht, entries[key], self._heard, key) for key in self._keys}
@@ -211,7 +211,7 @@ class HivemindDirectory:
             await self._give_directly(*own)
 
     async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
-        expires = max(dht_time() + ttl_s, self._expires.get(advert.stage, 0.0) + _LEAST_GROWTH_S)
+        expires = max(dht_time() + ttl_s, self._until(advert.stage) + _LEAST_GROWTH_S)
         for _ in range(2):
             if await self._put(advert, payload, expires):
                 return
@@ -222,6 +222,12 @@ class HivemindDirectory:
                 break
             expires = held + _LEAST_GROWTH_S  # an earlier process of this node announced for longer
         raise Unreachable("the directory does not take this node's advert: no peer stored it")
+
+    def _until(self, stage: int) -> float:
+        """When our newest record under a stage's key expires; 0.0 when there is none. One that would live longer than
+        any may is from before the clock was set back: nobody holds it any more."""
+        until = self._expires.get(stage, 0.0)
+        return until if until <= dht_time() + adverts.LONGEST_TTL_S else 0.0
 
     async def _held_until(self, stage: int) -> float | None:
         """When this node's record under a stage's key expires, as others hold it; None when no peer holds one."""

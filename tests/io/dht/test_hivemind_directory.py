@@ -166,6 +166,33 @@ def test_a_restarted_node_outbids_its_earlier_advert(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_adverts_are_renewed_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that was hours ahead is set right: what was announced before must not stand in the way for hours."""
+    ahead_s, clock = 7_200.0, time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead_s)
+
+    async def scenario() -> None:
+        nonlocal ahead_s
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+
+            async def announce(step: float) -> None:
+                await a.directory.announce(a.advert(step=step), 30.0)
+                await b.directory.announce(b.advert(stage=1, step=step), 30.0)
+                for one in (a, b):
+                    seen = {peer.peer_id: peer.step for peer in await one.directory.peers()}
+                    assert seen == {a.libp2p.peer_id: step, b.libp2p.peer_id: step}
+
+            await announce(1.0)
+            await a.directory.rejoin()
+            await b.directory.rejoin()
+            await announce(2.0)
+            ahead_s = 0.0
+            await announce(3.0)
+            assert all(one.directory._expires[stage] < clock() + 31.0 for stage, one in enumerate((a, b)))
+
+    run(scenario)
+
+
 def test_a_restarted_bootstrap_node_rejoins_its_swarm(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
