@@ -422,6 +422,20 @@ def test_a_clock_that_jumps_moves_nothing(node: Path) -> None:
     assert (run.began_at, run.ended_at) == (BEGAN_AT + 1, BEGAN_AT + 20)
 
 
+def test_a_clock_set_back_between_two_starts_makes_no_time_negative(node: Path) -> None:
+    def process(clock_s: float, first: int) -> bytes:
+        steps = [line("progress", float(s), stage=0, state="training", step=first + s, tokens=s) for s in range(1, 11)]
+        begun = line("start", 0.0, stage=0), line("state", 0.5, state="training")
+        lines = [json.loads(each) for each in (*begun, *steps, line("end", 10.0))]
+        return b"".join(json.dumps({**each, "time": each["time"] + clock_s}).encode() + b"\n" for each in lines)
+
+    (node / NAME).write_bytes(process(7_200.0, 0) + process(0.0, 10))
+    run = read_run([node])
+    assert (run.began_at, run.ended_at) == (BEGAN_AT, BEGAN_AT + 7_210)
+    assert run.training_at == BEGAN_AT + 0.5
+    assert (run.wall_s, after(render(run), "steps")) == (7_210, "20")
+
+
 def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) -> None:
     (node / NAME).write_bytes(
         line("start", 0.0, stage=0)

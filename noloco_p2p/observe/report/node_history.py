@@ -105,9 +105,9 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
     for event in by_kind["start"]:
         node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
         node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
-    if node.training_at is None:
-        training = (event.at for event in by_kind["state"] if event.text("state") == "training")
-        node.training_at = next(training, None)
+    training = [event.at for event in by_kind["state"] if event.text("state") == "training"]
+    # A process may come before the one that was started earlier: by a clock that was set back meanwhile.
+    node.training_at = min([*training[:1], *([] if node.training_at is None else [node.training_at])], default=None)
     spans = tuple(_spans(events))
     node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
     node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")

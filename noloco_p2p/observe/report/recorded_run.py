@@ -32,12 +32,12 @@ class RecordedRun:
     @property
     def began_at(self) -> float:
         """Unix seconds of the first line of all."""
-        return min(node.processes[0].began_at for node in self.nodes)
+        return min(process.began_at for node in self.nodes for process in node.processes)
 
     @property
     def ended_at(self) -> float:
         """Unix seconds of the last line of all."""
-        return max(node.processes[-1].ended_at for node in self.nodes)
+        return max(process.ended_at for node in self.nodes for process in node.processes)
 
     @property
     def training_at(self) -> float:
