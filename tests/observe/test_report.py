@@ -436,6 +436,18 @@ def test_a_clock_set_back_between_two_starts_makes_no_time_negative(node: Path) 
     assert (run.wall_s, after(render(run), "steps")) == (7_210, "20")
 
 
+def test_the_speed_of_a_run_that_was_resumed_is_that_while_it_trained(node: Path) -> None:
+    trained = [line("progress", float(s), stage=0, state="training", step=s, tokens=20 * s) for s in range(1, 12)]
+    begun = line("start", 0.0, stage=0), line("state", 1.0, state="training")
+    first = [*begun, *trained, line("end", 11.0)]
+    later = [json.loads(each) for each in first]
+    night = [json.dumps({**each, "time": each["time"] + 36_000.0}).encode() + b"\n" for each in later]
+    (node / NAME).write_bytes(b"".join([*first, *night]))
+    run = read_run([node])
+    assert run.tokens == 440
+    assert run.tokens_per_s == pytest.approx(22.0)
+
+
 def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) -> None:
     (node / NAME).write_bytes(
         line("start", 0.0, stage=0)

@@ -66,13 +66,18 @@ class RecordedRun:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """While training. Evaluations do not count where the launcher measured it."""
+        """While any replica of stage 0 trained: what lies between a stop and the next start does not count, nor do
+        evaluations where the launcher measured it."""
         measured = number(self.summary.get("tokens_per_s"))
         if measured is not None:
             return measured
-        began = [node.training_at for node in self.of_stage(0) if node.training_at is not None]
-        ended = [node.increments["tokens"][-1].ended_at for node in self.of_stage(0) if node.increments["tokens"]]
-        return self.tokens / (max(ended) - min(began)) if began and ended and max(ended) > min(began) else None
+        ended = [each.ended_at for node in self.of_stage(0) for each in node.increments["tokens"]]
+        lives = [process.spans for node in self.of_stage(0) for process in node.processes]
+        seconds, until = 0.0, self.began_at
+        for span in sorted(span for spans in lives for span in spans if span.state == "training" and ended):
+            seconds += max(0.0, min(span.ended_at, max(ended)) - max(span.began_at, until))
+            until = max(until, span.ended_at)
+        return self.tokens / seconds if seconds else None
 
     def last(self, curve: str, stage: int = 0) -> float | None:
         """The newest value of a curve, mean over the replicas of a stage."""
