@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from noloco_p2p.core.members import STATES
+from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.humanize import plural
 from noloco_p2p.launch import homes, node_probe
@@ -134,7 +136,8 @@ class Tracking:
         self.written = 0
         self.ended = False
         """At the last reading, the run had come to its end."""
-        self._validation_loss: float | None = None
+        self._validated: dict[PeerId, float] = {}
+        """The validation loss of each node that has been written."""
 
     def take(self, reports: Sequence[Report]) -> None:
         """Write what is new in a reading. Raises Unreachable, LocalError."""
@@ -142,17 +145,20 @@ class Tracking:
         if not swarm.statuses:
             raise Unreachable("no node answers")
         found, step = figures(swarm), round(swarm.step)
-        if found.get("validation_loss") == self._validation_loss:
-            found.pop("validation_loss", None)  # it is a point of its own step only
+        # A validation is a point of its own step only: one that has been written is not in the mean of a later one.
+        losses = {peer: s.figures.validation_loss for peer, s in swarm.statuses.items() if s.advert.stage == 0}
+        new = {peer: loss for peer, loss in losses.items() if loss is not None and loss != self._validated.get(peer)}
+        found.pop("validation_loss", None)
+        found |= {"validation_loss": fmean(new.values())} if new else {}
         if swarm.begun and (step > self.step or (step == self.step and "validation_loss" in found)):
             self.write(step, found)
+            self._validated |= new
         self.ended = swarm.ended or swarm.step >= swarm.steps > 0
 
     def write(self, step: int, found: Mapping[str, float]) -> None:
         """Write the figures of a step. Raises LocalError."""
         self.sink.write(step, found)
         self.step, self.written = step, self.written + 1
-        self._validation_loss = found.get("validation_loss", self._validation_loss)
 
     async def follow(self, read: Readings, stop: threading.Event, say: Callable[[str], None]) -> None:
         """Read and write until told to stop, or the run has ended and nobody answers any more. Raises LocalError."""

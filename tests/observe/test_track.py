@@ -59,6 +59,28 @@ def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None
     }
 
 
+def test_a_validation_is_written_once_whoever_is_gone_or_comes_back(tmp_path: Path) -> None:
+    """The mean of those that are left is no new validation, and one that has evaluated first waits for nobody."""
+    tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
+
+    def at(step: float, *losses: float | None) -> list[Report]:
+        found = nodes(step, loss=1.0)
+        for name, loss in zip(("S0R0", "S0R1"), losses, strict=True):
+            found[name] = with_figures(found[name], validation_loss=loss)
+        return [*found.values()]
+
+    tracking.take(at(10.0, 5.0, 4.0))
+    gone = at(20.0, 5.0, 4.0)
+    tracking.take([silent(report) if report.peer == gone[0].peer else report for report in gone])
+    tracking.take(at(30.0, 5.0, 4.0))
+    tracking.take(at(40.0, 5.0, None))  # the other one has been started again
+    tracking.take(at(50.0, 3.0, None))
+    tracking.take(at(60.0, 3.0, 2.5))
+    tracking.take(at(70.0, 2.0, 2.5))
+    tracking.sink.close()
+    assert read_back(tmp_path / "tensorboard")["validation_loss"] == [(10, 4.5), (50, 3.0), (60, 2.5), (70, 2.0)]
+
+
 def test_a_run_that_has_not_begun_has_no_step(tmp_path: Path) -> None:
     tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
     waiting = [with_advert(report, state="waiting") for report in nodes(0.0).values()]
