@@ -149,7 +149,7 @@ class RunProgress:
         rate = sum(row.get("tokens/s") or 0.0 for row in first)
         losses = [row["loss"] for row in first if row.get("loss")]
         so_far = humanize.stopwatch(now - self._began_at)
-        left_s = spent_s / done * (self._steps - step) if done else 0.0
+        left_s = spent_s / done * (self._steps - step) if done > 0 else 0.0
         head, speed, loss = humanize.progress(step, self._steps, rate, fmean(losses) if losses else None)
         found = (
             f"{100 * step / self._steps:.0f} %",

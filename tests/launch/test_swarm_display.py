@@ -49,6 +49,14 @@ def test_one_line_says_how_far_it_is_and_how_long_it_takes(clock: Clock) -> None
     assert all(len(line) <= width and "━╌" in line for width, line in lines.items()), "a bar at every width"
 
 
+def test_the_time_left_is_not_negative_when_a_slower_node_is_seen_after_a_faster_one(clock: Clock) -> None:
+    progress = RunProgress(60)
+    fast, slow = nodes(1, 2, loss=4.0, **{"tokens/s": None})
+    progress.line([{**fast, "step": 3.0}])
+    clock.now += 10
+    assert progress.line([{**fast, "step": 3.0}, {**slow, "step": 1.0}]) == "step 2/60  3 %  loss 4.00  0:10"
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("replicas", [2, 6, 7, 200])
 def test_it_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
