@@ -173,13 +173,15 @@ class RunCounters:
         """Tally → amounts per second."""
         self.began_at = time.monotonic()
         """Monotonic."""
+        self._wall_ahead_s = time.time() - self.began_at
         self.beat_at: float | None = None
         """Monotonic: when the event loop came to its heartbeat last."""
         self.largest_lag_s = 0.0
         self.state = ""
         self.stage: int | None = None
         self.training_at: float | None = None
-        """When the state became `training` for the first time."""
+        """When the state became `training` for the first time; as `last_step_at` by the wall clock of the beginning, so
+        that what lies between them is right even if the clock has been set since."""
         self.last_step_at: float | None = None
         """When the last inner step ended."""
         self.first_loss: float | None = None
@@ -248,11 +250,11 @@ class RunCounters:
             case "state":
                 self.state = str(fields["state"])
                 if self.state == "training" and self.training_at is None:
-                    self.training_at = time.time()
+                    self.training_at = time.monotonic() + self._wall_ahead_s
             case "stage":
                 self.stage = fields["stage"]
             case "inner_step":
-                self.last_step_at = time.time()
+                self.last_step_at = time.monotonic() + self._wall_ahead_s
                 if "loss" in fields:
                     self.loss_sum += fields["loss_sum"]
                     self.loss_tokens += fields["loss_tokens"]

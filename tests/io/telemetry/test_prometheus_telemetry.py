@@ -250,6 +250,18 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert 0 <= totals["last_step_at"] - totals["training_at"] < 60
 
 
+def test_a_clock_that_is_set_back_shortens_no_training(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telemetry.event("state", state="training", reason="begin")
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() - 7_200.0)
+    inner_step(telemetry, 1, 100.0)
+    totals = telemetry.totals()
+    assert 0 <= totals["last_step_at"] - totals["first_step_at"] < 60
+    assert abs(totals["first_step_at"] - wall()) < 60
+
+
 def test_metrics_summary_status_and_journal_say_the_same(telemetry: PrometheusTelemetry) -> None:
     lines: list[str] = []
     journal = Journal(lines.append, telemetry.counters)
