@@ -41,15 +41,19 @@ MERGED = {
 
 
 def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """From what `noloco.json` has, and the summary of the run where it is known: its `tokens` and `validation_loss`."""
+    """From what `noloco.json` has, and the summary of the run where it is known: its `tokens` and `validation_loss`.
+
+    The summary of a resumed run has only the tokens since it was resumed, which are left out.
+    """
     manifest = record["manifest"]
+    tokens = summary.get("tokens") if summary.get("resumed_from_step") is None else None
     data, loss = manifest["data"], summary.get("validation_loss")
     merged = MERGED[record["merge"]]
     rows = {
         "data": data["dataset"] or DATA.get(data["kind"], data["kind"]),
         "tokenizer": data["tokenizer"],
         "steps": f"{record['step']:,} of {manifest['steps']:,}, outer round {record['round']:,}",
-        "tokens": humanize.count(summary["tokens"]) if summary.get("tokens") else "",
+        "tokens": humanize.count(tokens) if tokens else "",
         "validation loss": f"{humanize.loss(loss)} nats per token" if loss is not None else "",
         "swarm": f"{humanize.plural(manifest['stages'], 'stage')}, outer rule {manifest['outer']['rule']}",
         "weights": f"{merged} of each stage, of {sum(map(len, record['stages']))} nodes",

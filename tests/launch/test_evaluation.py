@@ -28,6 +28,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.launch import evaluation, run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
+from noloco_p2p.launch.model_card import model_card
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
 
 
@@ -281,6 +282,15 @@ def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
         assert part in card, part
     plain = out.stat().st_mode & 0o666
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {plain}
+
+
+def test_the_card_of_a_resumed_run_does_not_count_the_tokens_of_its_last_part_only(tmp_path: Path) -> None:
+    summary = {"tokens": 12_345, "validation_loss": 2.5, "resumed_from_step": 40}
+    manifest = text_run(tmp_path / "0-0")
+    record = {"manifest": manifest.model_dump(mode="json"), "merge": "one", "step": 50, "round": 50, "stages": [[{}]]}
+    card = model_card(record | {"run_id": manifest.run_id, "version": "1.0"}, summary)
+    assert "12,345" not in card
+    assert "2.5000 nats" in card
 
 
 def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
