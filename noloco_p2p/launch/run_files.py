@@ -153,12 +153,17 @@ def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
     """Write a summary, of a node or of a swarm, unless the one that is there knows more; whether it was written.
 
     What has finished knows more than what has not, then what took inner steps more than what took none.
+    In any case the time of the file is then that of the end. Raises LocalError.
     """
 
     def knows(one: Mapping[str, object]) -> tuple[bool, bool]:
         return bool(one.get("completed") or one.get("state") == "finished"), bool(one.get("inner_steps"))
 
     if knows(node_probe.read_json(path) or {}) > knows(summary):
+        try:
+            os.utime(path)
+        except OSError as error:
+            raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
         return False
     write_json(path, summary)
     return True

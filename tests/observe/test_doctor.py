@@ -3,6 +3,7 @@
 import importlib.metadata
 import io
 import json
+import os
 import resource
 import shutil
 import socket
@@ -16,6 +17,7 @@ import uvloop
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.launch import run_files
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe.doctor import machine
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time
@@ -261,6 +263,20 @@ def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path
     uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("ok", "node")]
     assert "finished" in sentences(report)
+
+
+def test_a_node_that_was_started_again_for_a_moment_has_ended_by_itself(tmp_path: Path) -> None:
+    """It took no step, so the summary of its earlier process stays; but it did write where it can be reached."""
+    (tmp_path / "identity.key.lock").touch()
+    summary = tmp_path / "summary.json"
+    assert run_files.store_unless_less(summary, {"state": "left", "inner_steps": 5})
+    os.utime(summary, (1e9, 1e9))
+    endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
+    (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
+    assert not run_files.store_unless_less(summary, {"state": "left", "inner_steps": 0})
+    report = quiet()
+    uvloop.run(machine.check_node_dirs(report, tmp_path))
+    assert outcome(report) == [("ok", "node")]
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------
