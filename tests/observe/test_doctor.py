@@ -1,5 +1,6 @@
 """`noloco doctor`: what it finds on this machine and in a node's directory, and how it shows it."""
 
+import fcntl
 import importlib.metadata
 import io
 import json
@@ -10,10 +11,13 @@ import socket
 import tempfile
 import time
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 
+import diagnosed
 import pytest
 import uvloop
+from served_nodes import served_nodes
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
@@ -277,6 +281,22 @@ def test_a_node_that_was_started_again_for_a_moment_has_ended_by_itself(tmp_path
     report = quiet()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("ok", "node")]
+
+
+def test_of_several_nodes_the_swarm_is_asked_through_one_that_is_well(tmp_path: Path) -> None:
+    swarm = dict(zip(("0-0", "0-1"), diagnosed.swarm(1, 2).values(), strict=True))
+    with served_nodes(swarm) as served, ExitStack() as held:
+        served.stop("0-0")
+        for name in swarm:
+            (tmp_path / name).mkdir()
+            lock = held.enter_context((tmp_path / name / "identity.key.lock").open("wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            endpoints = {"peer_id": name, "run_id": "ab", "pid": os.getpid(), "join": [], "metrics": served.urls[name]}
+            (tmp_path / name / "endpoints.json").write_text(json.dumps(endpoints))
+        report = quiet()
+        running = uvloop.run(machine.check_node_dirs(report, tmp_path))
+    assert outcome(report) == [("error", "node"), ("ok", "node")]
+    assert [one.peer_id for one in running] == ["0-1", "0-0"]
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------

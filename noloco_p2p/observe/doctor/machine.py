@@ -189,21 +189,22 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 
 
 async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
-    """The nodes in this directory or directly below it. Returns those that run."""
-    running = []
+    """The nodes in this directory or directly below it. Returns those that run, first those that are well: of one that
+    hangs nothing can be learnt about its swarm."""
+    well: list[NodeEndpoints] = []
+    ill: list[NodeEndpoints] = []
     node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
         endpoints = node_probe.read_endpoints(node_dir)
         if node_probe.running_pid(node_dir) is not None and endpoints is not None:
-            running.append(endpoints)
-            await _check_health(report, node_dir, endpoints)
+            (well if await _check_health(report, node_dir, endpoints) else ill).append(endpoints)
         elif node_probe.in_use(node_dir):
             report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
         else:
             _report_end(report, node_dir, endpoints)
     if not node_dirs:
         report.ok("node", f"no node has run in {directory} yet")
-    return running
+    return well + ill
 
 
 def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints | None) -> None:
@@ -222,7 +223,8 @@ def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints |
         report.ok("node", f"{node_dir}: no node runs here{state}")
 
 
-async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> None:
+async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> bool:
+    """Whether the node is well."""
     node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
     advice = "see below what it waits for, and its log; restart a stopped or blocked process"
     answer = in_time(f"asking the {node}", HEALTH_S, lambda: health_check.ask(node_dir, None))
@@ -231,3 +233,4 @@ async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEnd
         report.ok("node", f"{node} is healthy")
     elif found is not None:
         report.error("node", f"{node}: {found[1]}", advice, endpoints.peer_id)
+    return found is not None and found[0]
