@@ -90,7 +90,9 @@ def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
     common = set.intersection(*rounds.values())
     if not common:
         held = "; ".join(f"stage {s} has {', '.join(map(str, sorted(held)))}" for s, held in rounds.items())
-        raise ConfigError(f"no outer round has a checkpoint of every stage: {held}; give more nodes' directories")
+        # Nodes that are stopped save at rounds of their own.
+        advice = "give more nodes' directories, or let the run go on to its next checkpoint"
+        raise ConfigError(f"no outer round has a checkpoint of every stage: {held}; {advice}")
     return max(common)
 
 
