@@ -63,6 +63,8 @@ class HivemindDirectory:
         self._heard = dht_node.record_store()
         """Records that linked peers gave when asked for what they hold themselves."""
         self._turn = 0
+        self._announcing = asyncio.Lock()
+        """Held from the choice of an advert until it is stored: an older one stored later would outlive it."""
         self._rejoining: asyncio.Task[None] | None = None
 
     @classmethod
@@ -93,18 +95,24 @@ class HivemindDirectory:
             raise ConfigError(f"advert of {advert.peer_id}, run {advert.run_id[:12]}, announced by another node or run")
         if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
             raise ConfigError(f"advert for stage {advert.stage} with {ttl_s} s to live: no such stage, or too long")
-        if self._newest is not None and self._newest.stage != advert.stage:
-            await self.withdraw()
-        await self._store(advert, ttl_s)
-        self._newest = advert
+        async with self._announcing:
+            if self._newest is not None and self._newest.stage != advert.stage:
+                await self._withdraw()
+            await self._store(advert, ttl_s)
+            self._newest = advert
 
     async def announce_again(self) -> None:
         """Announce the newest advert again, with the addresses that hold now. Raises as `announce`."""
-        if (newest := self._newest) is not None:
-            await self._store(newest, min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S))
+        async with self._announcing:
+            if (newest := self._newest) is not None:
+                await self._store(newest, min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S))
 
     async def withdraw(self) -> None:
         """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
+        async with self._announcing:
+            await self._withdraw()
+
+    async def _withdraw(self) -> None:
         if self._newest is not None:
             await self._store(replace(self._newest, state="left"), LEFT_TTL_S)
             self._newest = None

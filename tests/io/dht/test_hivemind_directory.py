@@ -14,6 +14,7 @@ import pytest
 from daemons import RUN, STRANGER, Node, gone, node, run, until
 from machine import at_most
 
+from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
 
@@ -95,6 +96,35 @@ def test_who_stores_no_record_of_a_node_hears_that_it_left_though_all_that_store
             for number in by_distance[:-1]:
                 await exits[number].aclose()
             assert await seen() == "left"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("state", ["left", "finished"])
+def test_an_advert_that_is_announced_again_does_not_outlive_a_newer_one(tmp_path: Path, state: str) -> None:
+    """A node announces itself again when its relays change, whatever it announces just then."""
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await b.directory.announce(b.advert(), 30.0)
+            stored, go_on, put = asyncio.Event(), asyncio.Event(), b.directory._put
+
+            async def held_up(advert: Advert, payload: bytes, expires: float) -> bool:
+                took = await put(advert, payload, expires)
+                if not stored.is_set():
+                    stored.set()
+                    await go_on.wait()
+                return took
+
+            b.directory._put = held_up  # type: ignore[method-assign]
+            newer = b.directory.withdraw() if state == "left" else b.directory.announce(b.advert(state=state), 30.0)
+            announcing = asyncio.create_task(newer)
+            await stored.wait()
+            again = asyncio.create_task(b.directory.announce_again())
+            await asyncio.wait([again], timeout=1.0)
+            go_on.set()
+            await asyncio.gather(announcing, again)
+            assert [peer.state for peer in await a.directory.peers()] == [state]
 
     run(scenario)
 
