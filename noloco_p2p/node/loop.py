@@ -229,13 +229,13 @@ class Node:
         if node.routes or (joint and not node.draining):
             await self._inner_step(began, {})
         if not node.draining:
-            # Stage 0 has ended the run, perhaps a step ahead of this clock: the last outer round is at its last step.
-            # But a node that came only after the end has the weights of an earlier one.
+            # Stage 0 has ended, maybe a step ahead of this clock. Who came only then has weights of an earlier step.
             left_behind = came_late and node.step < node.manifest.steps - 1
             node.update(step=float(node.manifest.steps))
             if not left_behind:
                 await self._outer_round()
                 await self._checkpointer.save_if_due()
+                node.update(step=float(node.manifest.steps))  # A copied state may be of an earlier one.
 
     def _members_read(self) -> None:
         self._server.drop_departed()

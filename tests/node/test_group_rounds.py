@@ -127,6 +127,25 @@ def test_a_difference_that_the_last_round_shows_is_healed(who: str) -> None:
     assert [(e.peer, e.get("source")) for e in outcome.trace.of("resumed")] == [(who, "peer")]
 
 
+def test_who_copies_a_state_after_the_end_of_the_run_has_reached_its_last_step() -> None:
+    """Under `sync` it takes the clock of that state, which may be of an earlier step."""
+    swarm = FaultySwarm(plan("sync", (2, 3)))
+
+    def plant() -> None:
+        node = swarm.process("s1r0").node
+        node.swarm.run_ended = True
+        node.swarm.first_stage_is_done = lambda: True  # type: ignore[method-assign]
+        node._rounds.before_step = differs  # type: ignore[method-assign]
+
+    async def differs(close_intake: Any) -> float:
+        swarm.process("s1r0").node._rounds.ahead = ("s1r1",)
+        return 0.0
+
+    swarm.at(6.0, plant)
+    outcome = check(swarm)
+    assert [e.peer for e in outcome.trace.of("resumed")] == ["s1r0"]
+
+
 @each_rule
 def test_the_whole_swarm_is_stopped_and_goes_on(rule: str) -> None:
     peers = [f"s{stage}r{i}" for stage in range(2) for i in range(3)]
