@@ -108,8 +108,8 @@ class SimProcess:
 
     @property
     def told_to_leave(self) -> bool:
-        """Whether it was told to leave before the end of the run."""
-        return any(event.get("reason") == "told to leave" for event in self.trace.of("state"))
+        """Whether it was told to leave before it had left, also while it was on its way to another stage."""
+        return self.node.state.leaving
 
     @property
     def rounds(self) -> list[tuple[int, str]]:

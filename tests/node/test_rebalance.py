@@ -175,6 +175,14 @@ def test_a_mover_that_is_told_to_leave_does_not_move(later_s: float) -> None:
     assert [h.number("step") for h in left.trace.of("checkpoint")][-1] == left.step
 
 
+def test_a_mover_that_is_told_to_leave_is_not_expected_at_the_end_of_the_run() -> None:
+    plan, peer = plan_of((2, 2), steps=40), "s1r1"
+    swarm = FaultySwarm(plan)
+    swarm.at(6.0, lambda: swarm.process(peer).node.state.drain("moving to stage 0", next_stage=0))
+    swarm.at(6.0, lambda: swarm.drain(peer))
+    assert check(swarm).nodes[peer].told_to_leave
+
+
 def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> None:
     """What it has made of its new stage are initial weights, which nobody should take for those of the run's step."""
     plan, peer, at_s = plan_of((2, 2), steps=40), "s1r1", 5.5
