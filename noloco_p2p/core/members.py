@@ -1,7 +1,6 @@
 """The membership as one node sees it, the states of a node, and the choice of a stage.
 
-One task refreshes a snapshot of adverts, and all routing uses that snapshot: no call has to wait for the DHT. Pure:
-`now` is the caller's clock in seconds (ARCHITECTURE.md, "Membership").
+All routing uses a snapshot of adverts (ARCHITECTURE.md, "Membership"). Pure: `now` is the caller's clock in seconds.
 """
 
 from collections.abc import Collection, Iterable, Sequence, Set
@@ -105,11 +104,13 @@ class Members:
             if old is not advert:
                 if peer == self._me:
                     continue
-                if advert.state == "left":
+                if old is not None and advert.stage != old.stage and advert.announced_at < old.announced_at:
+                    pass  # It was there before: the search missed its newer record, which has another key.
+                elif advert.state == "left":
                     self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
                     self._forget(peer)
                     continue
-                if old is None or old.stage != advert.stage:
+                elif old is None or old.stage != advert.stage:
                     self._forget_history(peer)
                     joined += old is None
                     known[peer] = advert
@@ -279,8 +280,7 @@ class Members:
     def clocks(self, of: Iterable[Advert], *, now: float) -> list[tuple[float, float, float]]:
         """(step, age in seconds, steps per second) of these stage-0 replicas, each at its latest sign of life.
 
-        A replica that has not measured its speed yet is left out: it cannot be projected to now, and would hold all
-        others back.
+        A replica that has not measured its speed yet is left out: it cannot be projected, and would hold others back.
         """
         found = []
         for advert in (one for one in of if one.steps_per_s > 0):

@@ -62,6 +62,19 @@ def test_a_single_reading_that_misses_somebody_with_an_expired_advert_is_not_bel
     assert [a.peer_id for a in members.all()] == ["b"]
 
 
+@pytest.mark.parametrize("state", ["left", "training"])
+def test_an_older_record_of_the_stage_that_a_peer_has_moved_from_is_not_believed(state: str) -> None:
+    """Each stage has a key of its own in the DHT: a search may find the peer under the old one only."""
+    members, here = Members("me", ttl_s=30), advert("a", 1, "syncing", announced_at=2.0)
+    read(members, [here, advert("b")], now=3)
+    members.failed("a", now=3)
+    read(members, [advert("a", 0, state, step=7.0, announced_at=1.0), advert("b")], now=4)
+    assert members.get("a") == here
+    assert members.is_aside("a", now=3.5)
+    read(members, [advert("a", 0, "left", announced_at=5.0), advert("b")], now=5)
+    assert members.get("a") is None
+
+
 def test_who_says_that_it_left_is_gone_at_once() -> None:
     members = Members("me", ttl_s=30)
     read(members, [advert("a")], now=0)
