@@ -79,9 +79,8 @@ class Joining:
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if not self._weights.own_of_stage():
             await self._weights.open_data()
-        if late and manifest.outer.update.common:
-            # Nobody should wait for weights that this node will not have for a while.
-            node.update(partner_from_round=agreement.NOT_YET)
+        # Nobody should wait for weights that this node will not have for a while, or take its initial ones.
+        node.update(partner_from_round=agreement.NOT_YET if late else 0)
         if node.advert.state == "starting":
             node.enter("made", "the weights are made")
 

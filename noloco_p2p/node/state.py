@@ -12,6 +12,7 @@ from statistics import median
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
+from noloco_p2p.core.agreement import NOT_YET
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import NO_STAGE, Advert, MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
@@ -157,7 +158,8 @@ class NodeState:
         self.stage.close()
         self.drain_by = self.next_stage = self._clocked_at = None
         self.inner_steps = 0
-        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0, outer_round=0)
+        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0)
+        self.update(outer_round=0, partner_from_round=NOT_YET)
 
     @property
     def pausing(self) -> bool:

@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import check, recording_stages, training
-from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.links import Link, MessageSizes
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan
 
@@ -31,6 +31,29 @@ def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [{"rule": "gossip"}, {"rule": "noloco", "inner_steps": 4}])
+@pytest.mark.parametrize("peer", ["s1r3", "s0r2"])
+def test_nobody_merges_the_initial_weights_of_a_node_that_still_copies_a_state(
+    peer: PeerId, outer: Mapping[str, object]
+) -> None:
+    """Early in a run they are of a recent round. One node is a newcomer, the other one comes from another stage."""
+    plan = plan_of((3, 3), steps=30, outer={"deadline_s": 3.0, **outer})
+    sizes = MessageSizes(1000, 1000, (1000, 1000), (1000, 1000), (20_000_000, 20_000_000))
+    swarm = FaultySwarm(replace(plan, sizes=sizes, link=Link(latency_s=0.005, bytes_per_s=4e6)))
+    if peer == "s1r3":
+        swarm.at(3.0, lambda: swarm.start(1, 3))
+    else:
+        swarm.at(3.0, lambda: swarm.process(peer).node.state.drain("moving to stage 1", next_stage=1))
+    outcome = check(swarm)
+    (came,) = outcome.trace.of("resumed", peer)
+    assert came.at_s > 8.0
+    rounds = [h for process in outcome.of_stage(1) for h in process.trace.of("outer_round") if h.peer != peer]
+    assert not [h for h in rounds if h.get("partner") == peer and h.at_s < came.at_s]
+    assert [h for h in rounds if h.get("partner") == peer and h.at_s > came.at_s]
+    asked = f"no snapshot from {peer}: "
+    assert not [h for h in outcome.trace.of("warning") if str(h.get("message")).startswith(asked)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
