@@ -19,15 +19,13 @@ from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
 from noloco_p2p.io.dht.member_records import MemberRecords
 
-STORE_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 BOOTSTRAP_TIMEOUT_S = 5.0
 REJOIN_PERIOD_S = 10.0
 """How often missing known peers are dialled again and linked ones are asked to know us."""
 DIALS_PER_REJOIN = 8
 ASKED_AT_ONCE = 16
-"""How many linked peers are asked, at each rejoining, for the records that they hold themselves; and how many are told
-directly that this node leaves."""
+"""Linked peers that are asked for what they hold themselves, at each rejoining, or told that this node leaves."""
 LEFT_TTL_S = 15.0
 """Shortest lifetime of the record that a node has left."""
 _LEAST_GROWTH_S = 0.001
@@ -63,8 +61,7 @@ class HivemindDirectory:
         self._heard = dht_node.record_store()
         """Records that linked peers gave when asked for what they hold themselves."""
         self._turn = 0
-        self._announcing = asyncio.Lock()
-        """Held from the choice of an advert until it is stored: an older one stored later would outlive it."""
+        self._announcing = asyncio.Lock()  # until an advert is stored: an older one stored later would outlive it
         self._rejoining: asyncio.Task[None] | None = None
 
     @classmethod
@@ -232,8 +229,7 @@ class HivemindDirectory:
         raise Unreachable("the directory does not take this node's advert: no peer stored it")
 
     def _until(self, stage: int) -> float:
-        """When our newest record under a stage's key expires; 0.0 when there is none. One that would live longer than
-        any may is from before the clock was set back: nobody holds it any more."""
+        """When our newest record under a stage's key expires; 0.0: none does, or one from before a clock's jump."""
         until = self._expires.get(stage, 0.0)
         return until if until <= dht_time() + adverts.LONGEST_TTL_S else 0.0
 
@@ -256,15 +252,13 @@ class HivemindDirectory:
             await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
 
     async def _give_directly(self, key: str, me: PeerId, payload: bytes, expires: float) -> None:
-        """Store this node's last record at some of the linked peers, too. As long as a node is there it holds its own
-        record, but those that store it for others may leave before everybody has asked them."""
+        """Store this node's last record at some linked peers, too: those that store it for all may soon leave."""
         with contextlib.suppress(LocalError, Unreachable):
             linked = sorted(await self._libp2p.links())
             giving = dht_node.give(self._node, self._some(linked), key, me, payload, expires)
             await self._libp2p.guard(giving, BOOTSTRAP_TIMEOUT_S, "the peers' word that they have heard it")
 
     def _some(self, linked: Sequence[PeerId]) -> list[PeerId]:
-        """Some of the linked peers, others each time."""
         turn, self._turn = self._turn, self._turn + ASKED_AT_ONCE
         return sorted({linked[(turn + n) % len(linked)] for n in range(ASKED_AT_ONCE if linked else 0)})
 
