@@ -28,7 +28,8 @@ def process(
 ) -> SimProcess:
     """A process that held these stages, over a node that has ended."""
     advert = SimpleNamespace(stage=stages[-1], state="left", step=step)
-    node: Any = SimpleNamespace(state=SimpleNamespace(advert=advert, inner_steps=0))
+    leaving = any(one.get("reason") == "told to leave" for one in events)
+    node: Any = SimpleNamespace(state=SimpleNamespace(advert=advert, inner_steps=0, leaving=leaving))
     ports: Any = SimpleNamespace(telemetry=SimpleNamespace(own=Trace([one._replace(peer=peer) for one in events])))
     world: Any = None
     held: Any = [(SimpleNamespace(state=SimpleNamespace(index=index)), None) for index in stages]
