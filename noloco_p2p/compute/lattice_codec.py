@@ -35,8 +35,8 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, Violation
 
 BATCH, GPU_BATCH = 32, 2048
-"""Chunks that are computed together on a processor and on a GPU: half a megabyte of float32, so that the passes stay in
-the processor's cache, and 32, so that starting them takes a GPU no longer than computing them."""
+"""Chunks that are computed together: on a CPU half a megabyte of float32, so that the passes stay in its cache; on a
+GPU 32 megabytes, so that it is not kept waiting for launches."""
 
 
 class PairDither:

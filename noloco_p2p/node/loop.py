@@ -235,7 +235,7 @@ class Node:
             if not left_behind:
                 await self._outer_round()
                 await self._checkpointer.save_if_due()
-                node.update(step=float(node.manifest.steps))  # A copied state may be of an earlier one.
+                node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be earlier.
 
     def _members_read(self) -> None:
         self._server.drop_departed()

@@ -229,7 +229,7 @@ class HivemindDirectory:
         raise Unreachable("the directory does not take this node's advert: no peer stored it")
 
     def _until(self, stage: int) -> float:
-        """When our newest record under a stage's key expires; 0.0: none does, or one from before a clock's jump."""
+        """When our newest record under a stage's key expires; 0.0 if none does, or only one from before a jump."""
         until = self._expires.get(stage, 0.0)
         return until if until <= dht_time() + adverts.LONGEST_TTL_S else 0.0
 

@@ -244,11 +244,11 @@ class EventFiles(logging.handlers.RotatingFileHandler):
             super().emit(record)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Not where it is no regular file, whose position Python 3.13 asks for all the same."""
+        """Never for what is no regular file, which has no position that Python 3.13 could ask for."""
         return os.path.isfile(self.baseFilename) and bool(super().shouldRollover(record))
 
     def createLock(self) -> None:  # noqa: N802
-        """None that could be taken, see above."""
+        """One that is no lock, see above."""
         self.lock = _NoLock()  # type: ignore[assignment]
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
