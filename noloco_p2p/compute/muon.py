@@ -15,7 +15,7 @@ MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS, EPS = 5, 1e-7
 BATCH_BYTES = 1 << 28
-"""Matrices of one shape that a GPU makes orthogonal together; one by one, it mostly waits for kernels to be launched."""
+"""Matrices of one shape that a GPU makes orthogonal together; one by one, it mostly waits for kernel launches."""
 RATIO = 0.2
 """The root mean square of an update at a learning rate of 1: what updates of AdamW have in practice (2502.16982)."""
 
