@@ -76,6 +76,8 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         if (stage, peer) not in taken:
             why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {held}"
             say(f"not used: {peer} of stage {stage}: {why}")
+    if (last := max(newest.values())) > round:
+        say(f"there are checkpoints up to outer round {last}; round {round} is the last that every stage has")
     run_id, nodes = checkpoints[0].manifest.run_id, list(dict.fromkeys(map(_home, checkpoints)))
     local, summary = run_files.local_files(nodes), run_files.run_summary(nodes, run_id)
     return CollectedWeights(run_id, manifest, round, stages, local, summary)

@@ -272,7 +272,7 @@ def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
         exported(tmp_path / "run", tmp_path / "out")
     files = NodeConfig(tokenizer_dir=os.path.relpath(directory), data_files=(f"{tmp_path}/*.txt",))
     run_files.store_local_files(tmp_path / "run" / "0-0", files)
-    summary = {"run_id": manifest.run_id, "tokens": 12_345, "validation_loss": 2.5}
+    summary = {"run_id": manifest.run_id, "completed": True, "tokens": 12_345, "validation_loss": 2.5}
     run_files.write_json(tmp_path / "run" / "summary.json", summary)
     out = exported(tmp_path / "run", tmp_path / "out")
     assert run_eval(out, (), held_out=False, microbatches=2, device="cpu")["microbatches"] == 2
@@ -284,13 +284,16 @@ def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {plain}
 
 
-def test_the_card_of_a_resumed_run_does_not_count_the_tokens_of_its_last_part_only(tmp_path: Path) -> None:
-    summary = {"tokens": 12_345, "validation_loss": 2.5, "resumed_from_step": 40}
+def test_the_card_has_no_figure_of_a_part_of_the_run(tmp_path: Path) -> None:
+    """A resumed run counts the tokens of its last part only; one that is stopped may have gone on since."""
+    summary = {"completed": True, "tokens": 12_345, "validation_loss": 2.5, "resumed_from_step": 40}
     manifest = text_run(tmp_path / "0-0")
     record = {"manifest": manifest.model_dump(mode="json"), "merge": "one", "step": 50, "round": 50, "stages": [[{}]]}
     card = model_card(record | {"run_id": manifest.run_id, "version": "1.0"}, summary)
     assert "12,345" not in card
     assert "2.5000 nats" in card
+    card = model_card(record | {"run_id": manifest.run_id, "version": "1.0"}, summary | {"completed": False})
+    assert "2.5000 nats" not in card
 
 
 def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:

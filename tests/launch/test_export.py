@@ -122,6 +122,7 @@ def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFix
     assert record["stages"] == [[{"peer_id": "a", "step": 40}], [{"peer_id": "c", "step": 40}]]
     output = capsys.readouterr().out
     assert "not used: b of stage 0: its newest checkpoint is of round 2" in output
+    assert "checkpoints up to outer round 6; round 4 is the last that every stage has" in output
     assert f"run {manifest.run_id}, outer round 4" in output
 
 
