@@ -179,6 +179,8 @@ class Node:
             if not (node.routes or node.draining) and self.swarm.is_left_behind():
                 node.update(step=float(node.manifest.steps))
                 break
+            if node.pausing and not batches:
+                continue
             await self._inner_step(began, batches)
             await self._outer_round()
             await self._checkpointer.save_if_due()

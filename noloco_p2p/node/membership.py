@@ -153,14 +153,23 @@ class Membership:
             return False
         return any(not self.members.anybody(stage) for stage in self._later_deserted())
 
+    def cut_short(self) -> bool:
+        """This node is to pause, and nothing that stage 0 has sent could come back: it does not wait until it does."""
+        return self._node.pausing and self.nobody_there()
+
     async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and has no replica. False: none was deserted, or this node leaves."""
+        """Wait while a later stage is deserted and has no replica. False: none was deserted, or this node leaves or
+        pauses."""
         deserted = self._later_deserted()
         if self.run_ended or not deserted:
             return False
         node = self._node
-        await self._waits.until(lambda: node.draining or not self.nobody_there(), "replica", AnyReplica(min(deserted)))
-        return not node.draining
+
+        def over() -> bool:
+            return node.draining or node.pausing or not self.nobody_there()
+
+        await self._waits.until(over, "replica", AnyReplica(min(deserted)))
+        return not (node.draining or self.cut_short())
 
     def _later_deserted(self) -> list[int]:
         return [stage for stage in self.deserted if stage > self._node.index]

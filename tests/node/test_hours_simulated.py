@@ -1,5 +1,6 @@
 """Nodes that are ours only at certain hours, under virtual time: a run begins when the clocks show midnight."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -7,11 +8,14 @@ import pytest
 from elastic import config_for, manifest_for
 
 from noloco_p2p.core.guardians import holders
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.core.stage_values import StepLabel, StepResult
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.recording import RecordingStage
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 LOOK_S = 6.0
@@ -109,3 +113,73 @@ def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited() -> None
     pulled = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and 60.0 < h.at_s < 600.0]
     assert 1 <= len(pulled) <= 4, "guardians pull the last weights once"
     assert len(steps_between(outcome, "s0r0", 60.0 + 2 * LOOK_S, 600.0)) == 0
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """Data that were read and are not trained, by how often; negative: trained too often."""
+    found: Counter[bytes] = Counter()
+    next_batch, inner_step = SimBatches.next, RecordingStage.inner_step
+
+    async def reading(self: SimBatches) -> Batch:
+        batch = await next_batch(self)
+        found[bytes(batch.inputs.data)] += 1
+        return batch
+
+    def stepping(self: RecordingStage, label: StepLabel) -> StepResult:
+        found.subtract(bytes(batch.inputs.data) for one, batch in label.batches.items() if one in label.routes)
+        return inner_step(self, label)
+
+    monkeypatch.setattr(SimBatches, "next", reading)
+    monkeypatch.setattr(RecordingStage, "inner_step", stepping)
+    return found
+
+
+def drops(outcome: Outcome) -> set[object]:
+    return {h.get("reason") for h in outcome.trace.of("microbatch") if h.get("result") == "dropped"}
+
+
+@pytest.mark.parametrize(
+    ("routing", "replicas"), [("random", (2, 1, 2)), ("balanced", (1, 1)), ("balanced", (2, 1, 2))]
+)
+def test_hours_may_end_everywhere_at_once_and_in_mid_step(
+    routing: str, replicas: tuple[int, ...], lost: Counter[bytes]
+) -> None:
+    """Later stages pause before stage 0 has everything back. What it has read is trained after the pause."""
+    everybody = [peer_id(stage, i) for stage, count in enumerate(replicas) for i in range(count)]
+    swarm = ByTheClock(replicas, dict.fromkeys(everybody, "00:00-00:01 00:03-23:00"), steps=60)
+    swarm.plan = replace(swarm.plan, manifest=swarm.plan.manifest.model_copy(update={"routing": routing}))
+    states: dict[PeerId, str] = {}
+    swarm.at(60.0 + LOOK_S, lambda: states.update((p.peer, p.state) for p in swarm.processes))
+    outcome = check(swarm)
+    assert set(states.values()) == {"paused"}, states
+    for peer in everybody:
+        assert not steps_between(outcome, peer, 60.0 + LOOK_S, 180.0)
+        assert steps_between(outcome, peer, 180.0, 180.0 + 3 * LOOK_S)
+    assert drops(outcome) == {"paused"}
+    assert not any(lost.values()), "nothing is lost, nothing is trained twice"
+
+
+def test_a_step_may_be_cut_short_again_before_anybody_has_come_back(lost: Counter[bytes]) -> None:
+    hours = {"s0r0": "00:00-00:01 00:02-00:03 00:04-23:00", "s1r0": "00:00-00:01 00:06-23:00"}
+    swarm = ByTheClock((1, 1), hours, steps=60)
+    states: list[str] = []
+    for at_s in (60.0, 120.0, 180.0, 240.0):
+        swarm.at(at_s + LOOK_S, lambda: states.append(swarm.process("s0r0").state))
+    outcome = check(swarm)
+    assert states == ["paused", "training", "paused", "training"]
+    assert drops(outcome) == {"paused"}
+    assert not any(lost.values())
+
+
+def test_a_node_that_is_told_to_pause_does_not_wait_for_a_stage_that_has_crashed(lost: Counter[bytes]) -> None:
+    swarm = ByTheClock((1, 1), {}, steps=40)
+    swarm.at(10.0, lambda: swarm.bounce("s1r0", 40.0))
+    swarm.at(35.0, lambda: swarm.pause("s0r0"))
+    states: list[str] = []
+    swarm.at(36.0, lambda: states.append(swarm.process("s0r0").state))
+    swarm.at(45.0, lambda: swarm.resume("s0r0"))
+    outcome = check(swarm)
+    assert states == ["paused"]
+    assert drops(outcome) == {"paused"}
+    assert not any(lost.values())

@@ -117,7 +117,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "outer_rounds": ("partner", "stale", "other", "alone"),
     "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
     "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
-    "dropped": ("violation", "busy", "cancelled", "leaving", "declined"),
+    "dropped": ("violation", "busy", "cancelled", "leaving", "paused", "declined"),
     "distrusted": ("clipped", "refused", "outlier", "gradient", "not_finite", "dissenter"),
     "busy_replies": ("in", "out"),
     "idle_seconds": ("gradients", "microbatches", "partner"),

@@ -1,6 +1,7 @@
 """What stage 0 begins: it reads microbatches and takes each through the stages (ARCHITECTURE.md, "A microbatch")."""
 
 import asyncio
+from collections import deque
 
 from noloco_p2p.core.messages import Batch, MicrobatchId, Origin
 from noloco_p2p.core.status import Resource
@@ -35,10 +36,15 @@ class MicrobatchSource:
         self._audit = GradientAudit(node, swarm, waits, secret)
         self._first: Twins | None = None
         """Of the microbatch that has just begun; the next one has its data."""
+        self._put_off: deque[tuple[MicrobatchId, Batch]] = deque()
+        """Begun, and cut short by a pause: the first ones after it."""
         self._watch = FiniteWatch(node, swarm, waits)
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
-        """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended."""
+        """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended.
+
+        Fewer, or none, if a pause has cut it short.
+        """
         node = self._node
         batches: dict[MicrobatchId, Batch] = {}
         under_way: set[asyncio.Task[None]] = set()
@@ -50,26 +56,30 @@ class MicrobatchSource:
         async with asyncio.TaskGroup() as flights:
             for index in range(node.manifest.microbatches_per_step):
                 await self._waits.until(lambda: len(under_way) < node.places(), "place in flight", Resource.INNER_STEP)
-                if node.draining:
+                if node.draining or self._swarm.cut_short():
                     break
-                microbatch = MicrobatchId(node.me, self._incarnation, self._counter)
-                self._counter += 1
-                batch, twins = await self._next(microbatch)
+                microbatch, batch, twins = await self._next()
                 batches[microbatch] = batch
                 under_way.add(flight := flights.create_task(self._send(microbatch, index, batch, twins)))
                 flight.add_done_callback(ended)
+        for microbatch, _ in self._put_off:
+            batches.pop(microbatch, None)
         return batches
 
-    async def _next(self, microbatch: MicrobatchId) -> tuple[Batch, Twins | None]:
-        """The data of a microbatch, and what it has in common with the one before or after it."""
+    async def _next(self) -> tuple[MicrobatchId, Batch, Twins | None]:
+        """A microbatch, its data, and what it has in common with the one before or after it."""
+        if self._put_off:
+            return *self._put_off.popleft(), None
+        microbatch = MicrobatchId(self._node.me, self._incarnation, self._counter)
+        self._counter += 1
         if (twins := self._first) is not None:
             self._first = None
-            return twins.batch, twins
+            return microbatch, twins.batch, twins
         assert self._node.batches is not None, "stage 0 has data"
         with self._waits.waiting("batch", Resource.DATA):
             batch = await self._node.batches.next()
         self._first = self._audit.twins(microbatch, batch)
-        return batch, self._first
+        return microbatch, batch, self._first
 
     async def _send(self, microbatch: MicrobatchId, index: int, batch: Batch, twins: Twins | None) -> None:
         """One microbatch contributes to the inner step, or is dropped with a count and a reason."""
@@ -79,9 +89,12 @@ class MicrobatchSource:
             task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask, avoid=self._audit.avoided())
             result = await self._dispatcher.train(task)
         except (PeerError, asyncio.CancelledError) as error:
-            node.event("microbatch", result="dropped", reason=self._reason(error), message=str(error))
+            reason = self._reason(error)
+            node.event("microbatch", result="dropped", reason=reason, message=str(error))
             if isinstance(error, asyncio.CancelledError):
                 raise
+            if reason == "paused":
+                self._put_off.append((microbatch, batch))
             return
         self._swarm.heard()
         node.count(microbatch, None, result.next_hop)
@@ -99,4 +112,6 @@ class MicrobatchSource:
                 return "busy"
             case asyncio.CancelledError():
                 return "cancelled"
-        return "leaving" if self._node.draining else "declined"
+        if self._node.draining:
+            return "leaving"
+        return "paused" if self._swarm.cut_short() else "declined"
