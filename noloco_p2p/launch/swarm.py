@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from noloco_p2p.core import hours
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
@@ -152,13 +154,21 @@ class LocalSwarm:
         if now - self._shown_at >= (self._display.interval_s if self._trains else START_INTERVAL_S):
             self._shown_at = now
             notes = self._read(pool) if pool is not None else []
-            self._display.show(list(map(current_row, self._nodes)), notes, "" if self._trains else self._waits_for())
+            doing = self._pauses() or ("" if self._trains else self._waits_for())
+            self._display.show(list(map(current_row, self._nodes)), notes, doing)
 
     def _read(self, pool: Executor) -> list[str]:
         """Read the nodes' metrics; returns a line for each stage that nobody serves."""
         readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
         self._trains = self._trains or any(row(node).get("inner step") for node in self._nodes)
         return deserted(readings)
+
+    def _pauses(self) -> str:
+        """Until when all nodes pause, outside of the hours that they have in common; empty: some do not."""
+        until = hours.closed_until(self._plan.local.limits.hours, datetime.now())
+        if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused"}:
+            return ""
+        return f"all nodes pause until {until}, when the hours of limits.hours begin"
 
     def _waits_for(self) -> str:
         """What is not yet so that the first inner step can be taken."""

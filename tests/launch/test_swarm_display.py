@@ -1,13 +1,20 @@
 """What `noloco swarm` shows: one line about the whole, and a table that fits the terminal."""
 
 import io
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from noloco_p2p.launch import swarm_display
+from noloco_p2p.launch import swarm, swarm_display
+from noloco_p2p.launch.node_probe import MetricsReading
+from noloco_p2p.launch.settings import read
+from noloco_p2p.launch.swarm import LocalSwarm
 from noloco_p2p.launch.swarm_display import Display, Row, RunProgress, stage_rows
+from noloco_p2p.launch.swarm_plan import make_plan
 
 
 def nodes(stages: int, replicas: int, **figures: Any) -> list[Row]:
@@ -87,3 +94,25 @@ def test_plain_lines_say_what_is_done_once(capsys: pytest.CaptureFixture[str]) -
     for doing in ("importing torch", "importing torch", "starting 2 nodes: 1 of 2", ""):
         display.show(rows, [], doing)
     assert capsys.readouterr().out.splitlines() == ["importing torch", "starting 2 nodes: 1 of 2", "0-0  starting"]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_it_says_until_when_all_nodes_pause(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(swarm, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 1, 12, 30)))
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=2", "limits.hours=22:00-07:00"]), None)
+    launched = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
+    launched._trains, launched._display.interval_s = trains, 0.0
+
+    def show(*states: str) -> str:
+        for node, state in zip(launched._nodes, states, strict=True):
+            node.readings.append(MetricsReading(1.0, (("noloco_state", {"state": state}, 1.0),)))
+        launched._shown_at = 0.0
+        launched._show()
+        return capsys.readouterr().out
+
+    state = "paused" if trains else "starting"
+    assert show(state, state) == "all nodes pause until 22:00, when the hours of limits.hours begin\n"
+    if trains:
+        assert "until" not in show(state, "training"), "one still finishes what it holds"
