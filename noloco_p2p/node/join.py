@@ -110,7 +110,7 @@ class Joining:
     async def catch_up(self) -> None:
         """After a pause: copy a living replica if the stage is ahead by more than one outer interval."""
         node, members = self._node, self._swarm.members
-        ahead = max((a.outer_round for a in members.of_stage(node.index, membership.HOLDING)), default=0)
+        ahead = max((a.outer_round for a in members.of_stage(node.index, membership.TRAINED)), default=0)
         if ahead - node.advert.outer_round <= resume.NEAR_ROUNDS:
             return
         for source in resume.restore_sources(node.advert, members.all(), [], node.manifest.stages):
