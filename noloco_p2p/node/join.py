@@ -77,7 +77,9 @@ class Joining:
         self._weights.show_own()
         # A node that was there before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
-        if not self._weights.own_of_stage():
+        if self._weights.own_of_stage():
+            self._weights.give_none_yet()
+        else:
             await self._weights.open_data()
         # Nobody should wait for weights that this node will not have for a while, or take its initial ones.
         node.update(partner_from_round=agreement.NOT_YET if late else 0)
@@ -149,6 +151,7 @@ class Joining:
     async def _take_weights(self) -> str:
         """Get the weights of a run that has begun from the best source that gives them; returns it, in words."""
         node, began = self._node, self._node.now()
+        self._weights.give_none_yet()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
             if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:

@@ -50,6 +50,10 @@ class WeightRestorer:
         """List this node's checkpoints in the advert, until it trains."""
         self._node.update(holds=tuple(self.own_of_stage()[-HOLDINGS_SHOWN:]))
 
+    def give_none_yet(self) -> None:
+        """Until this node has the weights of a run that has begun, nobody can have its initial ones, round 0."""
+        self._rounds.frozen.clear()
+
     def guarded(self) -> Holding | None:
         """What this node, as a guardian, holds of the stage that it joins."""
         held = self._guardian.snapshot_of(self._node.index)

@@ -1,5 +1,6 @@
 """Elastic swarms under virtual time, one at a time: joining, restarting, splitting, pausing, leaving, moving."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,8 +11,9 @@ from elastic import COSTS, plan_of
 from sim_transport_fixture import lose_next_reply
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.sim.batches import SimBatches
+from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import check, recording_stages, training
 from noloco_p2p.sim.links import Link, MessageSizes
@@ -119,6 +121,26 @@ def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stag
         assert len({one.round for one in swarm.resumptions}) == 1
         for peer in peers:
             assert weights(outcome.nodes[peer]) == weights(undisturbed.nodes[peer]), f"{peer}, killed at {part}"
+
+
+@pytest.mark.parametrize("rule", ["noloco", "gossip"])
+def test_nobody_merges_the_initial_weights_of_a_node_that_still_loads_its_own(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of((2, 2), outer={"rule": rule, "inner_steps": 4, "deadline_s": 3.0})
+    swarm = killed(plan, 4.5, ["s0r0", "s0r1", "s1r0", "s1r1"])
+    load = SimCheckpoints.load
+
+    async def loading(self: SimCheckpoints, held: Holding) -> Checkpoint | None:
+        await asyncio.sleep(6.0 if self._disk is swarm.disks["s1r1"] else 0.0)
+        return await load(self, held)
+
+    monkeypatch.setattr(SimCheckpoints, "load", loading)
+    outcome = check(swarm)
+    [came] = outcome.trace.of("resumed", "s1r1")
+    merged = [one.at_s for stage in recording_stages(outcome.nodes["s1r0"]) for one in stage.merged]
+    assert any(h.at_s < came.at_s for h in outcome.nodes["s1r0"].trace.of("outer_round")), "they trained on meanwhile"
+    assert min(merged) > came.at_s
 
 
 def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
