@@ -7,7 +7,8 @@ import json
 import math
 import os
 import signal
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from datetime import timedelta
 from itertools import product
 from multiprocessing import resource_tracker
@@ -65,16 +66,24 @@ def train_all_kinds(store: Path, rank: int) -> dict[str, tuple[Weights, float]]:
         model.close()
         sharded[kind] = sum(isinstance(one, DTensor) for one in named.values()) / len(named)
     assert sharded == dict.fromkeys(KINDS, 0) | {"fsdp": 1}
+    distributed.destroy_process_group()
     return found
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[Weights, float]]]:
+def ranks() -> Iterator[ProcessPoolExecutor]:
+    """Both processes."""
+    with workers(RANKS, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def trained(
+    ranks: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, tuple[Weights, float]]]:
     """What both processes found."""
     store = tmp_path_factory.mktemp("rendezvous") / "store"
-    with workers(RANKS, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
-        ranks = [pool.submit(train_all_kinds, store, rank) for rank in range(RANKS)]
-        return [rank.result() for rank in ranks]
+    return [found.result() for found in [ranks.submit(train_all_kinds, store, rank) for rank in range(RANKS)]]
 
 
 class Plain:
@@ -188,19 +197,22 @@ def average_alone(store: Path) -> tuple[bool, str]:
     model: Any = KINDS["opendiloco-nowait"](MANIFEST, torch.device("cpu"))
     gradient = torch.arange(float(model._slow.numel()))
     model._average(gradient)
-    model.waits_for_all, baseline_replica.WAIT = True, timedelta(seconds=3)
+    model.waits_for_all, usual, baseline_replica.WAIT = True, baseline_replica.WAIT, timedelta(seconds=3)
     try:
         model._average(gradient)
     except LocalError as error:
         return torch.equal(gradient, torch.arange(float(len(gradient)))), str(error)
     finally:
+        baseline_replica.WAIT = usual
         model.close()
+        distributed.destroy_process_group()
     return False, ""
 
 
-def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(tmp_path: Path) -> None:
-    with workers(1, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
-        kept_its_own, message = pool.submit(average_alone, tmp_path / "store").result()
+def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
+    ranks: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    kept_its_own, message = ranks.submit(average_alone, tmp_path / "store").result()
     assert kept_its_own
     assert message.startswith("hivemind has not averaged the processes within 0:00:03: ")
 

@@ -5,15 +5,16 @@ The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` repla
 
 import pytest
 from elastic import drawn
+from soak import soak
 
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 
-SEEDS = 50
+SEEDS, SOAK_SEEDS = 30, 200
 SWARMS_A_TEST = 10
 
 
-@pytest.mark.parametrize("block", range(0, SEEDS, SWARMS_A_TEST))
+@pytest.mark.parametrize("block", [*range(0, SEEDS, SWARMS_A_TEST), *soak(range(SEEDS, SOAK_SEEDS, SWARMS_A_TEST))])
 def test_swarms_survive_what_is_drawn(block: int) -> None:
     sources = set[str]()
     for seed in range(block, block + SWARMS_A_TEST):

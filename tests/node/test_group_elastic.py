@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from elastic import drawn, plan_of
+from soak import soak
 
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.outer_rules import RuleName
@@ -13,7 +14,7 @@ from noloco_p2p.sim.transport import RESUMES_S
 
 
 @pytest.mark.parametrize(("rule", "inner_steps"), [("diloco", 4), ("sync", 1)])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *soak(range(4, 40))])
 def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: int, seed: int) -> None:
     plan, faults = drawn(seed)
     outer = OuterSettings(rule=rule, inner_steps=inner_steps, deadline_s=3.0)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from elastic import plan_of
+from soak import soak
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
@@ -81,8 +82,13 @@ def test_a_newcomer_becomes_one_of_them(rule: str) -> None:
     assert results(outcome, "s1r0")[-1][1] == results(outcome, "s1r3")[-1][1] == "all"
 
 
-@each_rule
-@pytest.mark.parametrize("kind", ["crash", "bounce", "hang", "pause", "leave", "wipe"])
+KINDS = ["crash", "bounce", "hang", "pause", "leave", "wipe"]
+CASES = [(rule, kind) for at, kind in enumerate(KINDS) for rule in (("diloco", "dct")[at % 2], "sync")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"), [*CASES, *soak((rule, kind) for rule in RULES for kind in KINDS if (rule, kind) not in CASES)]
+)
 def test_replicas_come_and_go(rule: str, kind: str) -> None:
     times = {"crash": 0.0, "leave": 30.0}
     swarm = FaultySwarm(plan(rule, steps=40), (Fault(7.0, kind, ("s1r1",), times.get(kind, 2.0)),))

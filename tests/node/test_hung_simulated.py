@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from soak import soak
 
 from noloco_p2p.config import (
     DirectorySettings,
@@ -78,8 +79,15 @@ def with_hung(hung: str, routing: str, seed: int) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("routing", ["random", "weighted", "balanced"])
-@pytest.mark.parametrize(("hung", "seed"), [("s2r1", 0), ("s1r1", 1)])
+@pytest.mark.parametrize(
+    ("hung", "seed", "routing"),
+    [
+        ("s2r1", 0, "random"),
+        ("s1r1", 1, "random"),
+        ("s1r1", 1, "balanced"),
+        *soak([("s2r1", 0, "weighted"), ("s2r1", 0, "balanced"), ("s1r1", 1, "weighted")]),
+    ],
+)
 def test_only_the_hung_replica_is_set_aside(hung: str, seed: int, routing: str) -> None:
     outcome = with_hung(hung, routing, seed)
     blamed = Counter(
@@ -131,9 +139,16 @@ def test_an_evaluation_goes_round_a_replica_whose_losses_make_no_sense(
         assert swarm.process(origin).node.state.evaluated_s < 4.0, origin
 
 
-@pytest.mark.parametrize("replicas", [(2, 2, 1), (2, 1)])
-@pytest.mark.parametrize("routing", ["random", "weighted", "balanced"])
-@pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.parametrize(
+    ("fault", "routing", "replicas"),
+    [
+        ("crash", "random", (2, 2, 1)),
+        ("crash", "balanced", (2, 1)),
+        ("hang", "random", (2, 1)),
+        ("hang", "balanced", (2, 2, 1)),
+        *soak((fault, "weighted", shape) for fault in ("crash", "hang") for shape in ((2, 2, 1), (2, 1))),
+    ],
+)
 def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, replicas: tuple[int, ...]) -> None:
     away_s, soon_s, last = 20.0, 3.0, len(replicas) - 1
     victim = f"s{last}r0"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from soak import soak
 
 from noloco_p2p.config import (
     DirectorySettings,
@@ -129,7 +130,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     return replace(found, manifest=manifest, config=config, sizes=sizes), words
 
 
-@pytest.mark.parametrize("seed", [*range(LARGE_SEEDS), *AT_ONCE_SEEDS])
+@pytest.mark.parametrize("seed", [*range(LARGE_SEEDS), *AT_ONCE_SEEDS, *soak(range(100, 150))])
 def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -150,7 +151,7 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
         assert sum(counts.lost for counts in bodies) == 0, words
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *soak([1])])
 def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
     """The process goes on, and answers; its device ends nothing any more."""
     swarm = SimSwarm(plan((2, 2, 2), seed=seed, steps=60, link=Link(0.005), costs=Costs(spread=0.2)))
@@ -190,7 +191,7 @@ def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_secon
     monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     found_s, calls = [], called_at(monkeypatch)
-    for seed in range(4):
+    for seed in range(2):
         replicas = (*(1,) * (stages - 1), 2)
         swarm = SimSwarm(
             plan(

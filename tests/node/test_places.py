@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from soak import soak
 
 from noloco_p2p.config import LimitSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.node.device_stage import DeviceStage
@@ -11,7 +12,7 @@ from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MICROBATCHES = 8
-ROUTINGS = ("random", "balanced", "fixed")
+ROUTINGS = ["random", *soak(["balanced", "fixed"])]
 
 
 def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from elastic import COSTS, config_for, manifest_for, plan_of
+from soak import soak
 
 from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
@@ -45,7 +46,7 @@ def test_a_swarm_of_4_and_1_becomes_one_of_3_and_2_and_stays_so() -> None:
     assert mover.step == 60
 
 
-@pytest.mark.parametrize("after_s", [0.02, 0.2, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("after_s", [0.02, 0.5, *soak([0.2, 1.0, 1.5])])
 def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
     moved = check(lopsided()).trace.of("moved")[0]
     swarm = lopsided()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_llama, replay, require_variety
+from soak import soak
 from torch import Tensor
 
 from noloco_p2p.compute import lattice_pull, muon, snapshot_codec
@@ -146,7 +147,8 @@ def test_a_run_with_muon_computes_the_algorithm(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("COEFFICIENTS", (3.4445, -4.7750, 2.03)), ("RATIO", 0.21), ("MOMENTUM", 0.9), ("STEPS", 4)]
+    ("name", "other"),
+    [("COEFFICIENTS", (3.4445, -4.7750, 2.03)), ("MOMENTUM", 0.9), *soak([("RATIO", 0.21), ("STEPS", 4)])],
 )
 def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: object) -> None:
     monkeypatch.setattr(muon, name, other)
@@ -188,7 +190,7 @@ def test_a_run_with_a_narrow_wire_computes_the_algorithm(
         replayed(lockstep(family), tmp_path)
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int4", *soak(["int8"])])
 def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, codec: OuterCodec) -> None:
     """N1 with the partner's vector as it was decoded: from two rounded ones, or on the lattice within a step."""
     manifest = lockstep("llama", codec=codec)
@@ -200,7 +202,9 @@ def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, c
         replayed(lockstep("llama"), tmp_path)
 
 
-@pytest.mark.parametrize(("rule", "codec"), [*product(["averaged", "gossip"], ["full", "int4"])])
+@pytest.mark.parametrize(
+    ("rule", "codec"), [("averaged", "full"), ("gossip", "int4"), *soak([("averaged", "int4"), ("gossip", "full")])]
+)
 def test_a_run_under_another_rule_computes_it(tmp_path: Path, rule: str, codec: OuterCodec) -> None:
     manifest = lockstep("llama", rule=rule, codec=codec)
     simulate(manifest, tmp_path)
@@ -287,7 +291,12 @@ def rounded_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "plant"), [*product(["int8", "int4"], [no_digest, not_asked_again]), ("bfloat16", rounded_alone)]
+    ("codec", "plant"),
+    [
+        *product(["int4"], [no_digest, not_asked_again]),
+        ("bfloat16", rounded_alone),
+        *soak(product(["int8"], [no_digest, not_asked_again])),
+    ],
 )
 def test_a_wrong_decoding_that_is_merged_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec, plant: Callable[[pytest.MonkeyPatch], None]

@@ -4,15 +4,17 @@ from collections import Counter
 
 import pytest
 from short_runs import manifest_for
+from soak import soak
 
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
+CASES = [(0.012, 1), (0.1, 2), *soak([(0.012, 2), (0.012, 3), (0.1, 1), (0.1, 3)])]
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("microbatch_s", [0.012, 0.1])
+
+@pytest.mark.parametrize(("microbatch_s", "seed"), CASES)
 def test_a_run_takes_as_many_inner_steps_as_it_has_steps(microbatch_s: float, seed: int) -> None:
     """Rounds follow every step here, and adverts come every half a second: the fast nodes take ten steps meanwhile."""
     replicas, steps = (2, 2), 400

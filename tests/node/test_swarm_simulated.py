@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from short_runs import LIMITS, manifest_for
+from soak import soak
 
 from noloco_p2p.config import (
     DirectorySettings,
@@ -19,7 +20,7 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (1, 3), (3, 3), (2, 2, 2), (2, 3, 1), (1, 2, 3), (2, 1, 2, 2), (2, 2, 2, 2)]
-SEEDS = 100
+SEEDS, SOAK_SEEDS = 40, 100
 SWARMS_A_TEST = 10
 
 
@@ -65,7 +66,7 @@ def check_ended(plan: SimPlan, outcome: Outcome) -> None:
         assert begun == node.microbatches["done"] + node.microbatches["dropped"] + node.microbatches["violation"]
 
 
-@pytest.mark.parametrize("block", range(0, SEEDS, SWARMS_A_TEST))
+@pytest.mark.parametrize("block", [*range(0, SEEDS, SWARMS_A_TEST), *soak(range(SEEDS, SOAK_SEEDS, SWARMS_A_TEST))])
 def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
     for seed in range(block, block + SWARMS_A_TEST):
         plan = drawn(seed)
@@ -77,7 +78,7 @@ def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
 
 
 def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() -> None:
-    for seed in range(30):
+    for seed in range(20):
         plan = drawn(seed)
         # So patient that nobody who is slow is taken for hung, and his work done again by another.
         patient = NodeConfig(limits=LIMITS.model_copy(update={"patience_floor_s": 60.0, "microbatch_deadline_s": 60.0}))
@@ -113,12 +114,14 @@ def clock_plan(
 
 CLOCKS = {
     "equal": clock_plan((2, 2)),
-    "equal, three": clock_plan((3, 3)),
-    "equal, views 2 steps old": clock_plan((2, 2), view_age_steps=2),
     "equal, views 20 steps old": clock_plan((3, 3), view_age_steps=20),
     "one of stage 0 three times faster": clock_plan((3, 3), slow={"s0r1": 3.0, "s0r2": 3.0}),
-    "2 + 3": clock_plan((2, 3)),
     "1 + 4": clock_plan((1, 4)),
+}
+MORE_CLOCKS = {
+    "equal, three": clock_plan((3, 3)),
+    "equal, views 2 steps old": clock_plan((2, 2), view_age_steps=2),
+    "2 + 3": clock_plan((2, 3)),
     "2 + 3, views 20 steps old": clock_plan((2, 3), view_age_steps=20),
 }
 
@@ -135,9 +138,9 @@ def lonely(outcome: Outcome) -> tuple[int, int]:
     return alone, total
 
 
-@pytest.mark.parametrize("name", CLOCKS)
+@pytest.mark.parametrize("name", [*CLOCKS, *soak(MORE_CLOCKS)])
 def test_the_clock_keeps_the_swarm_together(name: str) -> None:
-    plan = CLOCKS[name]
+    plan = (CLOCKS | MORE_CLOCKS)[name]
     outcome = SimSwarm(plan).run(limit_s=3000)
     check_ended(plan, outcome)
     alone, total = lonely(outcome)

@@ -205,7 +205,7 @@ def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
 def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
     """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that cannot be stopped."""
     for turn in range(24):
-        swarm = SimSwarm(_plan((2, 2), steps=40))
+        swarm = SimSwarm(_plan((2, 2), steps=20))
         at_s, ended = 1.5 + 0.005 * turn, list[bool]()
 
         def stop(swarm: SimSwarm = swarm) -> None:
@@ -221,7 +221,7 @@ def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId
         swarm.at(at_s + 0.3, look)
         outcome = swarm.run(limit_s=120, tolerate=True)
         assert ended == [True], f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
-        assert [one.step for one in outcome.processes if one.peer != peer] == [40] * 3, "the others go on without it"
+        assert [one.step for one in outcome.processes if one.peer != peer] == [20] * 3, "the others go on without it"
 
 
 # --- faults that a node comes back from -------------------------------------------------------------------------------
