@@ -74,6 +74,8 @@ class Joining:
         A run begins with `start_replicas` nodes per stage; one that has begun needs one.
         """
         node, manifest = self._node, self._node.manifest
+        if node.advert.state == "syncing":  # It has moved, and may have been at this stage before.
+            await self._weights.find_own()
         self._weights.show_own()
         # A node that was there before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())

@@ -8,7 +8,7 @@ from noloco_p2p.core.messages import Advert, Checkpoint, Holding, PeerId
 from noloco_p2p.core.resume import RestoreSource
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.status import Resource, Task
-from noloco_p2p.errors import Declined, PeerError
+from noloco_p2p.errors import Declined, LocalError, PeerError
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
@@ -38,9 +38,15 @@ class WeightRestorer:
         """The checkpoints that this node has, of any stage."""
 
     async def find_own(self) -> None:
-        """See which checkpoints this node has."""
-        with self._waits.waiting("own checkpoints", Resource.DISK):
-            self.own = await self._world.checkpoints.held()
+        """See which checkpoints this node has. Raises LocalError, except while it moves."""
+        node = self._node
+        try:
+            with self._waits.waiting("own checkpoints", Resource.DISK):
+                self.own = await self._world.checkpoints.held()
+        except LocalError as error:
+            if node.advert.state == "starting":
+                raise
+            node.event("warning", message=f"moves without its own checkpoints: {error}")
 
     def own_of_stage(self) -> list[Holding]:
         """The checkpoints that this node has of its stage, oldest first."""
@@ -110,9 +116,7 @@ class WeightRestorer:
         self._check_possible(state.round, state.step, donor.peer_id)
         with self._waits.computing("restored state"):
             await node.stage.restore(state)
-        step = state.step
-        if not node.manifest.outer.update.gradients:  # Whose steps others' kept gradients are needed for.
-            step = max(step, self._clock_of_others(), node.advert.step)
+        step = self._no_earlier(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
 
@@ -126,7 +130,7 @@ class WeightRestorer:
         with self._waits.computing("restored state"):
             await node.stage.restore(mine.state)
         node.rng.setstate(mine.random_state)
-        await self._go_on_at(mine.state.round, mine.state.step, mine.state.inner_steps)
+        await self._go_on_at(mine.state.round, self._no_earlier(mine.state.step), mine.state.inner_steps)
         await self.open_data(mine)
         return True
 
@@ -178,6 +182,12 @@ class WeightRestorer:
         clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
         usual = schedule.clock_median(clocks)
         return 0.0 if usual is None else min(usual, float(self._node.manifest.steps))
+
+    def _no_earlier(self, step: float, clock: float = 0.0) -> float:
+        """The step of a state or, if it is further, the clock: others', or that with which this node has moved. Under a
+        rule of gradients that of the state, because those that others keep are needed from there on."""
+        gradients = self._node.manifest.outer.update.gradients
+        return step if gradients else max(step, clock, self._node.advert.step)
 
     async def _go_on_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
         self._node.go_on_at(step, inner_steps, partner_from_round)

@@ -8,9 +8,9 @@ import pytest
 from elastic import COSTS, config_for, manifest_for, plan_of
 from soak import soak
 
-from noloco_p2p.core.messages import Activation, Advert, HostTensor, LossSum
+from noloco_p2p.core.messages import Activation, Advert, Holding, HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
-from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
@@ -200,3 +200,40 @@ def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> Non
     outcome = check(swarm)
     assert outcome.nodes[peer].ended_at_s == pytest.approx(syncing, abs=1.0)
     assert {h.stage for h in swarm.disks[peer].held()} == {1}
+
+
+def moving(swarm: FaultySwarm, peer: str, *moves: tuple[float, int]) -> FaultySwarm:
+    """The node moves at these times to these stages."""
+    for at_s, stage in moves:
+        swarm.at(at_s, lambda stage=stage: swarm.process(peer).node.state.drain("moves", next_stage=stage))  # type: ignore[misc]
+    return swarm
+
+
+def test_a_node_that_comes_back_to_a_lost_stage_has_its_own_checkpoint() -> None:
+    """So many replicas have no guardians. Once all others had crashed it began with the initial weights."""
+    swarm, peer = moving(FaultySwarm(plan_of((3, 4), steps=40)), "s1r0", (8.0, 0), (12.0, 1)), "s1r0"
+    for other in ("s1r1", "s1r2", "s1r3"):
+        swarm.at(11.0, lambda other=other: swarm.crash(other))  # type: ignore[misc]
+    check(swarm)
+    assert [one.source for one in swarm.resumptions if one.peer == peer] == ["peer", "shard"]
+
+
+def test_the_clock_of_a_node_that_comes_back_to_its_checkpoint_does_not_go_back() -> None:
+    swarm, peer = moving(FaultySwarm(plan_of((3, 3), steps=40)), "s0r0", (8.0, 1), (9.0, 0)), "s0r0"
+    outcome = check(swarm)
+    assert [one.source for one in swarm.resumptions] == ["peer", "shard"]
+    clock = [event.number("step") for event in outcome.trace.of("inner_step", peer)]
+    assert clock == sorted(clock)
+
+
+def test_a_mover_whose_disk_cannot_be_read_goes_on_without_its_checkpoints() -> None:
+    """As one whose disk cannot be written."""
+    swarm, peer = moving(FaultySwarm(plan_of((3, 3), steps=40)), "s0r0", (8.0, 1)), "s0r0"
+
+    async def held() -> list[Holding]:
+        raise LocalError("stale file handle")
+
+    swarm.at(7.0, lambda: setattr(swarm.process(peer).ports.checkpoints, "held", held))
+    outcome = check(swarm)
+    assert outcome.nodes[peer].stage == 1
+    assert "stale file handle" in str([event.get("message") for event in outcome.trace.of("warning", peer)])
