@@ -89,15 +89,15 @@ class WeightRestorer:
         return True
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
-        """At stage 0: open the data where the checkpoint was, by default this node's newest whole one; without any, at
-        the beginning. What is open stays open."""
+        """At stage 0: open the data where the checkpoint was, by default where this node left the stage, else at its
+        newest whole checkpoint; without any, at the beginning. What is open stays open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
-        own = self.own_of_stage()
-        while checkpoint is None and own:
+        cursor, own = self._node.cursor, self.own_of_stage()
+        while checkpoint is None and cursor is None and own:
             checkpoint = await self._load(own.pop())
         with self._waits.waiting("opened data", Resource.DATA):
-            batches = await self._world.make_batches(checkpoint.cursor if checkpoint is not None else None)
+            batches = await self._world.make_batches(cursor if checkpoint is None else checkpoint.cursor)
         self._node.read_from(batches)
 
     # --- the sources ------------------------------------------------------------------------------------------------

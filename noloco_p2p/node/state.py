@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import floor, inf
@@ -31,6 +31,8 @@ class NodeState:
 
     stage: DeviceStage
     batches: Batches | None = None
+    cursor: Mapping[str, object] | None = None
+    """How far the data had been read when this node moved from stage 0."""
 
     def __init__(
         self, advert: Advert, manifest: RunManifest, config: NodeConfig, telemetry: Telemetry, waits: Waits
@@ -154,6 +156,7 @@ class NodeState:
 
     def move(self, stage: int) -> None:
         """What was held has been finished: this node comes to another stage, like a newcomer."""
+        self.cursor = self.cursor if self.batches is None else self.batches.cursor
         self.close_batches()
         self.stage.close()
         self.drain_by = self.next_stage = self._clocked_at = None

@@ -209,6 +209,22 @@ def moving(swarm: FaultySwarm, peer: str, *moves: tuple[float, int]) -> FaultySw
     return swarm
 
 
+def test_a_node_that_comes_back_to_stage_0_reads_on_where_it_was() -> None:
+    """Else it would train on the same data again."""
+    swarm, peer = moving(FaultySwarm(plan_of((3, 3), steps=40)), "s0r0", (8.0, 1), (16.0, 0)), "s0r0"
+    read: list[int] = []
+
+    def look() -> None:
+        batches = swarm.process(peer).node.state.batches
+        assert batches is not None, "it is in stage 0"
+        read.append(int(str(batches.cursor["position"])))
+
+    swarm.at(7.99, look)
+    swarm.at(17.0, look)
+    check(swarm)
+    assert read[0] - 8 <= read[1] <= read[0] + 8, "an outer interval reads 8 microbatches"
+
+
 def test_a_node_that_comes_back_to_a_lost_stage_has_its_own_checkpoint() -> None:
     """So many replicas have no guardians. Once all others had crashed it began with the initial weights."""
     swarm, peer = moving(FaultySwarm(plan_of((3, 4), steps=40)), "s1r0", (8.0, 0), (12.0, 1)), "s1r0"
