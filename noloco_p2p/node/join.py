@@ -227,6 +227,8 @@ class Rebalancer:
         self._readings = 0
         self._deciding: Sequence[Advert] = ()
         """Replicas of my stage that must have answered before I leave it to them."""
+        self._asked_at = 0.0
+        """When they were asked last, at a reading."""
 
     def consider(self) -> None:
         """Announce, withdraw, or begin a move."""
@@ -238,6 +240,7 @@ class Rebalancer:
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
         target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
+        since, self._asked_at = self._asked_at, node.now()
         if target is not None and not self._left_to(others, target, rounds_left):
             target = None
         if target != node.advert.moving_to:
@@ -245,7 +248,7 @@ class Rebalancer:
             node.publish(moving_to=target)
             return
         self._readings += 1
-        ready = self._readings >= READINGS_BEFORE and self._have_answered()
+        ready = self._readings >= READINGS_BEFORE and self._have_answered(since)
         if target is not None and ready and balance.may_move(node.advert, others):
             node.event("moved", stage=target, reason=reason)
             node.drain(f"moving to stage {target}: {reason}", next_stage=target)
@@ -260,9 +263,13 @@ class Rebalancer:
         if node.advert.moving_to is None or any(inquiry.is_silent(a.peer_id) for a in self._deciding):
             self._deciding = sample(mates, node.rng)
         self._deciding = [a for a in mates if a.peer_id in {one.peer_id for one in self._deciding}]
-        inquiry.ask(self._deciding)
+        inquiry.ask(self._deciding, self._asked_at)
         return True
 
-    def _have_answered(self) -> bool:
-        answering = self._swarm.inquiry.answering(self._deciding, balance.COUNTED)
+    def _have_answered(self, since: float) -> bool:
+        """Whether all of them have, since then: whoever answered earlier may have died."""
+        inquiry = self._swarm.inquiry
+        if inquiry.exchanges.unknown(self._deciding, now=self._node.now(), since=since):
+            return False
+        answering = inquiry.answering(self._deciding, balance.COUNTED)
         return len(answering) == len(self._deciding) >= balance.OTHERS_LEFT

@@ -19,6 +19,8 @@ from noloco_p2p.sim.links import MEASURED, Link, MessageSizes
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
+SLOW = replace(COSTS, forward_s=0.1, backward_s=0.2)
+
 
 def lopsided(steps: int = 60) -> FaultySwarm:
     """Seven nodes choose 4 + 3; two of the three crash for good."""
@@ -200,6 +202,25 @@ def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> Non
     outcome = check(swarm)
     assert outcome.nodes[peer].ended_at_s == pytest.approx(syncing, abs=1.0)
     assert {h.stage for h in swarm.disks[peer].held()} == {1}
+
+
+@pytest.mark.parametrize("before_s", [1.5, 2.5])
+def test_a_node_does_not_leave_its_stage_to_replicas_that_have_just_died(before_s: float) -> None:
+    """They had answered when it last asked for the clocks of stage 0, and their adverts still live."""
+
+    def uneven() -> FaultySwarm:
+        plan = replace(plan_of((8, 0), steps=40, start_replicas=1), costs=(COSTS, SLOW), chooses_stage=True)
+        return FaultySwarm(plan)
+
+    outcome = check(uneven())
+    moved = outcome.trace.of("moved")[0]
+    stages = {process.peer: next(process.periods(60.0)).stage for process in outcome.processes}
+    mates = [peer for peer, stage in stages.items() if peer != moved.peer and stage == stages[moved.peer]]
+    swarm = uneven()
+    for peer in mates:
+        swarm.at(moved.at_s - before_s, lambda peer=peer: swarm.bounce(peer, 20.0))  # type: ignore[misc]
+    after = [one.peer for one in check(swarm).trace.of("moved") if one.at_s < moved.at_s + 10.0]
+    assert moved.peer not in after
 
 
 def moving(swarm: FaultySwarm, peer: str, *moves: tuple[float, int]) -> FaultySwarm:
