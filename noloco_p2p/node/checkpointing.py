@@ -106,10 +106,10 @@ class Checkpointer:
         return True
 
     async def _has_a_mate(self) -> bool:
-        """Whether another replica of this stage answers."""
+        """Whether another replica of this stage answers now; one that did before may have died, or leave too."""
         inquiry = self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(self._node.index, membership.HOLDING))
-        await inquiry.until_asked(asked, anew=False)
+        await inquiry.until_asked(asked, anew=True)
         return bool(inquiry.answering(asked, membership.HOLDING))
 
     def _is_guarded(self, round: int) -> bool:

@@ -356,6 +356,17 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
+@pytest.mark.parametrize("also", ["crash", "drain"])
+def test_a_last_replica_notices_that_the_other_one_has_just_gone(also: str) -> None:
+    """That one answered shortly before, and its advert still says that it trains."""
+    swarm = FaultySwarm(replace(plan_of((2, 3), steps=40), view_age_s=0.5))
+    swarm.at(6.0, lambda: getattr(swarm, also)("s0r0"))
+    swarm.at(6.0, lambda: swarm.drain("s0r1"))
+    swarm.at(20.0, lambda: swarm.start(0, 2))
+    done = [number for number, _ in check(swarm).nodes["s0r1"].rounds]
+    assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", done[-1] + 1)]
+
+
 def test_who_is_told_to_leave_while_its_data_are_opened_leaves() -> None:
     """They are opened last, where a checkpoint says that has to be read first."""
     plan, peer = replace(plan_of((1, 2), steps=70, every_steps=20), save_s=1.0), "s0r0"
