@@ -196,13 +196,18 @@ def nobody_waits_for_ever(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
     """(peer, seconds without an inner step, end of that time) for all gaps of stage 0 while the swarm was sound."""
-    sound = [(process, undisturbed(swarm, process, training(process))) for process in outcome.processes]
-    served = [union(spans for one, spans in sound if one.stage == stage) for stage in range(swarm.plan.manifest.stages)]
+    sound = [
+        (process, period.stage, undisturbed(swarm, process, period.training))
+        for process in outcome.processes
+        for period in process.periods(outcome.ended_at_s)
+    ]
+    stages = range(swarm.plan.manifest.stages)
+    served = [union(spans for _, held, spans in sound if held == stage) for stage in stages]
     healthy = served[0]
     for spans in served[1:]:
         healthy = common(healthy, spans)
-    for process, spans in sound:
-        if process.stage != 0:
+    for process, held, spans in sound:
+        if held != 0:
             continue
         steps = [event.at_s for event in process.trace.of("inner_step")]
         for begin, end in common(spans, healthy):

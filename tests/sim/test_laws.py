@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from elastic import plan_of
 
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
@@ -16,8 +17,8 @@ from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import linear_stage
-from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import broken, weights_survive
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.laws import broken, gaps, weights_survive
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import Payload
 from noloco_p2p.sim.recording import AvailableWeights, Resumption
@@ -163,6 +164,18 @@ def test_a_swarm_that_stands_still_is_found() -> None:
         simulation.at(140.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
     assert "took no inner step for" in str(broken(simulation))
     assert "Deadlock" in str(planted("limit_s=5"))
+
+
+def test_a_stage_is_served_by_a_node_that_moves_only_while_it_holds_that_stage() -> None:
+    """Stage 1 is deserted for 20 s. Later a node of stage 0 moves there, and another one comes from there."""
+    swarm = FaultySwarm(plan_of((3, 1), steps=60), (Fault(5.0, "bounce", ("s1r0",), 20.0),))
+    for at_s, peer, stage in ((35.0, "s0r0", 1), (40.0, "s1r0", 0)):
+        swarm.at(at_s, lambda peer=peer, stage=stage: swarm.process(peer).node.state.drain("moves", next_stage=stage))  # type: ignore[misc]
+    outcome = swarm.run()
+    assert (outcome.nodes["s0r0"].stage, outcome.nodes["s1r0"].stage) == (1, 0), "they moved"
+    found = list(gaps(swarm, outcome))
+    assert max(gap_s for _, gap_s, _ in found) < 10.0
+    assert {"s0r0", "s1r0"} <= {peer for peer, _, _ in found}
 
 
 def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
