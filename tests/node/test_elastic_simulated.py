@@ -1,9 +1,10 @@
-"""50 swarms with faults drawn from a seed keep every law.
+"""Swarms with faults drawn from a seed keep every law.
 
 The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
 """
 
 import pytest
+from choosing import ChoosingSwarm
 from elastic import drawn
 from soak import soak
 
@@ -12,6 +13,7 @@ from noloco_p2p.sim.laws import check
 
 SEEDS, SOAK_SEEDS = 30, 200
 SWARMS_A_TEST = 10
+CHOOSING = range(3, 8)
 
 
 @pytest.mark.parametrize("block", [*range(0, SEEDS, SWARMS_A_TEST), *soak(range(SEEDS, SOAK_SEEDS, SWARMS_A_TEST))])
@@ -42,3 +44,18 @@ def test_every_kind_of_fault_is_drawn() -> None:
     """Else the swarms above would prove less than they seem to."""
     kinds = {fault.kind for seed in range(SEEDS) for fault in drawn(seed)[1]}
     assert kinds == {"bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave"}
+
+
+def test_swarms_whose_nodes_choose_their_stages_survive_what_is_drawn() -> None:
+    """Nodes move, and are struck on their way."""
+    struck, moved = set[str](), 0
+    for seed in CHOOSING:
+        try:
+            swarm = ChoosingSwarm(seed)
+            moved += len(check(swarm).trace.of("moved"))
+        except BaseException as error:
+            error.add_note(f"seed {seed}; replay: python tests/support/choosing.py {seed}")
+            raise
+        struck |= {*swarm.struck}
+    assert moved >= len(CHOOSING)
+    assert len(struck) >= 4, "else the swarms prove less than they seem to"

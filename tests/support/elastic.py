@@ -134,19 +134,20 @@ def timeline(swarm: FaultySwarm) -> list[str]:
     return [line for _, line in sorted(lines, key=lambda entry: entry[0])]
 
 
+def replay(swarm: FaultySwarm) -> int:
+    """Run a swarm, and print what became of it; 1 when it breaks a law."""
+    failure, run = broken(swarm), swarm.plan.manifest
+    what = f"{swarm.plan.replicas}, {run.routing}, {run.outer.rule} every {run.outer.inner_steps}, {run.steps} steps"
+    lines = [*timeline(swarm), f"seed {swarm.plan.seed}: {what}: {failure or 'all laws hold'}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if failure else 0
+
+
 def main(seed: int) -> int:
     """Replay one seed; 1 when it breaks a law."""
     plan, faults = drawn(seed)
-    swarm = FaultySwarm(plan, faults)
-    failure = broken(swarm)
-    lines = [f"{fault.at_s:8.3f} planned: {fault}" for fault in faults] + timeline(swarm)
-    outer = plan.manifest.outer
-    run = (
-        f"{plan.replicas}, {plan.manifest.routing}, {outer.rule} every {outer.inner_steps}, {plan.manifest.steps} steps"
-    )
-    lines.append(f"seed {seed}: {run}: {failure or 'all laws hold'}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if failure else 0
+    sys.stdout.writelines(f"{fault.at_s:8.3f} planned: {fault}\n" for fault in faults)
+    return replay(FaultySwarm(plan, faults))
 
 
 def plan_of(replicas: tuple[int, ...], *, every_steps: int = 1, **changes: object) -> SimPlan:
