@@ -10,6 +10,9 @@ from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
 
+DISTRUST = "gradients"
+"""The trouble of a node that has set a peer aside for its gradients, wherever it has moved since."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepView:
@@ -53,6 +56,8 @@ class Membership:
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
         counts[own] = counts.get(own, 0) + 1
         node.event("membership", counts=counts, joined=joined, departed=departed)
+        if not self.members.distrusted(node.now()):
+            node.trouble(DISTRUST, None)
         self.look_for_the_end()
         self.inquiry.ask_first_stage()
 

@@ -8,7 +8,7 @@ import pytest
 from short_runs import manifest_for
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core import gradient_pairs
+from noloco_p2p.core import gradient_pairs, members
 from noloco_p2p.core.intake import AttemptKey
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
@@ -142,3 +142,29 @@ def test_both_are_ordinary_microbatches_that_count() -> None:
 
 def test_a_run_is_a_function_of_its_seed() -> None:
     assert run.__wrapped__().trace.trace_hash == run().trace.trace_hash
+
+
+def test_a_node_that_has_moved_since_no_longer_reports_who_was_set_aside_an_hour_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_pairs, "EARLY", 1 / 4)
+    monkeypatch.setattr(members, "DISTRUSTED_S", 2.0)
+    manifest = manifest_for((2, 5), STEPS, microbatches_per_step=PER_STEP)
+    swarm = SimSwarm(SimPlan(manifest, (2, 5), seed=3, stage_factory=partial(make, ("s1r2",))))
+    found: list[str] = []
+
+    def move() -> None:
+        node = swarm.process("s0r0").node
+        found.extend(trouble.name for trouble in node.state.troubles(0.0))
+        node.state.drain("moves", next_stage=1)
+
+    swarm.at(set_aside_s(), move)
+    outcome = swarm.run()
+    assert found == ["gradients"]
+    assert outcome.nodes["s0r0"].stage == 1, "it moved"
+    assert not outcome.nodes["s0r0"].node.state.troubles(outcome.ended_at_s)
+
+
+def set_aside_s() -> float:
+    """When the first origin has just set the liar aside."""
+    return run(("s1r2",)).trace.of("distrusted", "s0r0")[0].at_s + 0.01

@@ -5,12 +5,10 @@ from typing import NamedTuple
 from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs, Route
 from noloco_p2p.core.messages import MOST_AVOIDED, Batch, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.status import Resource, for_microbatch
-from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.membership import DISTRUST, Membership
 from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.waits import Waits
-
-TROUBLE = "gradients"
 
 
 class _TwinReply(NamedTuple):
@@ -42,8 +40,6 @@ class GradientAudit:
         Only where the next stage has enough replicas to tell who is wrong, and routes can differ.
         """
         node, swarm = self._node, self._swarm
-        if not swarm.members.distrusted(node.now()):
-            node.trouble(TROUBLE, None)
         may = len(swarm.view.following) > OTHERS and node.manifest.routing != "fixed"
         return Twins(batch) if may and self._pairs.repeats(microbatch) else None
 
@@ -76,4 +72,4 @@ class GradientAudit:
         self._swarm.members.distrust(dissenter, now=node.now())
         node.distrust("dissenter", peer=dissenter)
         named = ", ".join(sorted(self._swarm.members.distrusted(node.now())))
-        node.trouble(TROUBLE, f"gradients of {named} differ from those of all others for the same data: set aside")
+        node.trouble(DISTRUST, f"gradients of {named} differ from those of all others for the same data: set aside")
