@@ -138,10 +138,12 @@ class FaultySwarm(SimSwarm):
             living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
             return max([*living, *(h.round for a in adverts for h in a.holds if h.stage == stage)], default=0)
 
+        everybody = [one.node.state.advert for one in self.processes if one.running and one.peer != peer]
         mates = [a for a in others if a.stage == index and a.state in TRAINED]
         return AvailableWeights(
             now,
             tuple(mate.outer_round for mate in mates if trains_since(mate.peer_id) <= listed_at),
+            tuple(a.outer_round for a in everybody if a.stage == index and a.state in TRAINED),
             tuple(round for advert in others for round in listed(advert)),
             tuple(h.round for h in self.disks[peer].held() if h.stage == index),
             tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),

@@ -137,7 +137,8 @@ def weights_survive(swarm: FaultySwarm) -> None:
             assert not rounds, f"{one.peer} began afresh, although there was: {one}"
         elif was.living:
             # Who is far ahead of the usual one may lie, and is asked last.
-            newest = min(max(was.living), median_low(was.living) + BOLD_ROUNDS)
+            usual = min(map(median_low, (was.living, was.listed)))
+            newest = min(max(was.living), usual + BOLD_ROUNDS)
             assert one.round >= newest - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
         elif rounds:
             # A swarm that was stopped as a whole continues from the newest round that all stages have.

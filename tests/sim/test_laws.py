@@ -194,11 +194,12 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
 def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
     """As `core.resume` orders them: 7 may be a lie beside 3, but not beside another 7."""
 
-    def went_on(living: tuple[int, ...], round: int) -> SimpleNamespace:
-        available = AvailableWeights(1.0, living, (), (), ())
+    def went_on(living: tuple[int, ...], round: int, *hardly_reached: int) -> SimpleNamespace:
+        available = AvailableWeights(1.0, living, (*living, *hardly_reached), (), (), ())
         return SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)])
 
     weights_survive(cast(FaultySwarm, went_on((3, 7), 3)))
+    weights_survive(cast(FaultySwarm, went_on((7,), 3, 3)))
     for living, round in (((3, 7, 7), 3), ((3, 7), 2), ((4, 4), 0)):
         with pytest.raises(AssertionError, match="me went on far behind the living"):
             weights_survive(cast(FaultySwarm, went_on(living, round)))
