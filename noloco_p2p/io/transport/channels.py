@@ -60,9 +60,10 @@ SERVICE = "/noloco.v1.Node"
 
 @dataclass(slots=True, eq=False)
 class PeerChannel:
-    """One connection to a peer. Messages with tensor bytes are given and taken as they travel."""
+    """One connection to a peer, who has seen `leaf`. Messages with tensor bytes are given and taken as they travel."""
 
     address: str
+    leaf: object
     channel: Any
     calls: int = 0
     """Calls in flight."""
@@ -165,8 +166,8 @@ class ChannelPool:
         no address accepts one in time.
         """
         key = (peer.peer_id, CONTROL_SLOT + part) if control or part else self._key(peer)
-        channel = self._kept.pop(key, None)
-        if channel is not None and not (channel.ready and channel.address in peer.addresses):
+        channel, leaf = self._kept.pop(key, None), self._links.leaf
+        if channel is not None and not (channel.ready and channel.leaf is leaf and channel.address in peer.addresses):
             if channel.calls == 0:
                 self._close(channel)
             channel = None
@@ -240,7 +241,8 @@ class ChannelPool:
                 except Unreachable as error:
                     reasons.append(f"{address}: {error}")
                     continue
-                channel = PeerChannel(address, self._links.channel(dialled, peer.peer_id, self._options))
+                made = self._links.channel(dialled, peer.peer_id, self._options)
+                channel = PeerChannel(address, self._links.leaf, made)
                 self._open.add(channel)
                 reason = await connect(channel.channel, seconds)
                 if reason is None:

@@ -46,6 +46,12 @@ class Links:
         """`host:port` of this node's connections to its own server; each carries a peer's stream."""
         return () if self.streams is None else self.streams.hosts
 
+    @property
+    def leaf(self) -> object:
+        """What this node shows on new connections. Those on which it has shown another one are not used any more: the
+        peer refuses all calls on them once that has expired."""
+        return self._credentials.leaf()
+
     def add_port(self, server: Any, address: str) -> int:
         """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound.
 

@@ -538,6 +538,24 @@ def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: 
     run(ask())
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["members", "open"])
+def test_calls_go_on_beyond_the_life_of_the_leaf_that_a_connection_began_with(tmp_path: Path, is_open: bool) -> None:
+    club, node, later = Club(tmp_path, is_open=is_open), Node(echo), [0.0]
+
+    def clock() -> float:
+        return club.now + later[0]
+
+    async def ask() -> None:
+        caller = transport(Links(club.credentials("mine", clock=clock)))
+        async with honest(club, node, club.credentials("honest", clock=clock)) as (_, peer):
+            for hours in range(0, 37, 6):
+                later[0] = hours * HOUR_S
+                assert (await caller.describe(peer)).step == 7.5
+        await caller.close()
+
+    run(ask())
+
+
 MISUSED: list[tuple[str, str, Callable[[Mallory], bytes]]] = [
     ("nothing", "no certificate", lambda m: b""),
     ("nothing", "text that is none", lambda m: b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),

@@ -150,7 +150,7 @@ def test_all_connections_can_carry_equally_many_messages(connections: int) -> No
 
 
 def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
-    most = [PeerChannel(way, None).at_most(CONNECTIONS) for way in ("host:1", "p2p", "relay/R")]
+    most = [PeerChannel(way, None, None).at_most(CONNECTIONS) for way in ("host:1", "p2p", "relay/R")]
     assert most == [CONNECTIONS, CHANNELS_PER_PEER, CHANNELS_PER_PEER]
 
 
