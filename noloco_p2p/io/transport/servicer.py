@@ -161,11 +161,13 @@ class GrpcServicer:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
         write = self._line.sender(Patience().writing(context.write))
-        async with self._transfer(said, context, write, pb.SnapshotMessage, observers=True) as (caller, handler):
-            wanted = weights_codec.from_request(request)
-            snapshot = await handler.fetch_snapshot(caller.name, wanted)
-            parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
-            await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
+        async with self._told(context, write, pb.SnapshotMessage):
+            caller, handler = self._admit(said, context, observers=True)
+            with self.callers.holding(TRANSFERS, caller):
+                wanted = weights_codec.from_request(request)
+                snapshot = await handler.fetch_snapshot(caller.name, wanted)
+                parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
+                await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
     async def fetch_state(self, said: Caller, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it. Writes, for the reason given above."""
@@ -173,14 +175,14 @@ class GrpcServicer:
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
         refuse = self._line.sender(patience.writing(context.write))
-        async with (
-            self._transfer(said, context, refuse, pb.StateMessage) as (caller, handler),
-            handler.lend_state(caller.name, resume.number if resume else None) as state,
-        ):
-            size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
-            parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
-            writing = partial(patience.writing, least_bytes_per_s=least_rate(size, LONGEST_TRANSFER_S))
-            await self._send_weights(context, caller, request.stripe, parts, writing)
+        async with self._told(context, refuse, pb.StateMessage):
+            caller, handler = self._admit(said, context)
+            with self.callers.holding(TRANSFERS, caller):
+                async with handler.lend_state(caller.name, resume.number if resume else None) as state:
+                    size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+                    parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
+                    writing = partial(patience.writing, least_bytes_per_s=least_rate(size, LONGEST_TRANSFER_S))
+                    await self._send_weights(context, caller, request.stripe, parts, writing)
 
     async def _send_weights(
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
@@ -197,20 +199,12 @@ class GrpcServicer:
             await stripes.reply(self._counted(parts, most), ways(context)[0])
 
     @asynccontextmanager
-    async def _transfer(
-        self,
-        said: Caller,
-        context: Any,
-        write: Write,
-        kind: type[pb.SnapshotMessage] | type[pb.StateMessage],
-        *,
-        observers: bool = False,
-    ) -> AsyncIterator[tuple[Caller, Handler]]:
-        """The caller and the handler for sending weights; what goes wrong meanwhile is told to the caller."""
+    async def _told(
+        self, context: Any, write: Write, kind: type[pb.SnapshotMessage] | type[pb.StateMessage]
+    ) -> AsyncIterator[None]:
+        """What goes wrong when weights are sent is told to the caller."""
         try:
-            caller, handler = self._admit(said, context, observers=observers)
-            with self.callers.holding(TRANSFERS, caller):
-                yield caller, handler
+            yield
         except Unreachable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:

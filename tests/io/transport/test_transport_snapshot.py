@@ -114,6 +114,21 @@ def test_a_refusal_and_a_peer_that_does_not_answer() -> None:
     run(scenario())
 
 
+def test_a_transfer_that_is_refused_before_it_begins_is_no_error_of_this_node(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with pair(Node(hang)) as both:
+            both.b._servicer.handler = None
+            for fetch in (
+                both.a.fetch_snapshot(both.peer, SnapshotRequest(1, 5, 0.0), 5.0, ()),
+                both.a.fetch_state(both.peer, 5.0, ()),
+            ):
+                with pytest.raises(Declined, match="starting"):
+                    await soon(fetch)
+
+    run(scenario())
+    assert not caplog.records
+
+
 def test_the_transfer_has_its_own_deadline_after_the_wait() -> None:
     """The link stops in the middle of the transfer; the peer's permission to wait does not prolong it."""
 
