@@ -27,6 +27,8 @@ class FrozenRounds:
         self._given: dict[PeerId, tuple[float, int]] = {}
         """When peers were given a vector, and of which round, in the last `deadline_s`. After that they have it or
         never will."""
+        self._encoding: list[int] = []
+        """The rounds that are being encoded for others, who may then ask for chunks of them again."""
 
     def keep(self, mine: FrozenRound) -> None:
         """Keep a new one, and those that others may still ask for. A vector without bounds comes all at once."""
@@ -35,7 +37,8 @@ class FrozenRounds:
         rounds, given = sorted(self._kept), set[int]()
         newest = KEPT_STEPS if outer.update.gradients else KEPT_ROUNDS
         if self._node.stage.state.lattice is not None:
-            given = {round for _, round in self._given.values() if round >= rounds[-1] - outer.max_stale_rounds}
+            pulled = (*self._encoding, *(round for _, round in self._given.values()))
+            given = {round for round in pulled if round >= rounds[-1] - outer.max_stale_rounds}
         older = [round for round in rounds[:-newest] if round in given][-GIVEN_ROUNDS:]
         self._kept = {round: self._kept[round] for round in (*older, *rounds[-newest:])}
         self._waits.pulse()
@@ -75,8 +78,12 @@ class FrozenRounds:
             # A round that lasts is merged as it was frozen: the nearest of another's is the best of those kept.
             at = min(self._kept, key=lambda kept: abs(kept - round))
         frozen = self._kept[at]
-        with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
-            found = await self._node.stage.encode(frozen, request, caller)
+        self._encoding.append(frozen.round)
+        try:
+            with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
+                found = await self._node.stage.encode(frozen, request, caller)
+        finally:
+            self._encoding.remove(frozen.round)
         # Only now: a malformed request must not count as a puller.
         self._forget_pullers()
         self._given[caller] = self._node.now(), frozen.round
