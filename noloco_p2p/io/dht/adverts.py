@@ -7,7 +7,7 @@ kept alive beyond the time that its signer gave it. All times are DHT time: seco
 """
 
 import contextlib
-import functools
+import hashlib
 import json
 import struct
 import time
@@ -40,7 +40,8 @@ HOLDS_LIMIT = 8
 _CONTEXT = b"noloco advert 1\x00"
 """Precedes what is signed, so that a signature made for one purpose is worth nothing for another."""
 _CHECKED_LIMIT = 16_384
-"""Checks that are remembered, because every reading brings the same records again."""
+"""Checks that are remembered, because every reading brings the same records again: by their digests, because records
+are large, and most of these have expired."""
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
@@ -92,8 +93,6 @@ class HivemindRecord(Protocol):
     subkey: bytes
     value: bytes
     expiration_time: float
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,8 @@ class AdvertValidator:
         self._run_id = run_id
         self._stages = stages
         self._clock = clock
-        self._checked = functools.lru_cache(_CHECKED_LIMIT)(self._well_formed)
+        self._checked: dict[bytes, bool] = {}
+        """The outcome for each digest, in order of last use."""
 
     def sign_value(self, record: HivemindRecord) -> bytes:
         """The value of a record of this node's own, with its signature in front."""
@@ -250,10 +250,16 @@ class AdvertValidator:
         limit = PAYLOAD_LIMIT_BYTES if self._members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
         if len(record.value) > SIGNATURE_BYTES + limit + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
-        return self._checked(record, 0 if self._members is None else self._members.revoked.held.number)
+        # The answer may change with a new list of revoked peers.
+        revoked = 0 if self._members is None else self._members.revoked.held.number
+        digest = hashlib.blake2b(b"%d " % revoked + _signed(record, record.value), digest_size=32).digest()
+        known = self._checked.pop(digest, None)
+        self._checked[digest] = found = self._well_formed(record) if known is None else known
+        if len(self._checked) > _CHECKED_LIMIT:
+            del self._checked[next(iter(self._checked))]
+        return found
 
-    def _well_formed(self, record: HivemindRecord, revoked: int) -> bool:
-        """See `validate`; the answer may change with a new list of `revoked` peers."""
+    def _well_formed(self, record: HivemindRecord) -> bool:
         stage = self._stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht import adverts
 from noloco_p2p.io.dht.adverts import (
     LONGEST_TTL_S,
     PAYLOAD_LIMIT_BYTES,
@@ -205,6 +207,28 @@ def test_a_signed_record_is_valid_for_everybody(tmp_path: Path) -> None:
     assert packed_bytes(encode(record(advert(peer_id=mine.peer_id)))) == elsewhere.strip_value(good)
     mine.close()
     other.close()
+
+
+def test_records_that_were_checked_are_remembered_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading brings the same ones again; each lives for minutes, and newer ones come all the time."""
+    mine, checks = Identity.open(tmp_path / "mine"), list[str]()
+
+    def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
+        checks.append(peer_id)
+        return True
+
+    monkeypatch.setattr(adverts, "verify", verify)
+    validator, good = signed(mine)
+    records = [dataclasses.replace(good, expiration_time=NOW + at / 100) for at in range(1000, 2000)]
+    tracemalloc.start()
+    for each in (*records, *records):
+        copy = dataclasses.replace(each, value=bytes(bytearray(each.value)))
+        assert validator.validate(copy)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(checks) == len(records)
+    assert used < len(records) * len(good.value)
+    mine.close()
 
 
 FORGERIES: dict[str, Callable[[Raw, str], Raw]] = {
