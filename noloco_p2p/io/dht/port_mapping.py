@@ -90,7 +90,8 @@ class HomeRouter:
                 log.info("the router keeps the mappings of its ports %s: %s", ports, error)
 
     def _map(self, port: int) -> None:
-        router, (_, first) = self._found or _router(), self._places.get(port, ("", port))
+        held = self._found is not None and _is_of_this_machine(self._found.lanaddr)
+        router, (_, first) = self._found if held else _router(), self._places.get(port, ("", port))
         self._found = None  # until it has answered
         host = _address(router)
         for outside in range(first, first + TRIES):
@@ -134,6 +135,16 @@ def _router() -> Any:
     except Unreachable as error:
         raise Unreachable("no router answers") from error
     return router
+
+
+def _is_of_this_machine(address: str) -> bool:
+    """Whether this machine still has an address: in its network it may have been given another one since."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _address(router: Any) -> str:

@@ -1,5 +1,6 @@
 """A port of a home router: real UPnP in network namespaces, with every answer that routers give."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import pytest
 from gateways import internet
 
 from noloco_p2p.config import ListenSettings
+from noloco_p2p.io.dht import port_mapping
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.io.dht.port_mapping import LEASE_S, home_router, is_behind_router
+from noloco_p2p.io.dht.port_mapping import LEASE_S, HomeRouter, home_router, is_behind_router
 
 in_namespaces = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
 ONCE = str(Path(gateways.__file__).with_name("port_mapping_once.py"))
@@ -67,6 +69,42 @@ def test_a_port_is_mapped_renewed_and_given_back(
     ports = [(one["action"], one["NewExternalPort"]) for one in seen]
     assert [(*port, lease) for port, lease in zip(ports, leases, strict=True)] == [*added, *deleted]
     assert all(one["NewInternalClient"] == "192.168.12.2" for one in seen if one["action"] == ADD)
+
+
+class FoundRouter:
+    """What miniupnpc says of a router: the machine's address in its network, as of the search."""
+
+    def __init__(self, lanaddr: str, mapped: list[tuple[str, int]]) -> None:
+        self.lanaddr, self._mapped = lanaddr, mapped
+
+    def externalipaddress(self) -> str:
+        return "11.1.1.12"
+
+    def getspecificportmapping(self, outside: int, kind: str) -> None:
+        return None
+
+    def addportmapping(self, outside: int, kind: str, host: str, port: int, *rest: object) -> None:
+        self._mapped.append((host, port))
+
+
+def test_a_machine_with_another_address_in_its_network_has_its_ports_mapped_to_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mapped = list[tuple[str, int]]()
+    found = [FoundRouter("127.0.0.1", mapped), FoundRouter("127.0.0.2", mapped)]
+    first = found[0]
+    monkeypatch.setattr(port_mapping, "_router", lambda: found.pop(0))
+
+    async def scenario() -> None:
+        router = HomeRouter()
+        await router.map(5001)
+        await router.renew()
+        assert mapped == [("127.0.0.1", 5001)] * 2, "it is searched for once"
+        first.lanaddr = "192.0.2.7"  # as if this machine had had that address, and has it no more
+        await router.renew()
+        assert mapped[2:] == [("127.0.0.2", 5001)]
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
