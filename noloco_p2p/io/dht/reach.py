@@ -159,7 +159,7 @@ class Reach:
             )
             addresses = tuple(dict.fromkeys(str(one[4][0]) for one in found))
         except (OSError, UnicodeError):
-            addresses = ()
+            addresses = self._of(host)  # there may be no network at the moment
         finally:
             self._asking.pop(host, None)
         self._known.pop(host, None)

@@ -130,6 +130,24 @@ def test_a_name_is_asked_for_once_a_minute_and_its_address_is_dialled(
     asyncio.run(scenario())
 
 
+def test_a_look_up_that_fails_forgets_no_address(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop that wakes, or a router that dials in again at night, has no network for a moment."""
+
+    async def scenario() -> None:
+        reach = Reach(["inside.example"])
+        hosts = ["both.example", "10.0.0.9", "nobody.example"]
+        before = await reach.addresses(hosts)
+        assert set(before) == {"both.example", "10.0.0.9"}
+        monkeypatch.setattr(reaching, "KEPT_S", -1.0)
+        for name in ("inside.example", "both.example"):
+            monkeypatch.delitem(NAMES, name)
+        assert await reach.addresses(hosts) == before
+        monkeypatch.setitem(NAMES, "both.example", ["8.8.4.4"])
+        assert await reach.addresses(["both.example"]) == {"both.example": "8.8.4.4"}
+
+    asyncio.run(scenario())
+
+
 def test_names_that_take_long_delay_a_reading_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaching, "LOOKUP_S", 0.1)
 
