@@ -134,7 +134,7 @@ def test_the_transfer_has_its_own_deadline_after_the_wait() -> None:
 
     async def scenario() -> None:
         shelf = Shelf(Snapshot("B", 4, 40, BIG))
-        async with pair(Node(hang, shelf.get)) as both, Proxy(both.b.port, (1 << 22, "swallow")) as proxy:
+        async with pair(Node(hang, shelf.get)) as both, Proxy(both.b.port, (1 << 18, "swallow")) as proxy:
             with pytest.raises(Unreachable, match=r"not all of the snapshot came from B within 0\.5 s"):
                 await both.a.fetch_snapshot(proxy.peer, SnapshotRequest(1, 4, 20.0), 0.5, tuple(t.spec for t in BIG))
             assert proxy.faulty.is_set()
