@@ -39,6 +39,7 @@ from noloco_p2p.io.transport.connection_limit import ConnectionLimit, allow_many
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
+from noloco_p2p.launch.local_time import local_time
 from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Device, Stage, World
@@ -209,7 +210,7 @@ def _node(
 
     checkpoints = FileCheckpoints(home, manifest.run_id, advert.peer_id, local.checkpoint.keep)
     secret = secrets.randbits(64)
-    world = World(ports.transport, ports.directory, telemetry, checkpoints, stage, batches, secret)
+    world = World(ports.transport, ports.directory, telemetry, checkpoints, stage, batches, secret, local_time)
     return Node(advert, manifest, local, world, 1 + secrets.randbelow(2**64 - 1))
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.line_spec import LineSpec
+from noloco_p2p.launch.local_time import local_time
 from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
@@ -165,7 +165,7 @@ class LocalSwarm:
 
     def _pauses(self) -> str:
         """Until when all nodes pause, outside of the hours that they have in common; empty: some do not."""
-        until = hours.closed_until(self._plan.local.limits.hours, datetime.now())
+        until = hours.closed_until(self._plan.local.limits.hours, local_time())
         if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused"}:
             return ""
         return f"all nodes pause until {until}, when the hours of limits.hours begin"
