@@ -160,7 +160,8 @@ async def _renewed(
             made = await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
             if credentials.is_renewed_by(made):
                 return made
-            failure = Declined(f"issuer {address.peer_id} itself expires no later: start it with --key again")
+            why = "its clock is ahead, or it expires no later itself: start it with --key again"
+            failure = Declined(f"issuer {address.peer_id}: {why}")
         except (PeerError, ConfigError) as error:
             failure = error if isinstance(error, PeerError) else Declined(str(error))
     raise failure

@@ -55,8 +55,10 @@ class Credentials:
             self._replaced_at = 0.0
 
     def is_renewed_by(self, chain: bytes) -> bool:
-        """Whether a certificate is valid for longer than the one in use. Raises as `adopt`."""
-        return self._own(chain).until > self.membership.until
+        """Whether a certificate is valid now, and for longer than the one in use unless that one is not valid yet.
+        Raises as `adopt`."""
+        found, held, now = self._own(chain), self.membership, self.clock()
+        return found.begins <= now and (found.until > held.until or held.begins > now)
 
     def _own(self, chain: bytes) -> CertifiedPeer:
         """What a certificate of this node says. Raises Violation when it is not this node's."""
@@ -71,8 +73,9 @@ class Credentials:
 
     @property
     def renewal_at(self) -> float:
-        """When half of the certificate's life is over, unix seconds."""
-        return (self.membership.begins + self.membership.until) / 2
+        """When half of the certificate's life is over, unix seconds; now, if it was made by a clock that was ahead."""
+        mine, now = self.membership, self.clock()
+        return now if mine.begins > now else (mine.begins + mine.until) / 2
 
     def leaf(self) -> tuple[bytes, bytes]:
         """(private key, the chain from the leaf to the issuer), PEM: the same objects until they are replaced."""

@@ -294,6 +294,35 @@ def test_an_issuer_renews_itself_at_half_of_its_certificate_s_life(tmp_path: Pat
     assert credentials.chain != before
 
 
+def test_a_certificate_made_by_a_clock_that_was_ahead_is_replaced_when_the_clock_is_right(tmp_path: Path) -> None:
+    """Until its time comes nobody would take a call by it."""
+    club, ahead = Club(tmp_path), [30 * certificates.DAY_S]
+    mine = issuer(club, lambda: club.now + ahead[0])
+    credentials = club.credentials("mine", clock=lambda: club.now + ahead[0])
+    said: list[str | None] = []
+
+    async def keep(renewals: int) -> None:
+        keeping = asyncio.create_task(admission.keep_valid(NOBODY, credentials, mine, list, said.append))
+        while len(said) < renewals:  # noqa: ASYNC110  a task of its own
+            await asyncio.sleep(0)
+        keeping.cancel()
+
+    asyncio.run(asyncio.wait_for(keep(1), 20))
+    assert credentials.membership.begins > club.now + certificates.DAY_S
+    ahead[0] = 0.0
+    asyncio.run(asyncio.wait_for(keep(2), 20))
+    assert said == [None, None]
+    assert credentials.membership.begins <= club.now < credentials.renewal_at
+    assert credentials.leaf()[1].endswith(credentials.chain)
+
+
+def test_a_certificate_by_an_issuer_whose_clock_is_ahead_is_not_adopted(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    credentials = club.credentials("mine", clock=lambda: club.now)
+    assert not credentials.is_renewed_by(club.chain(credentials.peer_id, now=club.now + 2 * HOUR_S))
+    assert credentials.is_renewed_by(club.chain(credentials.peer_id, now=club.now + HOUR_S / 2))
+
+
 def test_without_any_issuer_a_member_stays_until_the_last_moment_and_then_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
