@@ -244,8 +244,9 @@ class NodeState:
         median = schedule.clock_median([*samples, *clocks])
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
         step = schedule.advance(self.advert.step, median, manifest.steps, pull)
-        if self._clocked_at is not None and now > self._clocked_at:
-            self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - self._clocked_at))
+        began = max(self._clocked_at or 0.0, self.stepped_at or 0.0)  # the time of a pause does not count
+        if self._clocked_at is not None and now > began:
+            self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - began))
         if result.microbatches and result.busy_s > 0:
             took_s = result.busy_s / result.microbatches
             rate = schedule.smooth_rate(self.advert.microbatches_per_s, took_s)

@@ -56,6 +56,17 @@ def test_a_node_pauses_outside_of_its_hours_and_comes_back(peer: PeerId) -> None
 
 
 @pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_the_time_of_a_pause_is_not_taken_for_that_of_an_inner_step(peer: PeerId) -> None:
+    swarm = ByTheClock((2, 2), {peer: "00:00-00:01 00:05-23:00"}, steps=250)
+    speeds: list[float] = []
+    for at_s in (58.0, 300.0 + 2 * LOOK_S):
+        swarm.at(at_s, lambda: speeds.append(swarm.process(peer).node.state.advert.steps_per_s))
+    outcome = check(swarm)
+    assert steps_between(outcome, peer, 300.0, 300.0 + 2 * LOOK_S)
+    assert speeds[1] > speeds[0] / 2, "it trains as fast as before"
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
 def test_a_node_that_is_started_too_early_joins_when_its_hours_begin(peer: PeerId) -> None:
     swarm = ByTheClock((2, 2), {peer: "00:02-23:00"}, steps=150)
     seen: set[PeerId] = set()
