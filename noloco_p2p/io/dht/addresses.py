@@ -164,9 +164,10 @@ class KnownPeers:
     At most `PEERS_LIMIT`, one per peer, in the order in which they were last seen. A peer that answers keeps its place.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Reads nothing yet; see `load`."""
-        self._path = path
+    def __init__(self, path: Path, joined: Iterable[JoinAddress] = ()) -> None:
+        """Reads nothing yet; see `load`. `joined`: what the owner has named. It is dialled whatever else is known of
+        its peer: it may be a name, which leads to another IP address tomorrow."""
+        self._path, self._joined = path, tuple(joined)
         self._addresses: dict[PeerId, JoinAddress] = {}
         self._turn = 0
 
@@ -205,12 +206,13 @@ class KnownPeers:
             raise LocalError(f"known peers {self._path}: {error.strerror}") from error
 
     def unlinked(self, linked: set[PeerId], limit: int) -> list[JoinAddress]:
-        """Up to `limit` known peers without a link, to be dialled now; the next call begins with others."""
+        """Up to `limit` known peers without a link, to be dialled now, and those joined; the next call begins with
+        others."""
         missing = [address for peer_id, address in self._addresses.items() if peer_id not in linked]
         start = self._turn % len(missing) if missing else 0
         chosen = (missing[start:] + missing[:start])[:limit]
         self._turn += len(chosen)
-        return chosen
+        return list(dict.fromkeys([*chosen, *(one for one in self._joined if one.peer_id not in linked)]))
 
     def _put(self, address: JoinAddress, answering: Container[PeerId] = ()) -> None:
         if self._addresses.pop(address.peer_id, None) is None and len(self._addresses) == PEERS_LIMIT:

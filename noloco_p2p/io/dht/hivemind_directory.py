@@ -73,7 +73,7 @@ class HivemindDirectory:
         Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable if peers were
         joined and none answers as a DHT node. A node that joins nobody and finds nobody is the first one.
         """
-        known = KnownPeers(known_path)
+        known = KnownPeers(known_path, libp2p.joined)
         known.load()
         known.remember(libp2p.joined)
         directory = cls(libp2p, run_id, stages, known, members)

@@ -104,6 +104,18 @@ def test_known_peers_take_turns(tmp_path: Path) -> None:
     assert sorted(map(str, dialled)) == sorted(str(address(number)) for number in range(5))
 
 
+def test_a_name_that_was_joined_is_dialled_again_whatever_its_peer_announces(tmp_path: Path) -> None:
+    """A home router gets another IP address at night; the peer behind it was seen at the one of yesterday."""
+    joined = JoinAddress.parse(f"/dns4/home.example/tcp/41001/p2p/{PEER}")
+    seen = JoinAddress.parse(f"/ip4/8.8.8.8/tcp/41001/p2p/{PEER}")
+    known = KnownPeers(tmp_path / "known_peers.json", [joined])
+    known.remember([joined])
+    assert known.unlinked(set(), 8) == [joined]
+    known.remember([seen])
+    assert known.unlinked(set(), 8) == [seen, joined]
+    assert known.unlinked({PEER}, 8) == []
+
+
 @pytest.mark.parametrize("text", ["", "{", "17", '["nonsense", 5, null]', "\0\0"])
 def test_a_spoilt_file_of_known_peers_is_no_obstacle(tmp_path: Path, text: str) -> None:
     path = tmp_path / "known_peers.json"
