@@ -26,8 +26,8 @@ REJOIN_PERIOD_S = 10.0
 DIALS_PER_REJOIN = 8
 ASKED_AT_ONCE = 16
 """Linked peers that are asked for what they hold themselves, at each rejoining, or told that this node leaves."""
-LEFT_TTL_S = 15.0
-"""Shortest lifetime of the record that a node has left."""
+SHORTEST_TTL_S = 15.0
+"""Of the record that a node has left, and of one that is announced again after it expired: its machine has slept."""
 _LEAST_GROWTH_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ class HivemindDirectory:
         """Announce the newest advert again, with the addresses that hold now. Raises as `announce`."""
         async with self._announcing:
             if (newest := self._newest) is not None:
-                await self._store(newest, min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S))
+                left_s = min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S)
+                await self._store(newest, max(left_s, SHORTEST_TTL_S))
 
     async def withdraw(self) -> None:
         """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
@@ -111,7 +112,7 @@ class HivemindDirectory:
 
     async def _withdraw(self) -> None:
         if self._newest is not None:
-            await self._store(replace(self._newest, state="left"), LEFT_TTL_S)
+            await self._store(replace(self._newest, state="left"), SHORTEST_TTL_S)
             self._newest = None
 
     async def peers(self) -> list[Advert]:
@@ -143,8 +144,7 @@ class HivemindDirectory:
 
         Raises LocalError (no daemon, or known peers cannot be written).
         """
-        linked = await self._libp2p.links()
-        missing = self._known.unlinked(linked, DIALS_PER_REJOIN)
+        missing = self._known.unlinked(await self._libp2p.links(), DIALS_PER_REJOIN)
         results = await asyncio.gather(*(self._libp2p.dial(address) for address in missing), return_exceptions=True)
         for result in results:
             if result is not None and not isinstance(result, PeerError | ConfigError):

@@ -241,6 +241,25 @@ def test_a_restarted_bootstrap_node_rejoins_its_swarm(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_an_advert_that_expired_while_the_machine_slept_is_announced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost its relays meanwhile, and says at once which ones it has now."""
+    slept_s, clock = 0.0, time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + slept_s)
+
+    async def scenario() -> None:
+        nonlocal slept_s
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await b.directory.announce(b.advert(), 30.0)
+            slept_s = 7_200.0
+            assert await a.directory.peers() == []
+            await b.directory.announce_again()
+            assert [peer.peer_id for peer in await a.directory.peers()] == [b.libp2p.peer_id]
+
+    run(scenario)
+
+
 def test_an_isolated_node_finds_its_swarm_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.REJOIN_PERIOD_S", 2.0)
 
