@@ -3,7 +3,6 @@
 import io
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_plain_lines_say_what_is_done_once(capsys: pytest.CaptureFixture[str]) -
 def test_it_says_until_when_all_nodes_pause(
     trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(swarm, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 1, 12, 30)))
+    monkeypatch.setattr(swarm, "local_time", lambda: datetime(2030, 1, 1, 12, 30))
     plan = make_plan(read(None, {}, ["stages=1", "start_replicas=2", "limits.hours=22:00-07:00"]), None)
     launched = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
     launched._trains, launched._display.interval_s = trains, 0.0
