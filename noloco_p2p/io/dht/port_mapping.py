@@ -76,9 +76,15 @@ class HomeRouter:
             log.info("no home router maps a port to this node: %s", error)
 
     async def renew(self) -> None:
-        """Have every mapping renewed. Raises Unreachable."""
+        """Have every mapping renewed. Raises Unreachable when one is not; the others are, all the same."""
+        failures = list[Unreachable]()
         for port in sorted(self._places):
-            await self.map(port)
+            try:
+                await self.map(port)
+            except Unreachable as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     async def end(self) -> None:
         """Remove the mappings."""

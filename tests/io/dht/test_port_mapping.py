@@ -11,6 +11,7 @@ import pytest
 from gateways import internet
 
 from noloco_p2p.config import ListenSettings
+from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht import port_mapping
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
@@ -103,6 +104,29 @@ def test_a_machine_with_another_address_in_its_network_has_its_ports_mapped_to_t
         first.lanaddr = "192.0.2.7"  # as if this machine had had that address, and has it no more
         await router.renew()
         assert mapped[2:] == [("127.0.0.2", 5001)]
+
+    asyncio.run(scenario())
+
+
+def test_a_mapping_that_is_not_renewed_costs_no_other_its_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = list[tuple[str, int]]()
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", mapped))
+    add = FoundRouter.addportmapping
+
+    def refuse(router: FoundRouter, outside: int, kind: str, host: str, port: int, *rest: object) -> None:
+        if port == 5001:
+            raise Exception("Action not authorized")
+        add(router, outside, kind, host, port, *rest)
+
+    async def scenario() -> None:
+        router = HomeRouter()
+        for port in (5001, 5009):
+            await router.map(port)
+        mapped.clear()
+        monkeypatch.setattr(FoundRouter, "addportmapping", refuse)
+        with pytest.raises(Unreachable, match="Action not authorized"):
+            await router.renew()
+        assert mapped == [("127.0.0.1", 5009)]
 
     asyncio.run(scenario())
 
