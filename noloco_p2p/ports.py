@@ -364,5 +364,5 @@ class World:
     make_batches: Callable[[Mapping[str, object] | None], Awaitable[Batches]]
     secret: int | None
     """At least 64 random bits of this process that no peer knows; None: no data is sent twice, so nothing is secret."""
-    local_time: Callable[[], datetime] = datetime.now
+    local_time: Callable[[], datetime]
     """What the clock on the wall shows."""

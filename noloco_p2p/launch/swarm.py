@@ -168,7 +168,7 @@ class LocalSwarm:
         until = hours.closed_until(self._plan.local.limits.hours, local_time())
         if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused"}:
             return ""
-        return f"all nodes pause until {until}, when the hours of limits.hours begin"
+        return f"outside limits.hours: all nodes pause until {until}"
 
     def _waits_for(self) -> str:
         """What is not yet so that the first inner step can be taken."""

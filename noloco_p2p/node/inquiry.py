@@ -49,9 +49,13 @@ class Inquiry:
             said = await transport.describe(advert)
         self.exchanges.note(advert.peer_id, said, now=self._node.now())
 
+    def unknown(self, adverts: Iterable[Advert], since: float | None = None) -> list[Advert]:
+        """Those of whom it has not turned out recently (or since then) whether they answer."""
+        return self.exchanges.unknown(adverts, now=self._node.now(), since=since)
+
     def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
         """Have those asked that were not asked recently (or since then), as many as there is room for now."""
-        for advert in self.exchanges.unknown(adverts, now=self._node.now(), since=since):
+        for advert in self.unknown(adverts, since):
             if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
                 self._to_ask[advert.peer_id] = advert
                 self._waits.pulse()
@@ -64,7 +68,7 @@ class Inquiry:
         since = self._node.now() if anew else None
 
         def all_asked() -> bool:
-            left = self.exchanges.unknown(adverts, now=self._node.now(), since=since)
+            left = self.unknown(adverts, since)
             self.ask(left, since)
             return not left
 

@@ -80,7 +80,7 @@ class Joining:
         # A node that was there before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if self._weights.own_of_stage():
-            self._weights.give_none_yet()
+            self._weights.withhold()
         else:
             await self._weights.open_data()
         # Nobody should wait for weights that this node will not have for a while, or take its initial ones.
@@ -153,7 +153,7 @@ class Joining:
     async def _take_weights(self) -> str:
         """Get the weights of a run that has begun from the best source that gives them; returns it, in words."""
         node, began = self._node, self._node.now()
-        self._weights.give_none_yet()
+        self._weights.withhold()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
             if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
@@ -269,7 +269,6 @@ class Rebalancer:
     def _have_answered(self, since: float) -> bool:
         """Whether all of them have, since then: whoever answered earlier may have died."""
         inquiry = self._swarm.inquiry
-        if inquiry.exchanges.unknown(self._deciding, now=self._node.now(), since=since):
-            return False
         answering = inquiry.answering(self._deciding, balance.COUNTED)
-        return len(answering) == len(self._deciding) >= balance.OTHERS_LEFT
+        anew = not inquiry.unknown(self._deciding, since)
+        return anew and len(answering) == len(self._deciding) >= balance.OTHERS_LEFT

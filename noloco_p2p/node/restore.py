@@ -56,8 +56,8 @@ class WeightRestorer:
         """List this node's checkpoints in the advert, until it trains."""
         self._node.update(holds=tuple(self.own_of_stage()[-HOLDINGS_SHOWN:]))
 
-    def give_none_yet(self) -> None:
-        """Until this node has the weights of a run that has begun, nobody can have its initial ones, round 0."""
+    def withhold(self) -> None:
+        """Offer nobody this node's initial weights, round 0: the run has begun, and its weights are yet to come."""
         self._rounds.frozen.clear()
 
     def guarded(self) -> Holding | None:

@@ -137,7 +137,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
             assert not rounds, f"{one.peer} began afresh, although there was: {one}"
         elif was.living:
             # Who is far ahead of the usual one may lie, and is asked last.
-            usual = min(map(median_low, (was.living, was.listed)))
+            usual = min(map(median_low, (was.living, was.training)))
             newest = min(max(was.living), usual + BOLD_ROUNDS)
             assert one.round >= newest - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
         elif rounds:

@@ -79,8 +79,8 @@ class AvailableWeights:
     at_s: float
     living: tuple[int, ...]
     """Held by replicas of the stage that have trained for a while (`FaultySwarm.listed_s`) and are reachable."""
-    listed: tuple[int, ...]
-    """Of all replicas of the stage that train, reachable for long or not: the node may know them."""
+    training: tuple[int, ...]
+    """Held by all replicas of the stage that train, reachable or not: the node may know of each."""
     guarded: tuple[int, ...]
     """Listed for as long by reachable nodes."""
     own: tuple[int, ...]

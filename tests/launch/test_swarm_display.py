@@ -112,6 +112,6 @@ def test_it_says_until_when_all_nodes_pause(
         return capsys.readouterr().out
 
     state = "paused" if trains else "starting"
-    assert show(state, state) == "all nodes pause until 22:00, when the hours of limits.hours begin\n"
+    assert show(state, state) == "outside limits.hours: all nodes pause until 22:00\n"
     if trains:
         assert "until" not in show(state, "training"), "one still finishes what it holds"

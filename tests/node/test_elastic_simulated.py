@@ -6,6 +6,7 @@ The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` repla
 import pytest
 from choosing import ChoosingSwarm
 from elastic import drawn
+from noted import noted
 from soak import soak
 
 from noloco_p2p.sim.faults import FaultySwarm
@@ -20,12 +21,9 @@ CHOOSING = range(3, 8)
 def test_swarms_survive_what_is_drawn(block: int) -> None:
     sources = set[str]()
     for seed in range(block, block + SWARMS_A_TEST):
-        try:
+        with noted(f"seed {seed}; replay: python tests/support/elastic.py {seed}"):
             swarm = FaultySwarm(*drawn(seed))
             check(swarm)
-        except BaseException as error:
-            error.add_note(f"seed {seed}; replay: python tests/support/elastic.py {seed}")
-            raise
         sources |= {one.source for one in swarm.resumptions}
     if block == 0:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "else the swarms prove less than they seem to"
@@ -50,12 +48,9 @@ def test_swarms_whose_nodes_choose_their_stages_survive_what_is_drawn() -> None:
     """Nodes move, and are struck on their way."""
     struck, moved = set[str](), 0
     for seed in CHOOSING:
-        try:
+        with noted(f"seed {seed}; replay: python tests/support/choosing.py {seed}"):
             swarm = ChoosingSwarm(seed)
             moved += len(check(swarm).trace.of("moved"))
-        except BaseException as error:
-            error.add_note(f"seed {seed}; replay: python tests/support/choosing.py {seed}")
-            raise
         struck |= {*swarm.struck}
     assert moved >= len(CHOOSING)
     assert len(struck) >= 4, "else the swarms prove less than they seem to"

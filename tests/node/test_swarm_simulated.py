@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from noted import noted
 from short_runs import LIMITS, manifest_for
 from soak import soak
 
@@ -70,11 +71,8 @@ def check_ended(plan: SimPlan, outcome: Outcome) -> None:
 def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
     for seed in range(block, block + SWARMS_A_TEST):
         plan = drawn(seed)
-        try:
+        with noted(f"seed {seed}: drawn({seed})"):
             check_ended(plan, SimSwarm(plan).run(limit_s=600))
-        except BaseException as error:
-            error.add_note(f"seed {seed}: drawn({seed})")
-            raise
 
 
 def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() -> None:

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from noted import noted
 from soak import soak
 
 from noloco_p2p.config import InnerSettings, OuterSettings
@@ -104,11 +105,8 @@ def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> N
     for seed in range(block, block + SEEDS_A_TEST):
         scenario, nodes, replay = drawn(name, seed)
         simulation = build(scenario.of_nodes(nodes), seed)
-        try:
+        with noted(f"seed {seed}; replay: {replay}"):
             check(simulation)
-        except BaseException as error:
-            error.add_note(f"seed {seed}; replay: {replay}")
-            raise
         hurt += bool(simulation.begun)
         for kinds in simulation.network.byte_counts.values():
             for counts in kinds.values():

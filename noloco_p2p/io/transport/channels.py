@@ -60,7 +60,7 @@ SERVICE = "/noloco.v1.Node"
 
 @dataclass(slots=True, eq=False)
 class PeerChannel:
-    """One connection to a peer, who has seen `leaf`. Messages with tensor bytes are given and taken as they travel."""
+    """A connection on which `leaf` was shown. Messages with tensor bytes are given and taken as they travel."""
 
     address: str
     leaf: object
@@ -241,8 +241,8 @@ class ChannelPool:
                 except Unreachable as error:
                     reasons.append(f"{address}: {error}")
                     continue
-                made = self._links.channel(dialled, peer.peer_id, self._options)
-                channel = PeerChannel(address, self._links.leaf, made)
+                leaf = self._links.leaf
+                channel = PeerChannel(address, leaf, self._links.channel(dialled, peer.peer_id, self._options))
                 self._open.add(channel)
                 reason = await connect(channel.channel, seconds)
                 if reason is None:

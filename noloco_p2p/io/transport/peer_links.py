@@ -48,8 +48,8 @@ class Links:
 
     @property
     def leaf(self) -> object:
-        """What this node shows on new connections. Those on which it has shown another one are not used any more: the
-        peer refuses all calls on them once that has expired."""
+        """What this node shows on new connections. New calls do not use those on which it has shown an earlier one: the
+        peer refuses every call on them once that has expired."""
         return self._credentials.leaf()
 
     def add_port(self, server: Any, address: str) -> int:

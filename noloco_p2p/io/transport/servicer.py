@@ -161,7 +161,7 @@ class GrpcServicer:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
         write = self._line.sender(Patience().writing(context.write))
-        async with self._told(context, write, pb.SnapshotMessage):
+        async with self._reporting_failures(context, write, pb.SnapshotMessage):
             caller, handler = self._admit(said, context, observers=True)
             with self.callers.holding(TRANSFERS, caller):
                 wanted = weights_codec.from_request(request)
@@ -175,7 +175,7 @@ class GrpcServicer:
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
         refuse = self._line.sender(patience.writing(context.write))
-        async with self._told(context, refuse, pb.StateMessage):
+        async with self._reporting_failures(context, refuse, pb.StateMessage):
             caller, handler = self._admit(said, context)
             with self.callers.holding(TRANSFERS, caller):
                 async with handler.lend_state(caller.name, resume.number if resume else None) as state:
@@ -199,10 +199,10 @@ class GrpcServicer:
             await stripes.reply(self._counted(parts, most), ways(context)[0])
 
     @asynccontextmanager
-    async def _told(
+    async def _reporting_failures(
         self, context: Any, write: Write, kind: type[pb.SnapshotMessage] | type[pb.StateMessage]
     ) -> AsyncIterator[None]:
-        """What goes wrong when weights are sent is told to the caller."""
+        """Report to the caller what goes wrong while weights are sent."""
         try:
             yield
         except Unreachable as error:
