@@ -147,6 +147,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 def test_a_node_that_has_moved_since_no_longer_reports_who_was_set_aside_an_hour_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    set_aside_at = run(("s1r2",)).trace.of("distrusted", "s0r0")[0].at_s  # kept for other tests: before the changes
     monkeypatch.setattr(gradient_pairs, "EARLY", 1 / 4)
     monkeypatch.setattr(members, "DISTRUSTED_S", 2.0)
     manifest = manifest_for((2, 5), STEPS, microbatches_per_step=PER_STEP)
@@ -158,13 +159,8 @@ def test_a_node_that_has_moved_since_no_longer_reports_who_was_set_aside_an_hour
         found.extend(trouble.name for trouble in node.state.troubles(0.0))
         node.state.drain("moves", next_stage=1)
 
-    swarm.at(set_aside_s(), move)
+    swarm.at(set_aside_at + 0.01, move)
     outcome = swarm.run()
     assert found == ["gradients"]
     assert outcome.nodes["s0r0"].stage == 1, "it moved"
     assert not outcome.nodes["s0r0"].node.state.troubles(outcome.ended_at_s)
-
-
-def set_aside_s() -> float:
-    """When the first origin has just set the liar aside."""
-    return run(("s1r2",)).trace.of("distrusted", "s0r0")[0].at_s + 0.01
