@@ -371,7 +371,7 @@ class BalancedDoor(MicrobatchServer):
 
 TestDoor = MicrobatchServer.TestCase
 TestBalancedDoor = BalancedDoor.TestCase
-TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=150, stateful_step_count=60)
+TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=80, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("seed", range(20))

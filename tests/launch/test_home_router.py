@@ -9,12 +9,13 @@ import gateways
 import pytest
 from gateways import internet
 from processes import NOLOCO, SMALL, node_processes, settings
+from soak import soak
 from test_behind_nat import in_namespace
 
 pytestmark = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
 
 
-@pytest.mark.parametrize("how", ["", "closed"])
+@pytest.mark.parametrize("how", ["closed", *soak([""])])
 def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
     """It holds the last stage, so the public node dials it: at the router, or over a link if the router lies."""
     with node_processes(tmp_path) as nodes, internet() as net:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from soak import soak
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.line_model import BUFFER_S, Line, LineModel, OneWay
@@ -77,8 +78,15 @@ class World:
         return sum(len(piece) for at, one, piece in self.arrivals if one is flow and at >= begin)
 
 
-@pytest.mark.parametrize("mbit", [0.5, 50, 1_000])
-@pytest.mark.parametrize("latency_s", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize(
+    ("mbit", "latency_s"),
+    [
+        (50, 0.0),
+        (50, 0.1),
+        (1_000, 0.01),
+        *soak([(0.5, 0.0), (0.5, 0.01), (0.5, 0.1), (50, 0.01), (1_000, 0.0), (1_000, 0.1)]),
+    ],
+)
 def test_one_connection_gets_the_slower_line(mbit: float, latency_s: float) -> None:
     world = World(latency_s)
     begin, seconds = 2.0, 1.0 if mbit == 1_000 else 4.0

@@ -22,8 +22,8 @@ from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
-VISITORS, EVERY_S, STAY_S = 500, 0.2, 2.0
-FIRST_LOOK, SECOND_LOOK = 200, 450
+VISITORS, EVERY_S, STAY_S = 300, 0.2, 2.0
+FIRST_LOOK, SECOND_LOOK = 120, 270
 """Visitors that have come by then, of which some are there. What is bounded is full at the first."""
 GLANCES, GLANCE_S = 5, 0.37
 """Of each look, of which the least counts: what is in flight comes and goes within an inner step."""

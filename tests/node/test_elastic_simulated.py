@@ -12,7 +12,7 @@ from soak import soak
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.laws import check
 
-SEEDS, SOAK_SEEDS = 30, 200
+SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10
 CHOOSING = range(3, 8)
 

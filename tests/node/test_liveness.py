@@ -92,7 +92,7 @@ def blamed(outcome: Outcome) -> Counter[str]:
 
 LARGE_SEEDS = 16
 """Of these the bodies are announced. Those of further ones may go at once, as they do in AT_ONCE_SEEDS."""
-AT_ONCE_SEEDS = (30, 37, 50, 56)
+AT_ONCE_SEEDS = (30, 50)
 
 
 def drawn(seed: int) -> tuple[SimPlan, str]:
@@ -130,7 +130,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     return replace(found, manifest=manifest, config=config, sizes=sizes), words
 
 
-@pytest.mark.parametrize("seed", [*range(LARGE_SEEDS), *AT_ONCE_SEEDS, *soak(range(100, 150))])
+@pytest.mark.parametrize("seed", [*range(8), *AT_ONCE_SEEDS, *soak([*range(8, LARGE_SEEDS), *range(100, 150)])])
 def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_stuck_device_gets_no_further_when_one_of_its_callers_gives_up() -> No
         assert stall_s < 13.0, "five silences of 2 s, and the time between two questions"
 
 
-@pytest.mark.parametrize("stages", [3, 8])
+@pytest.mark.parametrize("stages", [8, *soak([3])])
 def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_seconds(
     monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:

@@ -8,6 +8,7 @@ from math import inf, isfinite, nan
 
 import pytest
 from short_runs import manifest_for
+from soak import soak
 
 from noloco_p2p.config import (
     DirectorySettings,
@@ -171,8 +172,15 @@ def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
         assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r1"])
+@pytest.mark.parametrize(
+    ("peer", "routing"),
+    [
+        ("s0r1", "random"),
+        ("s1r1", "balanced"),
+        ("s2r1", "random"),
+        *soak([("s0r1", "balanced"), ("s1r1", "random"), ("s2r1", "balanced")]),
+    ],
+)
 def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: str) -> None:
     outcome = run((2, 2, 2), {peer: always}, routing=routing)
     reasons = stopped(outcome)

@@ -21,7 +21,7 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 SHAPES = [(2, 2), (2, 3), (3, 2), (1, 3), (3, 3), (2, 2, 2), (2, 3, 1), (1, 2, 3), (2, 1, 2, 2), (2, 2, 2, 2)]
-SEEDS, SOAK_SEEDS = 40, 100
+SEEDS, SOAK_SEEDS = 20, 100
 SWARMS_A_TEST = 10
 
 

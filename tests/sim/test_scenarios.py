@@ -25,9 +25,7 @@ from noloco_p2p.sim.simulation import build, sizes_of
 FILES = Path(__file__).parents[2] / "configs" / "sim"
 NAMES = ("lan", "continents", "consumer", "home-200", "protocol-nanogpt", "stragglers", "churn", "partition")
 SEEDS_A_TEST = 4
-CALM = ("lan", "home-200", "protocol-nanogpt", "stragglers")
-"""Where little depends on the seed."""
-BLOCKS = [(name, block) for name in NAMES for block in range(0, 4 if name in CALM else 8, SEEDS_A_TEST)]
+BLOCKS = [(name, 0) for name in NAMES]
 MORE_BLOCKS = soak(
     (name, block) for name in NAMES for block in range(0, 32, SEEDS_A_TEST) if (name, block) not in BLOCKS
 )

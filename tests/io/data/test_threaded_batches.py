@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
+from soak import soak
 from tokenizer_files import save_tokenizer
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -139,7 +140,7 @@ def test_targets_are_the_inputs_one_ahead(kind_and_files: tuple[str, tuple[str, 
     batches.close()
 
 
-@pytest.mark.parametrize("stop", [1, 7, 290])
+@pytest.mark.parametrize("stop", [1, 290, *soak([7])])
 def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], stop: int) -> None:
     """290 microbatches are more than one pass over the small corpora."""
     kind, files = kind_and_files

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from daemons import RUN, STRANGER, daemon, run, until
 from members import Club
+from soak import soak
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 
 from noloco_p2p.config import ListenSettings
@@ -277,7 +278,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
     run(scenario)
 
 
-@pytest.mark.parametrize("answer", [b"\xff", b"[" * 4096, b'{"reason": 1}'])
+@pytest.mark.parametrize("answer", [b"[" * 4096, *soak([b"\xff", b'{"reason": 1}'])])
 def test_a_joined_peer_whose_dial_back_makes_no_sense_keeps_nobody_from_starting(tmp_path: Path, answer: bytes) -> None:
     async def nonsense(caller: PeerId, request: bytes) -> bytes:
         return answer

@@ -185,11 +185,11 @@ def test_a_week_has_about_7400_lines_of_progress_and_no_round_is_lost_to_the_cou
 # === its files ========================================================================================================
 
 
-def test_a_million_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) -> None:
+def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) -> None:
     """Many processes, one after the other, each with its burst of every kind: what a node that keeps failing writes."""
     files = EventFiles(tmp_path, file_bytes=20_000, files=8)
     clock, largest, events = Clock(), 0, 0
-    for life in range(500):
+    for life in range(100):
         counters = RunCounters(2)
         journal = Journal(files.write, counters, clock, clock)
         journal.start(peer_id="Q", life=life)
@@ -204,10 +204,10 @@ def test_a_million_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path)
         largest = max(largest, size_of(tmp_path))
     files.close()
     found = in_order(tmp_path)
-    assert events == 1_000_000
+    assert events == 200_000
     assert 100_000 < largest <= 8 * 20_000
     assert found[-1]["event"] == "end"
-    assert [line["life"] for line in found if line["event"] == "start"][-1] == 499
+    assert [line["life"] for line in found if line["event"] == "start"][-1] == 99
     times = [line["time"] for line in found]
     assert times == sorted(times)
 

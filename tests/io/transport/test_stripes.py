@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from link_fixture import Proxy
+from soak import soak
 from state_fixture import LONG, LONG_SPECS, NUMBER, Donor
 from transport_fixture import (
     LARGE,
@@ -154,7 +155,7 @@ def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
     assert most == [CONNECTIONS, CHANNELS_PER_PEER, CHANNELS_PER_PEER]
 
 
-@pytest.mark.parametrize("limits", [None, "capped"])
+@pytest.mark.parametrize("limits", [None, *soak(["capped"])])
 def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from link_fixture import Passage, Proxy
 from machine import in_time
+from soak import soak
 from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, soon, tensor, transport
 
 from noloco_p2p.config import LimitSettings
@@ -34,8 +35,9 @@ def excess_s(passed: list[Passage], bytes_per_s: float) -> float:
     return most / bytes_per_s
 
 
-@pytest.mark.parametrize("mbit_per_s", [80, 400])
-@pytest.mark.parametrize("direction", ["upload", "download"])
+@pytest.mark.parametrize(
+    ("direction", "mbit_per_s"), [("upload", 400), ("download", 80), *soak([("upload", 80), ("download", 400)])]
+)
 def test_a_cap_is_kept_in_any_time_and_used(direction: str, mbit_per_s: int) -> None:
     """Of a caller's line and of a server's: each has the cap, and sends and receives the same bytes."""
 
