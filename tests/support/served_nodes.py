@@ -29,14 +29,21 @@ class Served:
         server.server_close()
 
 
+def told_now(report: Report) -> bytes:
+    """The status page, by a clock that is right when it is asked."""
+    status = with_figures(report, unix_time_s=time.time()).status
+    assert status is not None
+    return status_json.encode(status)
+
+
 @contextmanager
 def served_nodes(reports: dict[str, Report]) -> Iterator[Served]:
     """Each node at a port of its own; all see all."""
-    pages: dict[int, bytes] = {}
+    pages: dict[int, Report] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = pages[self.connection.getsockname()[1]] if self.path == "/status" else b"no"
+            body = told_now(pages[self.connection.getsockname()[1]]) if self.path == "/status" else b"no"
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -55,9 +62,7 @@ def served_nodes(reports: dict[str, Report]) -> Iterator[Served]:
     adverts = {name: r.advert for name, r in there.items() if r.advert is not None}
     for name, report in there.items():
         seen = tuple(SeenPeer(other) for at, other in adverts.items() if at != name)
-        status = with_figures(with_status(report, seen=seen), unix_time_s=time.time()).status
-        assert status is not None
-        pages[int(served.urls[name].rpartition(":")[2])] = status_json.encode(status)
+        pages[int(served.urls[name].rpartition(":")[2])] = with_status(report, seen=seen)
     try:
         yield served
     finally:
