@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from soak import soak
 from stages import make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch, vector_of
 
 from noloco_p2p.compute import host_tensor
@@ -153,7 +154,7 @@ def test_waves_are_the_same_wherever_cos_is_a_little_different() -> None:
             assert torch.equal((exact * nudge).float(), basis(size, torch.float32)), size
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float32", *soak(["float64"])])
 def test_rounds_are_the_formulas_and_slow_weights_are_equal_bit_for_bit(dtype: str) -> None:
     """Three replicas with data of their own, four rounds."""
     replicas = make_replicas(dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from soak import soak
 from stages import (
     as_gradient,
     gradients,
@@ -188,7 +189,7 @@ def test_a_node_that_makes_graphs_again_has_more_places(monkeypatch: pytest.Monk
 # --- graphs that are made again ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("wire", ["float32", "int4", *soak(["bfloat16"])])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_graphs_that_are_made_again_change_no_bit(family: str, wire: Any) -> None:
     manifest = make_manifest(family, 3, dtype="float32", wire={"forward": wire, "backward": wire})

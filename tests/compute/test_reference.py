@@ -36,7 +36,7 @@ def test_a_faithful_run_is_accepted(tmp_path: Path, family: str) -> None:
     assert report.delays == {0}
 
 
-@pytest.mark.parametrize("delays", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("delays", [(0, 1, 2), *soak([((1,),), ((2,),)])])
 def test_a_run_that_trains_on_during_its_rounds_is_accepted(tmp_path: Path, delays: tuple[int, ...]) -> None:
     """Of an interval of two steps: all of it, the half, or nothing; the last round is waited for."""
     report = simulate(tmp_path, "llama", delays=delays)

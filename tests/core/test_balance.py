@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from soak import soak
 
 from noloco_p2p.core.balance import LEAST_ROUNDS, OTHERS_LEFT, capacities, choose_move, choose_stage, may_move
 from noloco_p2p.core.messages import Advert
@@ -200,7 +201,7 @@ def drawn(seed: int) -> tuple[list[Advert], int, dict[tuple[str, int], float]]:
     return [advert(n, s, microbatches_per_s=speeds[n, s]) for n, s in zip(names, places, strict=True)], stages, speeds
 
 
-@pytest.mark.parametrize("block", range(0, 400, 50))
+@pytest.mark.parametrize("block", [*range(0, 200, 50), *soak(range(200, 400, 50))])
 def test_moves_end_and_the_slowest_stage_never_gets_slower(block: int) -> None:
     moved = 0
     for seed in range(block, block + 50):

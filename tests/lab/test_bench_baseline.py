@@ -217,6 +217,7 @@ def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
     assert message.startswith("hivemind has not averaged the processes within 0:00:03: ")
 
 
+@pytest.mark.soak
 def test_what_hivemind_has_started_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     started = list[int]()
 

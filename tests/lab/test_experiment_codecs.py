@@ -66,7 +66,7 @@ def test_a_report_of_runs_that_are_not_finite() -> None:
     assert "gpt2" in markdown(codecs.report(results({wire: [figures(None, {"int4": None})] for wire in wires})))
 
 
-@pytest.mark.parametrize(("codec", "least"), [("int4", 0.5), *soak([("int8", 1.0), ("bfloat16", 2.0)])])
+@pytest.mark.parametrize(("codec", "least"), soak([("int4", 0.5), ("int8", 1.0), ("bfloat16", 2.0)]))
 def test_a_short_run_of_an_outer_codec_counts_its_bytes(codec: str, least: float) -> None:
     full, found = (codecs.measure(case(OuterCase("matched", one))) for one in ("full", codec))
     (parameters,) = full["parameters"]

@@ -29,6 +29,7 @@ def trained(noise: tuple[tuple[tuple[int, float], ...], ...]) -> TrainingSummary
     return train(TrainingPlan(manifest, (4, 4), 1, noise=noise))
 
 
+@pytest.mark.soak
 def test_replicas_have_noise_of_the_given_size_while_they_compute_gradients_and_stay_one_model() -> None:
     plain, none, noisy = (trained(noise) for noise in ((), (((6, 0.0),),) * 2, (((3, 0.1), (6, 0.2)), ((6, 0.0),))))
     assert none.final_losses == plain.final_losses

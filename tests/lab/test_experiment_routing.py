@@ -156,6 +156,7 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
     assert "m = 10: the weights were never finite" in markdown(spread.report(diverged))
 
 
+@pytest.mark.soak
 def test_random_routes_hold_the_later_replicas_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real weights, before their first merge: replicas of stage 1 that see everybody's work drift apart less.
 

@@ -55,6 +55,7 @@ def test_both_swarms_read_the_same_and_only_who_reads_it_differs() -> None:
     ]
 
 
+@pytest.mark.soak
 def test_a_case_tells_the_loss_of_every_replica_on_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "QUICK", {"hidden": 16, "layers": 2, "steps": 2})
     monkeypatch.setattr(shards, "HELD_OUT", COUNT)

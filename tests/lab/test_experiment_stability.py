@@ -136,6 +136,7 @@ def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None
     assert staleness.outer_step(variant) == pytest.approx(speed, rel=1e-9)
 
 
+@pytest.mark.soak
 def test_lost_partners_are_counted_and_widen_the_spread() -> None:
     sizes = {"replicas": 4, "steps": 24, "inner_steps": 2, "hidden_size": 16}
     sizes |= {"sequence_length": 8, "microbatch_size": 2, "held_out_microbatches": 2}

@@ -9,6 +9,7 @@ from statistics import pstdev
 import pytest
 from elastic import COSTS, plan_of
 from sim_transport_fixture import lose_next_reply
+from soak import soak
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
@@ -36,7 +37,7 @@ def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
 
 
 @pytest.mark.parametrize("outer", [{"rule": "gossip"}, {"rule": "noloco", "inner_steps": 4}])
-@pytest.mark.parametrize("peer", ["s1r3", "s0r2"])
+@pytest.mark.parametrize("peer", ["s1r3", *soak(["s0r2"])])
 def test_nobody_merges_the_initial_weights_of_a_node_that_still_copies_a_state(
     peer: PeerId, outer: Mapping[str, object]
 ) -> None:
@@ -108,8 +109,7 @@ def killed(plan: SimPlan, at_s: float, peers: Sequence[PeerId], down_s: float = 
     return FaultySwarm(plan, tuple(Fault(at_s, "bounce", (peer,), down_s) for peer in peers))
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize("every_steps", [1, 8])
+@pytest.mark.parametrize(("stages", "every_steps"), [(1, 8), (2, 1), (3, 8), *soak([(1, 1), (2, 8), (3, 1)])])
 def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stages: int, every_steps: int) -> None:
     plan = chain(stages, every_steps=every_steps)
     undisturbed = check(FaultySwarm(plan))
@@ -171,7 +171,7 @@ def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_l
     assert after.dropped[0] in {one.microbatch for one in outcome.nodes["s0r0"].linear_stage.counted}
 
 
-@pytest.mark.parametrize("for_s", [1.0, 8.0])
+@pytest.mark.parametrize("for_s", [1.0, *soak([8.0])])
 @pytest.mark.parametrize("replicas", [(2, 1, 2), (2, 2, 2)])
 def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     replicas: tuple[int, ...], for_s: float

@@ -136,7 +136,7 @@ def lonely(outcome: Outcome) -> tuple[int, int]:
     return alone, total
 
 
-@pytest.mark.parametrize("name", [*CLOCKS, *soak(MORE_CLOCKS)])
+@pytest.mark.parametrize("name", [*list(CLOCKS)[1::2], *soak([*list(CLOCKS)[::2], *MORE_CLOCKS])])
 def test_the_clock_keeps_the_swarm_together(name: str) -> None:
     plan = (CLOCKS | MORE_CLOCKS)[name]
     outcome = SimSwarm(plan).run(limit_s=3000)

@@ -7,6 +7,7 @@ import pytest
 from diagnosed import swarm, with_advert, with_figures, with_status
 from hypothesis import given
 from hypothesis import strategies as st
+from soak import soak
 
 from noloco_p2p.core.status import MicrobatchSize
 from noloco_p2p.lab import scenario_files
@@ -38,7 +39,7 @@ def medians_of(scenario: Scenario) -> list[StageMedian]:
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-@pytest.mark.parametrize("per_step", [2, 4, 16, 64])
+@pytest.mark.parametrize("per_step", [2, 16, *soak([4, 64])])
 @pytest.mark.parametrize(
     ("name", "changes"), [("protocol-nanogpt", SHARED), ("home-200", ()), ("lan", ()), ("consumer", ())]
 )
@@ -115,6 +116,7 @@ def simulated_use(scenario: Scenario) -> float:
     return max(stage.utilisation or 0.0 for stage in found.figures.stages)
 
 
+@pytest.mark.soak
 def test_the_simulated_swarm_then_does_what_is_promised() -> None:
     """A run of the real nodes on home lines, the advice on its figures, and a run with the settings of the advice.
 

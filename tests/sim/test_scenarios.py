@@ -24,7 +24,7 @@ from noloco_p2p.sim.simulation import build, sizes_of
 
 FILES = Path(__file__).parents[2] / "configs" / "sim"
 NAMES = ("lan", "continents", "consumer", "home-200", "protocol-nanogpt", "stragglers", "churn", "partition")
-SEEDS_A_TEST = 4
+SEEDS_A_TEST = 2
 BLOCKS = [(name, 0) for name in NAMES]
 MORE_BLOCKS = soak(
     (name, block) for name in NAMES for block in range(0, 32, SEEDS_A_TEST) if (name, block) not in BLOCKS

@@ -329,7 +329,7 @@ def test_why_is_known_only_from_the_first_call() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("limits", [None, "capped"])
+@pytest.mark.parametrize("limits", ["capped", *soak([None])])
 def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: Carried, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
     filler, filled, may_reply = [0], asyncio.Event(), asyncio.Event()
@@ -534,8 +534,9 @@ async def all_have_ended(server: Any) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("limits", [None, "capped"])
-@pytest.mark.parametrize("what", ["snapshot", "state"])
+@pytest.mark.parametrize(
+    ("what", "limits"), [("snapshot", None), ("state", "capped"), *soak([("snapshot", "capped"), ("state", None)])]
+)
 def test_weights_from_far_come_over_all_connections(carried: Carried, what: str, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
 
