@@ -20,7 +20,8 @@ LEAST_ROUNDS = 4.0
 """Outer rounds that must be left: a mover is no partner before its first whole outer interval, and should then stay
 for longer than it took to come."""
 OTHERS_LEFT = 2
-"""Other replicas in training that a mover must leave behind: the death of a single one would lose the stage."""
+"""Other replicas in training that a mover must leave behind: the death of a single one would lose the stage. One is
+enough for a stage that nobody holds, without which the swarm stands still."""
 
 COUNTED = PRESENT - {"paused"}
 """Nodes in these states work at their stage or will soon."""
@@ -106,6 +107,11 @@ def may_move(me: Advert, others: Iterable[Advert]) -> bool:
     return all(a.peer_id > me.peer_id for a in others if a.moving_to is not None)
 
 
+def others_left(adverts: Iterable[Advert], target: int) -> int:
+    """How many other replicas a node must leave behind that moves to `target`."""
+    return OTHERS_LEFT if any(a.stage == target for a in adverts) else 1
+
+
 def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
     """The stage that this node should leave its own for while it trains, None to stay; and why.
 
@@ -119,15 +125,16 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
     """
     if stages < 2 or me.state != "training":
         return None, "not for this node"
-    if rounds_left < LEAST_ROUNDS or any(a.state == "finished" for a in others):
+    everybody = [*others, me]
+    now = capacities(everybody, stages)
+    target = now.slowest()
+    lost = all(a.stage != target for a in others)
+    if (rounds_left < LEAST_ROUNDS and not lost) or any(a.state == "finished" for a in others):
         return None, "the run is near its end"
     if not may_move(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
         return None, "somebody else moves"
-    everybody = [*others, me]
     if any(a.state in UNSETTLED or (a.state == "starting" and not a.settled) for a in others):
         return None, "somebody is on the way"
-    now = capacities(everybody, stages)
-    target = now.slowest()
     if any(a.state in ON_THE_WAY and a.stage == target for a in others):
         return None, "somebody is on the way"
     if now.of_stage[target] > 0 and not all(_measured(a) for a in everybody if a.state == "training"):
@@ -146,11 +153,12 @@ def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Ad
     if now.of_stage[target] + now.one_more[target] < wanted:
         return None
     training = [a for a in everybody if a.state == "training" and 0 <= a.stage < len(now.of_stage)]
+    least = others_left(everybody, target)
     spared = []
     for advert in training:
         left = sum(a.stage == advert.stage for a in training) - 1
         rate = advert.microbatches_per_s if _measured(advert) else now.one_more[advert.stage]
         remains = now.of_stage[advert.stage] - rate
-        if advert.stage != target and left >= OTHERS_LEFT and remains > 0 and remains >= wanted:
+        if advert.stage != target and left >= least and remains > 0 and remains >= wanted:
             spared.append(advert)
     return min(spared, key=lambda a: (-now.of_stage[a.stage], a.stage, a.peer_id), default=None)

@@ -248,8 +248,9 @@ class Rebalancer:
             node.publish(moving_to=target)
             return
         self._readings += 1
-        ready = self._readings >= READINGS_BEFORE and self._have_answered(since)
-        if target is not None and ready and balance.may_move(node.advert, others):
+        if target is None or self._readings < READINGS_BEFORE or not balance.may_move(node.advert, others):
+            return
+        if self._have_answered(since, balance.others_left(others, target)):
             node.event("moved", stage=target, reason=reason)
             node.drain(f"moving to stage {target}: {reason}", next_stage=target)
 
@@ -266,9 +267,9 @@ class Rebalancer:
         inquiry.ask(self._deciding, self._asked_at)
         return True
 
-    def _have_answered(self, since: float) -> bool:
-        """Whether all of them have, since then: whoever answered earlier may have died."""
+    def _have_answered(self, since: float, least: int) -> bool:
+        """Whether all of them have, at least so many, since then: whoever answered earlier may have died."""
         inquiry = self._swarm.inquiry
         answering = inquiry.answering(self._deciding, balance.COUNTED)
         anew = not inquiry.unknown(self._deciding, since)
-        return anew and len(answering) == len(self._deciding) >= balance.OTHERS_LEFT
+        return anew and len(answering) == len(self._deciding) >= least

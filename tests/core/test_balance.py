@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from soak import soak
 
-from noloco_p2p.core.balance import LEAST_ROUNDS, OTHERS_LEFT, capacities, choose_move, choose_stage, may_move
+from noloco_p2p.core.balance import LEAST_ROUNDS, capacities, choose_move, choose_stage, may_move, others_left
 from noloco_p2p.core.messages import Advert
 
 
@@ -131,16 +131,23 @@ def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
 @pytest.mark.parametrize(("stages", "why"), [
     (("abc", "x", ""), "an empty stage is the slowest"),
     (("abcd", "xy", ""), "of four that can be spared the lowest id"),
+    (("ab", "x", ""), "one left behind is enough: without it the swarm stands still"),
 ])  # fmt: skip
 def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
     adverts = trainers(*stages)
     assert choose_move(*without(adverts, "a"), 3)[0] == 2, why
     idle = [replace(a, microbatches_per_s=0.0) for a in adverts]
     assert choose_move(*without(idle, "a"), 3)[0] == 2, "nobody can measure while a stage is missing"
+    assert choose_move(*without(adverts, "a"), 3, rounds_left=0.1)[0] == 2, "the run cannot end without it"
+
+
+def test_nobody_leaves_a_single_other_for_a_stage_that_is_only_paused() -> None:
+    adverts = [*trainers("ab"), advert("x", 1, "paused")]
+    assert choose_move(*without(adverts, "a"), 2) == (None, "nobody can be spared")
 
 
 @pytest.mark.parametrize(("stages", "reason"), [
-    (("ab", ""), "nobody can be spared"),
+    (("a", ""), "nobody can be spared"),
     (("ab", "x"), "nobody can be spared"),
     (("abc", "xy"), "nobody can be spared"),
     (("abc", "xyz"), "nobody can be spared"),
@@ -214,10 +221,10 @@ def test_moves_end_and_the_slowest_stage_never_gets_slower(block: int) -> None:
             mover = wanting[0]
             target = choose_move(*without(adverts, mover.peer_id), stages)[0]
             assert target is not None
-            before = min(capacities(adverts, stages).of_stage)
+            before, left = min(capacities(adverts, stages).of_stage), others_left(adverts, target)
             arrived = replace(mover, stage=target, microbatches_per_s=speeds[mover.peer_id, target])
             adverts = [arrived if a is mover else a for a in adverts]
-            assert sum(a.stage == mover.stage for a in adverts) >= OTHERS_LEFT, f"seed {seed}"
+            assert sum(a.stage == mover.stage for a in adverts) >= left, f"seed {seed}"
             assert min(capacities(adverts, stages).of_stage) >= before, f"seed {seed}"
             moved += 1
         else:

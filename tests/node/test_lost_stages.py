@@ -1,0 +1,48 @@
+"""Swarms that have lost all nodes of a stage for good, under virtual time: those that are left go on without them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from elastic import plan_of
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.laws import check
+
+
+def choosing(nodes: int, stages: int, steps: int = 40, **changes: object) -> FaultySwarm:
+    """Nodes that choose their stages themselves."""
+    plan = plan_of((nodes, *[0] * (stages - 1)), steps=steps, start_replicas=nodes // stages, **changes)  # type: ignore[arg-type]
+    return FaultySwarm(replace(plan, chooses_stage=True))
+
+
+def of_stage(swarm: FaultySwarm, stage: int) -> list[PeerId]:
+    """Its nodes now."""
+    return [one.peer for one in swarm.processes if one.running and one.stage == stage]
+
+
+def later(swarm: FaultySwarm, at_s: float, stage: int, do: Callable[[PeerId], None]) -> None:
+    """At this time, to every node that then is of the stage."""
+
+    def strike() -> None:
+        for peer in of_stage(swarm, stage):
+            do(peer)
+
+    swarm.at(at_s, strike)
+
+
+@pytest.mark.parametrize(("nodes", "stages", "lost"), [(4, 2, 0), (4, 2, 1), (6, 3, 1), (6, 3, 2)])
+def test_one_of_two_replicas_takes_a_stage_that_nobody_holds_any_more(nodes: int, stages: int, lost: int) -> None:
+    swarm = choosing(nodes, stages)
+    later(swarm, 6.0, lost, swarm.crash)
+    outcome = check(swarm)
+    (moved,) = outcome.trace.of("moved")
+    assert moved.get("stage") == lost
+    assert swarm.resumptions[0].source == "guardian"
+
+
+def test_a_stage_that_is_lost_in_the_last_rounds_of_a_run_is_taken_as_well() -> None:
+    swarm = choosing(4, 2, steps=20)
+    later(swarm, 9.0, 1, swarm.crash)
+    assert len(check(swarm).trace.of("moved")) == 1
