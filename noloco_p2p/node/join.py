@@ -90,10 +90,10 @@ class Joining:
 
         def may_begin() -> bool:
             missing = self._missing(1 if self._run_has_begun() else manifest.start_replicas, membership.IN_ROUNDS)
-            if missing and not late:
-                self._report_missing(missing)
-                return node.draining
-            return True
+            if late or node.draining or not missing:
+                return True
+            self._report_missing(missing)
+            return False
 
         await self._waits.until(may_begin, "replicas of every stage", Resource.SWARM)
         if node.draining:

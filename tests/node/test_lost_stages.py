@@ -46,3 +46,14 @@ def test_a_stage_that_is_lost_in_the_last_rounds_of_a_run_is_taken_as_well() -> 
     swarm = choosing(4, 2, steps=20)
     later(swarm, 9.0, 1, swarm.crash)
     assert len(check(swarm).trace.of("moved")) == 1
+
+
+def test_a_node_that_is_told_to_leave_while_it_waits_for_others_says_nothing_of_waiting_and_leaves() -> None:
+    swarm = FaultySwarm(plan_of((2, 0), start_replicas=2))
+    for peer in ("s0r0", "s0r1"):
+        swarm.at(5.0, lambda peer=peer: swarm.drain(peer))  # type: ignore[misc]
+    outcome = swarm.run()
+    for process in outcome.processes:
+        assert process.ended_at_s == pytest.approx(5.0, abs=0.1)
+        assert [event.get("message") for event in process.trace.of("info") if event.at_s >= 5.0] == []
+        assert not process.trace.of("warning")
