@@ -68,10 +68,11 @@ class Joining:
         if not node.draining:
             node.event("info", message=f"holds stage {node.index} of {manifest.stages}")
 
-    async def wait_for_others(self) -> None:
+    async def wait_for_others(self) -> bool:
         """Wait until every stage has enough replicas. If the run has begun, take its weights then.
 
-        A run begins with `start_replicas` nodes per stage; one that has begun needs one.
+        A run begins with `start_replicas` nodes per stage; one that has begun needs one. False: this node had done all
+        steps before it was restarted, and nobody needs it for those of others.
         """
         node, manifest = self._node, self._node.manifest
         if node.advert.state == "syncing":  # It has moved, and may have been at this stage before.
@@ -95,9 +96,15 @@ class Joining:
             self._report_missing(missing)
             return False
 
-        await self._waits.until(may_begin, "replicas of every stage", Resource.SWARM)
+        done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
+        longest_s = 3 * node.config.directory.ttl_s if done else None
+        if not await self._waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
+            node.update(step=float(manifest.steps))
+            told = f"nobody has come, and this node has done all {manifest.steps} steps of the run: the run is complete"
+            node.event("info", message=told)
+            return False
         if node.draining:
-            return
+            return True
         if node.advert.state == "waiting":
             node.enter("begin")
         reason = "everybody is here"
@@ -106,10 +113,10 @@ class Joining:
             reason = await self._take_weights()
         if not node.draining:
             await self._weights.open_data()
-        if node.draining:
-            return
-        node.update(holds=())
-        node.enter("synced", reason)
+        if not node.draining:
+            node.update(holds=())
+            node.enter("synced", reason)
+        return True
 
     async def catch_up(self) -> None:
         """After a pause: copy a living replica if the stage is ahead by more than one outer interval."""

@@ -124,7 +124,9 @@ class Node:
         await self._joining.choose_stage()
         while not node.draining:
             await self._make_weights()
-            await self._joining.wait_for_others()
+            if not await self._joining.wait_for_others():
+                self.finished = True
+                return
             self._checkpointer.go_on()
             if not node.draining:
                 await (self._train_first_stage() if node.index == 0 else self._train_later_stage())

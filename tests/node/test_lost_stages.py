@@ -57,3 +57,20 @@ def test_a_node_that_is_told_to_leave_while_it_waits_for_others_says_nothing_of_
         assert process.ended_at_s == pytest.approx(5.0, abs=0.1)
         assert [event.get("message") for event in process.trace.of("info") if event.at_s >= 5.0] == []
         assert not process.trace.of("warning")
+
+
+@pytest.mark.parametrize("peer", ["s0r0", "s1r1"])
+def test_a_node_of_a_finished_run_that_is_started_alone_says_so_and_ends(peer: PeerId) -> None:
+    plan = plan_of((2, 2))
+    swarm = FaultySwarm(plan)
+    outcome = check(swarm)
+    again = FaultySwarm(replace(plan, replicas=(0, 0)))
+    again.disks.update(swarm.disks)
+    again.at(0.0, lambda: again.start(int(peer[1]), int(peer[3])))
+    node = check(again).nodes[peer]
+    assert node.node.finished
+    assert node.ended_at_s is not None
+    assert node.ended_at_s < 3 * plan.config.directory.ttl_s + 2.0
+    (*_, said) = [str(event.get("message")) for event in node.trace.of("info")]
+    assert said == "nobody has come, and this node has done all 20 steps of the run: the run is complete"
+    assert outcome.nodes[peer].step == node.step == 20
