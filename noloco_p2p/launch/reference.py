@@ -103,7 +103,7 @@ def _node_metrics() -> tuple[dict[str, Any], dict[str, Any]]:
         telemetry.identify(peer_id="p", run_id="r", stage="0", version="1")
         telemetry.watch(lambda: Status(Advert("P", "ab", 0, ()), "tiny", 1, 9, 0, troubles=(trouble,)), Path())
         telemetry.measure_memory(None)
-        telemetry.event("guarded", stage=0, round=1, bytes=1)
+        telemetry.event("guards", rounds={0: 1})
         telemetry.event("bytes", direction="in", kind="snapshot", bytes=1)
         telemetry.event("membership", counts={(0, "training"): 1})
         return fresh, families()

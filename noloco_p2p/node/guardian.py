@@ -228,6 +228,7 @@ class Guardian:
         held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
         if held != self._node.advert.holds:
             self._node.publish(holds=held)
+            self._node.event("guards", rounds={one.stage: one.round for one in held})
 
     def _drop(self) -> None:
         """Forget what others hold by now, and the stage that this node has moved to, once it has its weights."""

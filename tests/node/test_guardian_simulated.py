@@ -161,9 +161,11 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
     swarm.at(4.0, lambda: seen.append([held.round for _, held in holders(1, living(swarm))]))
     swarm.at(4.0, lambda: swarm.start(1, 5))
     swarm.at(12.0, lambda: seen.append([held.round for _, held in holders(1, living(swarm))]))
-    swarm.run(limit_s=100)
+    outcome = swarm.run(limit_s=100)
     assert len(seen[0]) == GUARDIANS
     assert seen[1] == []
+    told = {h.peer: h.get("rounds") for h in outcome.trace.of("guards") if h.at_s < 12.0 and h.peer.startswith("s0")}
+    assert told == {"s0r0": {}, "s0r1": {}}, "the metrics forget it too"
 
 
 def test_a_hung_ward_holds_nobody_up() -> None:

@@ -270,10 +270,9 @@ class RunCounters:
             case "deserted":
                 now, seconds = time.monotonic(), dict(fields["stages"])
                 self.deserted_since = {stage: now - seconds[stage] for stage in self.stages if stage in seconds}
-            case "guarded":
-                if fields["stage"] not in self.stages:
-                    raise ValueError(f"there is no stage {fields['stage']}")
-                self.guarded_rounds[fields["stage"]] = number(fields["round"])
+            case "guards":
+                rounds = fields["rounds"]
+                self.guarded_rounds = {stage: number(rounds[stage]) for stage in self.stages if stage in rounds}
 
     def _add(self, tally: Tally, labels: Labels, amount: float) -> None:
         sums = self.sums[tally.name]

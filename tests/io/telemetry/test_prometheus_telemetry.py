@@ -71,6 +71,7 @@ def everything(telemetry: Telemetry) -> None:
     telemetry.event("deserted", stages={1: 42.0})
     telemetry.event("checkpoint", round=3, step=30.0, seconds=0.5, bytes=2000)
     telemetry.event("guarded", stage=1, round=4, bytes=3000)
+    telemetry.event("guards", rounds={1: 4})
     telemetry.event("resumed", source="peer", round=3, step=30.5, peer="Q")
     telemetry.event("moved", stage=1, reason="it holds the swarm back")
     with telemetry.span("forward"):
@@ -166,6 +167,13 @@ def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
     assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "there is no such stage"
 
 
+def test_what_a_guardian_has_dropped_is_no_longer_among_the_metrics(telemetry: PrometheusTelemetry) -> None:
+    telemetry.event("guards", rounds={1: 4})
+    assert scraped(telemetry)["noloco_guarded_round", (("stage", "1"),)] == 4
+    telemetry.event("guards", rounds={})
+    assert ("noloco_guarded_round", (("stage", "1"),)) not in scraped(telemetry)
+
+
 def test_checkpoints_and_guarding_are_logged_once(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,7 +181,6 @@ def test_checkpoints_and_guarding_are_logged_once(
     for number in (1, 2, 3):
         telemetry.event("checkpoint", round=number, step=10.0 * number, seconds=0.25, bytes=2000)
         telemetry.event("guarded", stage=1, round=number, bytes=3000)
-    telemetry.event("guarded", stage=2, round=1, bytes=3000)
     assert [r.message for r in caplog.records] == [
         "checkpoint of outer round 1: 0.25 s, 2,000 bytes",
         "guards stage 1: holds its outer round 1, 3,000 bytes",
@@ -310,7 +317,7 @@ def test_series_are_bounded(telemetry: PrometheusTelemetry) -> None:
         telemetry.event("membership", counts={(i, f"state{i}"): 1, (i, "training"): 1})
         telemetry.event("reroute", reason=f"reason {i}")
         telemetry.event("microbatch", result="dropped", reason=f"reason {i}")
-        telemetry.event("guarded", stage=i, round=1, bytes=1)
+        telemetry.event("guards", rounds=dict.fromkeys(range(i), 1))
         telemetry.event("deserted", stages={i: 1.0})
         telemetry.event("bytes", direction="in", kind=f"kind {i}", bytes=1)
     found = scraped(telemetry)
