@@ -38,8 +38,13 @@ class Audit:
         self._weights = weights
 
     def initial(self, parameters: Mapping[str, Tensor]) -> None:
-        """`initial-<peer id>.safetensors`: the weights before step 1, by global name."""
-        self._save(f"initial-{self._peer_id}.safetensors", parameters, {"peer_id": self._peer_id})
+        """`initial-<peer id>.safetensors`: the weights before step 1, by global name.
+
+        Those that a node makes when it moves, or is started again, are not what it trains on with: the first ones stay.
+        """
+        name = f"initial-{self._peer_id}.safetensors"
+        if not (self._directory / name).exists():
+            self._save(name, parameters, {"peer_id": self._peer_id})
 
     def inner_step(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch], *, first: bool) -> None:
         """A line of `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 the batches that were used."""
@@ -106,10 +111,11 @@ class Audit:
     def _save(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         if not self._weights:
             return
-        path = self._directory / name
+        path, fresh = self._directory / name, self._directory / f"{name}.new"
         own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         try:
-            save_file(own, path, metadata=metadata)
+            save_file(own, fresh, metadata=metadata)
+            fresh.replace(path)
         except (OSError, SafetensorError) as error:
             raise _cannot_write(path, error) from error
 
