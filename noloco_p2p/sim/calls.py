@@ -165,7 +165,7 @@ class SimCall(Generic[T]):
             self._send(Unreachable(f"{self.callee} refused the connection"))
             return
         self._expires_at = self._loop.time() + self.deadline_s
-        self._work = self._loop.create_task(self.invoke(endpoint.handler, self))
+        self._work = self._loop.create_task(self.invoke(endpoint.handler, self), context=endpoint.context.copy())
         endpoint.work[self._work] = None
         self._work.add_done_callback(self._worked)
 

@@ -21,13 +21,14 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
 """A newcomer decides on answers that may be as old as the longest wait for another answer."""
-UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow")
+UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow", "stop")
 """Kinds whose end is recorded as an event of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`."""
+    """One fault of some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`, and `stop`: their
+    processes stand still."""
 
     at_s: float
     kind: str
@@ -47,7 +48,7 @@ class Fault:
     def separates(self, one: PeerId, other: PeerId) -> bool:
         """Whether nothing gets through between two nodes while it lasts."""
         match self.kind:
-            case "hang" | "mute":
+            case "hang" | "mute" | "stop":
                 return one in self.peers or other in self.peers
             case "cut":
                 return one in self.peers and other in self.peers
@@ -207,6 +208,8 @@ class FaultySwarm(SimSwarm):
                     self.registry.failing[peer] = None
             case "pause":
                 self.pause(peer)
+            case "stop":
+                self.stop(peer)
             case "slow":
                 self.slow(peer, fault.factor * self.plan.slowness.get(peer, 1.0))
             case "leave" | "depart" if self.process(peer).running:
@@ -238,6 +241,8 @@ class FaultySwarm(SimSwarm):
                     self.registry.failing.pop(peer, None)
             case "pause" if not self._lasts(peer, "pause"):
                 self.resume(peer)
+            case "stop" if not self._lasts(peer, "stop"):
+                self.go_on(peer)
             case "slow":
                 factor = [1.0, *(one.factor for one in self._lasts(peer, "slow"))][-1]
                 self.slow(peer, factor * self.plan.slowness.get(peer, 1.0))

@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,8 @@ class Endpoint:
     """A serving node and the running tasks of its handlers."""
 
     handler: Handler
+    context: Context = field(default_factory=copy_context)
+    """That of the node's process."""
     work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
 
 

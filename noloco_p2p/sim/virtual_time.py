@@ -3,15 +3,19 @@
 Threads, sockets and processes do not work in this loop; everything else in asyncio does. The same program always gives
 the same order of events: the clock starts at 0, and tasks hash by their number, so even the sets inside asyncio
 (TaskGroup, `asyncio.wait`) are iterated in an order that does not depend on memory addresses.
+
+The tasks of one simulated process can stand still for a while, as under SIGSTOP: the clock and all others go on.
 """
 
 import asyncio
 import gc
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from noloco_p2p.errors import NolocoError
@@ -20,6 +24,9 @@ COLLECT_EVERY = 1_000_000
 """Garbage collection threshold: objects allocated minus objects freed between two collections."""
 LIVELOCK_TURNS = 200_000
 """Iterations of the loop without progress in virtual time after which the program counts as spinning."""
+
+PROCESS: ContextVar[str | None] = ContextVar("process", default=None)
+"""The simulated process to which the tasks made in this context belong."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -32,6 +39,7 @@ class Deadlock(NolocoError):
 class _NumberedTask(asyncio.Task[Any]):
     def __init__(self, coro: Coroutine[Any, Any, Any], *, number: int, **options: Any) -> None:
         self._number = number
+        self.process = (options.get("context") or copy_context()).get(PROCESS)
         super().__init__(coro, **options)
 
     def __hash__(self) -> int:
@@ -52,8 +60,12 @@ class _Selector:
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop with virtual time. `limit_s`: the virtual time after which the program is aborted."""
 
+    _ready: deque[asyncio.Handle]
+
     def __init__(self, limit_s: float | None = None) -> None:
         super().__init__()
+        self._stopped: dict[str, list[asyncio.Handle]] = {}
+        """What the tasks of each process that stands still will do when it goes on."""
         self._selector = _Selector(self)
         self._clock_resolution = 1e-9
         self._now_s = 0.0
@@ -66,8 +78,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the loop was created."""
         return self._now_s
 
+    def stop_process(self, process: str) -> None:
+        """Let the tasks of a process stand still from the next turn of the loop on, until `continue_process`."""
+        self._stopped.setdefault(process, [])
+
+    def continue_process(self, process: str) -> None:
+        """The tasks of a process go on; those whose timers ended meanwhile do so in the order of these."""
+        self._ready.extend(self._stopped.pop(process, ()))
+
     def pass_time(self, timeout: float | None) -> None:
         """One iteration of the loop: advance by `timeout` seconds, to the next timer (None: there is no timer)."""
+        if self._stopped:
+            self._put_aside()
         if timeout is None:
             self._give_up("deadlock: nothing is ready and no timer is set")
         if timeout > 0:
@@ -84,6 +106,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Future[T]:
         """Not supported: a thread would finish at an undefined virtual time. Raises RuntimeError."""
         raise RuntimeError("virtual time has no threads")
+
+    def _put_aside(self) -> None:
+        ready, self._ready = self._ready, deque()
+        for handle in ready:
+            task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+            process = task.process if isinstance(task, _NumberedTask) else None
+            self._stopped.get(process or "", self._ready).append(handle)
 
     def _give_up(self, why: str) -> NoReturn:
         self._limit_s, self._turns = None, 0

@@ -7,6 +7,7 @@ outcome = swarm.run()
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -25,7 +26,7 @@ from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.process import Outcome, SimPorts, SimProcess
 from noloco_p2p.sim.telemetry import SimTelemetry, Trace
 from noloco_p2p.sim.transport import SimTransport
-from noloco_p2p.sim.virtual_time import run
+from noloco_p2p.sim.virtual_time import PROCESS, VirtualLoop, run
 
 StageFactory = Callable[[RunManifest, int, PeerId], Stage]
 """Makes a synchronous stage from (manifest, stage index, peer)."""
@@ -139,7 +140,9 @@ class SimSwarm:
             Advert(peer, plan.manifest.run_id, stage, addresses=(peer,)), plan.manifest, config, world, incarnation
         )
         process = SimProcess(peer, (stage, replica), node, world, ports, stages)
-        process.task = asyncio.get_running_loop().create_task(self._run_process(process), name=peer)
+        context = copy_context()
+        context.run(PROCESS.set, peer)
+        process.task = _loop().create_task(self._run_process(process), name=peer, context=context)
         self.processes.append(process)
         self._started.set()
 
@@ -180,6 +183,14 @@ class SimSwarm:
         """Tell a paused node to resume."""
         if self.process(peer).running:
             self.process(peer).node.resume()
+
+    def stop(self, peer: PeerId) -> None:
+        """Let a node's process stand still, as when its machine sleeps. What is sent to it waits there."""
+        _loop().stop_process(peer)
+
+    def go_on(self, peer: PeerId) -> None:
+        """A process that stands still goes on."""
+        _loop().continue_process(peer)
 
     def split(self, *groups: Collection[PeerId]) -> None:
         """Let nothing pass between groups until `heal`, neither calls nor announcements."""
@@ -274,3 +285,9 @@ class SimSwarm:
         finally:
             await process.ports.transport.close()
             process.ended_at_s = asyncio.get_running_loop().time()
+
+
+def _loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 from machine import in_time
 
-from noloco_p2p.sim.virtual_time import Deadlock, run
+from noloco_p2p.sim.virtual_time import PROCESS, Deadlock, VirtualLoop, run
 
 
 def _now() -> float:
@@ -178,3 +179,27 @@ def test_even_the_sets_of_asyncio_have_one_order() -> None:
         for seed in ("0", "1", "2")
     }
     assert printed == {f"{[f'peer-{i}' for i in range(60)]}\n"}
+
+
+def test_the_tasks_of_a_process_stand_still_while_the_clock_and_the_others_go_on() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def tick(who: str) -> None:
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            seen.append((who, _now()))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        context = copy_context()
+        context.run(PROCESS.set, "a")
+        ticking = [loop.create_task(tick("a"), context=context), loop.create_task(tick("b"))]
+        await asyncio.sleep(1.5)
+        loop.stop_process("a")
+        await asyncio.sleep(4.0)
+        loop.continue_process("a")
+        await asyncio.gather(*ticking)
+
+    run(main())
+    assert seen == [("a", 1.0), ("b", 1.0), ("b", 2.0), ("b", 3.0), ("a", 5.5), ("a", 6.5)]
