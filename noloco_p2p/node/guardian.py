@@ -120,9 +120,9 @@ class Guardian:
         """Pull the ward's weights if there may be newer ones: from one replica, or from the other if that fails."""
         replicas = self._replicas(stage)
         round = self._due(stage, replicas) if replicas else None
-        if round is None:
-            return
         node = self._node
+        if round is None or node.stood_still:  # others would seem to be too far ahead
+            return
         signs = self._signs(replicas)
         wait_s = AGAIN_S if self._leaving(replicas) else WAIT_S
         for donor in self._in_turn(stage, replicas, round):

@@ -43,6 +43,10 @@ class Inquiry:
             changed()
             self._waits.pulse()
 
+    def forget(self) -> None:
+        """What peers have answered is out of date, whatever this node's clock says: it has stood still."""
+        self.exchanges = Exchanges(self._node.config.directory.ttl_s)
+
     async def _ask_one(self, transport: Transport, advert: Advert) -> None:
         said = None
         with suppress(PeerError), self._waits.waiting("description", advert.peer_id, idle=True):

@@ -9,7 +9,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.exchanges import sample
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Resource
-from noloco_p2p.node.directory_loop import MembershipLoop
+from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL, MembershipLoop
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.restore import TRANSFER_DEADLINE_S, WeightRestorer
 from noloco_p2p.node.state import NodeState
@@ -119,13 +119,23 @@ class Joining:
         return True
 
     async def catch_up(self) -> None:
-        """After a pause: copy a living replica if the stage is ahead by more than one outer interval."""
-        node, members = self._node, self._swarm.members
-        ahead = max((a.outer_round for a in members.of_stage(node.index, membership.TRAINED)), default=0)
-        if ahead - node.advert.outer_round <= resume.NEAR_ROUNDS:
-            return
-        for source in resume.restore_sources(node.advert, members.all(), [], node.manifest.stages):
-            if source.kind == "peer" and await self._weights.restore(source):
+        """After a pause: copy a living replica if the stage is ahead by more than one outer interval.
+
+        They say so themselves. The network may be down at first, so one that is silent is asked again for a while.
+        """
+        node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
+        inquiry.forget()
+        living: list[Advert] = []
+        while not (living or node.draining):
+            await self._membership_loop.next_reading()
+            mates = inquiry.few(self._swarm.members.of_stage(node.index, membership.TRAINED))
+            await inquiry.until_asked(mates, anew=True)
+            living = [a for mate in inquiry.answering(mates, membership.TRAINED) if (a := inquiry.as_it_says(mate))]
+            if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
+                break
+        ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
+        for source in resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else ():
+            if await self._weights.restore(source):
                 return
 
     async def take_over(self, ahead: Sequence[PeerId]) -> None:

@@ -56,8 +56,7 @@ class Node:
         self._membership_loop = MembershipLoop(self.state, self.swarm, self.waits, world.directory, self._members_read)
         self._rebalancer = Rebalancer(self.state, self.swarm)
         self._guardian = Guardian(self.state, self.swarm, self.waits, world.transport)
-        self.handler = RpcHandler(self.state, self.swarm, self._guardian)
-        """For this node's transport."""
+        self.handler = RpcHandler(self.state, self.swarm, self._guardian)  # for this node's transport
         self._take_duties()
         self.finished = False
         """The run has ended, and this node was there until its end."""
@@ -262,6 +261,7 @@ class Node:
         with node.span("step"), self.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
+        self._pauses.look()
         node.finish_inner_step(result, self.swarm.inquiry.clocks(), self._world.transport.line)
         idle_s = max(0.0, node.now() - began - result.busy_s)
         node.event("idle", cause="gradients" if node.index == 0 else "microbatches", seconds=idle_s)
@@ -279,6 +279,8 @@ class Node:
 
     async def _outer_round(self) -> None:
         """What is due at the border of two inner steps; who then differs from the others becomes one of them."""
+        if self.state.stood_still:
+            await self._pause()
         await self._rounds.at_border(self._server.close)
         ahead, self._rounds.ahead = self._rounds.ahead, ()
         if ahead and not self.state.draining:

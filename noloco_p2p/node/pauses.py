@@ -1,4 +1,5 @@
-"""When the owner has the device: told so, or outside of the hours that the owner gives (`limits.hours`)."""
+"""When the owner has the device: told so, or outside of the hours that the owner gives (`limits.hours`). And what
+follows when this node has stood still: its machine slept, or its process was stopped."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -16,22 +17,23 @@ LOOK_S = 5.0
 
 
 class Pauses:
-    """Keeps `NodeState.closed_until`, and pauses the node while its owner has the device."""
+    """Keeps `NodeState.closed_until` and `stood_still`, and pauses the node while its owner has the device."""
 
     def __init__(self, node: NodeState, waits: Waits, local_time: Callable[[], datetime]) -> None:
         self._node = node
         self._waits = waits
         self._local_time = local_time
-        self._look()
+        self._looked_at = self._slept_until = local_time().timestamp()
+        self.look()
 
     async def keep_hours(self) -> None:
         """Look at the clock from time to time. Never ends."""
-        spans = self._node.config.limits.hours
         while True:
-            look_s = LOOK_S if spans else None
-            await self._waits.until(lambda: False, "next look at the clock", Resource.OWNER, look_s, idle=True)
-            self._look()
-            self._waits.pulse()
+            await self._waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
+            pausing = self._node.pausing
+            self.look()
+            if self._node.pausing != pausing:
+                self._waits.pulse()
 
     async def until_open(self) -> None:
         """Before this node joins: until its owner's hours begin. It is not announced before."""
@@ -45,11 +47,19 @@ class Pauses:
             node.publish(stage=node.config.stage)
 
     async def pause(self, rounds: OuterRounds, joining: Joining, checkpointer: Checkpointer) -> None:
-        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead.
+        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead. The same
+        at once for a node that has stood still.
 
         A last replica's weights are there for its guardians to pull meanwhile.
         """
         node = self._node
+        if node.stood_still:
+            slept_until = None
+            while slept_until != self._slept_until:
+                slept_until = self._slept_until
+                await joining.catch_up()
+            node.stand_still(False)
+            return
         await rounds.forget()
         entrusted = await checkpointer.entrust()
         if node.draining:
@@ -58,7 +68,7 @@ class Pauses:
         node.update(moving_to=None)
         node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
         what = "device" if until is None else f"device at {until}"
-        await self._waits.until(lambda: not node.pausing or node.draining, what, Resource.OWNER)
+        await self._waits.until(lambda: not node.is_wanted or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
             if entrusted:
@@ -67,5 +77,19 @@ class Pauses:
         if not node.draining:
             node.enter("resume", "the device is back")
 
-    def _look(self) -> None:
-        self._node.close_until(hours.closed_until(self._node.config.limits.hours, self._local_time()))
+    def look(self) -> None:
+        """Look at the clock: are these the owner's hours, and has this node stood still since it last looked?
+
+        It has if that was longer ago than two looks are apart, and longer than an outer interval. The loop's clock
+        would not tell: it does not count the time in which the machine sleeps. A clock that is put forward looks like
+        a sleep, too, which costs a few questions.
+        """
+        node, local_time = self._node, self._local_time()
+        node.close_until(hours.closed_until(node.config.limits.hours, local_time))
+        now = local_time.timestamp()
+        still_s, self._looked_at = now - self._looked_at, now
+        speed, m = node.advert.steps_per_s, node.manifest.outer.inner_steps
+        if still_s > max(2 * LOOK_S, m / speed if speed else 0.0):
+            node.event("info", message=f"stood still for {still_s:.0f} s, as if the machine had slept")
+            self._slept_until = now
+            node.stand_still(True)

@@ -22,8 +22,7 @@ from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Batches, Telemetry
 
-STEPS_TIMED = 32
-"""Inner steps whose median is what a step takes."""
+STEPS_TIMED = 32  # inner steps whose median is what a step takes
 
 
 class NodeState:
@@ -47,27 +46,19 @@ class NodeState:
         self.inner_steps = 0
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Of each microbatch counted in this step: who sent it, and who served it next."""
-        self.drain_by: float | None = None
-        """While draining: when, on the loop's clock, it stops offering what it holds to others."""
-        self.next_stage: int | None = None
-        """While draining in order to move: the stage to hold next."""
+        self.drain_by: float | None = None  # while draining: when, on the loop's clock, it offers others no more
+        self.next_stage: int | None = None  # while draining in order to move: the stage to hold next
         self._told_to_pause = False
-        self.closed_until: str | None = None
-        """The time of day at which the owner's hours begin again; None: they are on."""
-        self.microbatch: MicrobatchSize | None = None
-        """Known once the weights are made."""
+        self.stood_still = False  # and does not know yet how far the others are
+        self.closed_until: str | None = None  # when the owner's hours begin again; None: they are on
+        self.microbatch: MicrobatchSize | None = None  # known once the weights are made
         self.error: BaseException | None = None
-        self.stepped_at: float | None = None
-        """When the last inner step ended, or training began; None while not training."""
-        self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)
-        """From one inner step to the next."""
-        self.evaluated_s = 0.0
-        """Seconds spent in evaluations while training."""
-        self._clocked_at: float | None = None
-        """When the clock was last moved at this stage."""
+        self.stepped_at: float | None = None  # when the last inner step ended, or training began; else None
+        self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)  # from one inner step to the next
+        self.evaluated_s = 0.0  # seconds spent in evaluations while training
+        self._clocked_at: float | None = None  # when the clock was last moved at this stage
         self.alarms = 0  # how often what a peer sent was so wrong that it was not even clipped
-        self._troubles: dict[str, tuple[str, float]] = {}
-        """What is wrong although the node goes on, by name: (message, since when)."""
+        self._troubles: dict[str, tuple[str, float]] = {}  # what is wrong, by name: (message, since when)
 
     # --- identity ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +157,12 @@ class NodeState:
 
     @property
     def pausing(self) -> bool:
-        """The owner wants the device: no inner step is begun."""
+        """No inner step is begun: the owner wants the device, or this node has stood still."""
+        return self.is_wanted or self.stood_still
+
+    @property
+    def is_wanted(self) -> bool:
+        """The owner wants the device."""
         return self._told_to_pause or self.closed_until is not None
 
     def pause(self, pausing: bool) -> None:
@@ -177,6 +173,11 @@ class NodeState:
     def close_until(self, opens_at: str | None) -> None:
         """The owner's hours begin again at this time of day; None: they are on."""
         self.closed_until = opens_at
+
+    def stand_still(self, stood_still: bool) -> None:
+        """This node has stood still, or (False) knows again how far the others are. That is no time of a step."""
+        self.stood_still = stood_still
+        self.stepped_at = self.stepped_at and self.now()
 
     def fail(self, error: BaseException) -> None:
         """This node cannot go on; its main task raises `error`."""
@@ -243,11 +244,11 @@ class NodeState:
         samples = [self.advert.step + 0.5] if self.index == 0 else []
         median = schedule.clock_median([*samples, *clocks])
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
-        step = schedule.advance(self.advert.step, median, manifest.steps, pull)
+        self.update(step=schedule.advance(self.advert.step, median, manifest.steps, pull))
         began = max(self._clocked_at or 0.0, self.stepped_at or 0.0)  # the time of a pause does not count
-        if self._clocked_at is not None and now > began:
+        if self._clocked_at is not None and now > began and not self.stood_still:
             self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - began))
-        if result.microbatches and result.busy_s > 0:
+        if result.microbatches and result.busy_s > 0 and not self.stood_still:
             took_s = result.busy_s / result.microbatches
             rate = schedule.smooth_rate(self.advert.microbatches_per_s, took_s)
             line_s = line.microbatch_s(first=self.index == 0, last=self.last)
@@ -258,7 +259,6 @@ class NodeState:
         if self.stepped_at is not None:
             self.step_seconds.append(now - self.stepped_at)
             self.stepped_at = now
-        self.update(step=step)
 
     def spend_on_evaluation(self, seconds: float) -> None:
         """An evaluation has taken so long."""

@@ -10,9 +10,12 @@ from machine import in_time
 from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
+from noloco_p2p.node.pauses import LOOK_S
 
 ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
 EACH_ROUND = settings(checkpoint__every_steps="1")
+STOPPED_S = 2 * LOOK_S + 1.0
+"""A node that is stopped for so long notices it."""
 
 
 def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
@@ -73,7 +76,10 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
         for node in (a, b, d):
             goes_on(node, 20)
         assert in_time(time.monotonic() - began, 40), "a hung node holds the others up"
+        wait_until(lambda: time.monotonic() - began > STOPPED_S, "the end of the stop")
         c.process.send_signal(signal.SIGCONT)
+        logged(c, "stood still for")
+        logged(c, "weights from: peer")
         goes_on(c)
 
         b.process.send_signal(signal.SIGUSR1)

@@ -159,6 +159,7 @@ def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.Monke
 
 def test_a_swarm_that_stands_still_is_found() -> None:
     simulation = swarm()
+    simulation.gap_s = 15.0  # it stands still for 20 s to a minute, as the order of simultaneous events has it
     for peer in ("s1r0", "s1r1"):
         simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 500.0))  # type: ignore[misc]
         simulation.at(140.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]

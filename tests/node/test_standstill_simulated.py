@@ -1,0 +1,119 @@
+"""Nodes that stand still against their will, because their machine sleeps or their process is stopped."""
+
+import pytest
+from elastic import config_for, manifest_for
+
+from noloco_p2p.core import exchanges
+from noloco_p2p.core.messages import Advert, PeerId
+from noloco_p2p.sim.device import Costs
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.laws import check
+from noloco_p2p.sim.process import Outcome
+from noloco_p2p.sim.telemetry import TraceEvent
+from noloco_p2p.sim.world import SimPlan
+
+COSTS = Costs(forward_s=0.2, backward_s=0.4, inner_step_s=0.1, spread=0.2)
+"""An inner step takes 1.3 to 1.6 s, and an outer interval 5 to 6 s."""
+FROM_S, LONG_S = 25.0, 50.0
+WOKEN_S = FROM_S + LONG_S
+
+
+def stopped(*faults: Fault, replicas: tuple[int, ...] = (2, 2), seed: int = 1, **changes: object) -> FaultySwarm:
+    manifest = manifest_for(replicas, **{"steps": 75, "seed": seed} | changes)
+    plan = SimPlan(manifest, replicas, seed=seed, config=config_for(), costs=COSTS)
+    return FaultySwarm(plan, faults, limit_s=3000.0)
+
+
+def stop(*peers: PeerId, for_s: float = LONG_S) -> Fault:
+    return Fault(FROM_S, "stop", peers, for_s)
+
+
+def between(outcome: Outcome, kind: str, peer: PeerId, begin: float, end: float) -> list[TraceEvent]:
+    return [event for event in outcome.trace.of(kind, peer) if begin < event.at_s < end]
+
+
+def noticed(outcome: Outcome) -> list[PeerId]:
+    return [h.peer for h in outcome.trace.of("info") if "stood still" in str(h.get("message"))]
+
+
+def copied_before_it_went_on(outcome: Outcome, peer: PeerId) -> None:
+    assert noticed(outcome) == [peer]
+    assert not between(outcome, "inner_step", peer, FROM_S + 0.1, WOKEN_S)
+    [came] = outcome.trace.of("resumed")
+    assert (came.peer, came.get("source")) == (peer, "peer")
+    assert WOKEN_S < came.at_s < WOKEN_S + 5.0
+    # It ends the step under way, and begins no other.
+    assert len(between(outcome, "inner_step", peer, WOKEN_S, came.at_s)) <= 1
+    assert not between(outcome, "outer_round", peer, WOKEN_S, came.at_s)
+    assert not outcome.trace.of("warning", peer)
+    assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r0"])
+def test_who_stood_still_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
+    swarm = stopped(stop(peer), replicas=(2, 2, 2), routing=routing)
+    copied_before_it_went_on(check(swarm), peer)
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_what_it_heard_before_its_machine_slept_does_not_make_the_others_seem_too_far_ahead(
+    peer: PeerId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's clock does not count the time in which the machine sleeps, so old answers seem to be new."""
+    monkeypatch.setattr(exchanges, "LIFETIMES", 1e9)
+    copied_before_it_went_on(check(stopped(stop(peer))), peer)
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_the_time_in_which_it_stood_still_is_not_taken_for_that_of_an_inner_step(peer: PeerId) -> None:
+    swarm = stopped(stop(peer))
+    adverts: list[Advert] = []
+    for at_s in (FROM_S - 1.0, WOKEN_S + 6.0):
+        swarm.at(at_s, lambda: adverts.append(swarm.process(peer).node.state.advert))
+    check(swarm)
+    speeds = [(advert.steps_per_s, advert.microbatches_per_s) for advert in adverts]
+    for before, after in zip(*speeds, strict=True):
+        assert before / 1.5 < after < 1.5 * before
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_a_short_stall_changes_nothing(peer: PeerId) -> None:
+    outcome = check(stopped(stop(peer, for_s=4.0)))
+    assert not noticed(outcome)
+    assert not outcome.trace.of("resumed")
+
+
+@pytest.mark.parametrize("replicas", [(2, 2), (2, 1, 2), (1, 1)])
+def test_a_swarm_that_slept_as_a_whole_goes_on_and_nobody_copies_anything(replicas: tuple[int, ...]) -> None:
+    everybody = [f"s{stage}r{i}" for stage, count in enumerate(replicas) for i in range(count)]
+    outcome = check(stopped(stop(*everybody), replicas=replicas, steps=40))
+    assert sorted(noticed(outcome)) == everybody
+    assert not outcome.trace.of("resumed")
+    for peer in everybody:
+        assert between(outcome, "inner_step", peer, WOKEN_S, WOKEN_S + 10.0)
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (2, 1, 2), (1, 2)])
+def test_the_last_replica_of_a_stage_goes_on_with_what_it_has(replicas: tuple[int, ...]) -> None:
+    peer = f"s{replicas.index(1)}r0"
+    outcome = check(stopped(stop(peer), replicas=replicas, steps=40))
+    assert peer in noticed(outcome)
+    assert not outcome.trace.of("resumed")
+    assert between(outcome, "inner_step", peer, WOKEN_S, WOKEN_S + 10.0)
+
+
+@pytest.mark.parametrize("slept", [("s0r1", "s1r0"), ("s1r0", "s1r1")])
+def test_those_who_slept_together_copy_who_has_trained_on(slept: tuple[PeerId, ...]) -> None:
+    outcome = check(stopped(stop(*slept), replicas=(2, 3)))
+    came = {h.peer: str(h.get("peer")) for h in outcome.trace.of("resumed")}
+    assert sorted(came) == sorted(slept)
+    assert not set(came.values()) & set(slept)
+
+
+def test_a_node_whose_machine_slept_while_its_owner_had_it_goes_on_when_it_is_given_back() -> None:
+    swarm = stopped(Fault(FROM_S - 10.0, "pause", ("s1r1",), LONG_S + 20.0), stop("s1r1"))
+    outcome = check(swarm)
+    [came] = outcome.trace.of("resumed")
+    assert came.peer == "s1r1"
+    assert WOKEN_S + 10.0 < came.at_s < WOKEN_S + 15.0
