@@ -58,8 +58,7 @@ class Node:
         self._guardian = Guardian(self.state, self.swarm, self.waits, world.transport)
         self.handler = RpcHandler(self.state, self.swarm, self._guardian)  # for this node's transport
         self._take_duties()
-        self.finished = False
-        """The run has ended, and this node was there until its end."""
+        self.finished = False  # the run has ended, and this node was there until its end
 
     def _take_duties(self) -> None:
         """The duties of one stage; a node that moves begins them anew."""
@@ -81,9 +80,8 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         node = self.state
         inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
-        leaving = watch_failure(node, self.waits)
-        duties = self._membership_loop.run(), self._live(), leaving, self._guardian.run(), inquiry
-        tasks = [asyncio.create_task(duty) for duty in (*duties, self._pauses.keep_hours())]
+        duties = self._membership_loop.run(), self._live(), watch_failure(node, self.waits), self._guardian.run()
+        tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_hours())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -123,8 +121,8 @@ class Node:
         await self._joining.choose_stage()
         while not node.draining:
             await self._make_weights()
-            if not await self._joining.wait_for_others():
-                self.finished = True
+            self.finished = not await self._joining.wait_for_others()
+            if self.finished:
                 return
             self._checkpointer.go_on()
             if not node.draining:
