@@ -159,6 +159,6 @@ def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Ad
         left = sum(a.stage == advert.stage for a in training) - 1
         rate = advert.microbatches_per_s if _measured(advert) else now.one_more[advert.stage]
         remains = now.of_stage[advert.stage] - rate
-        if advert.stage != target and left >= least and remains > 0 and remains >= wanted:
+        if not advert.stays and advert.stage != target and left >= least and remains > 0 and remains >= wanted:
             spared.append(advert)
     return min(spared, key=lambda a: (-now.of_stage[a.stage], a.stage, a.peer_id), default=None)

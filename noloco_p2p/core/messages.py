@@ -247,8 +247,7 @@ class Advert:
     if nobody can dial it there."""
     metrics: str = ""
     """`http://host:port/metrics`, empty when it serves none."""
-    libp2p_metrics: str = ""
-    """The same of its libp2p daemon."""
+    libp2p_metrics: str = ""  # the same of its libp2p daemon
     state: str = "starting"
     """One of `core.members.STATES`."""
     step: float = 0.0
@@ -265,6 +264,7 @@ class Advert:
     """A finished stage-0 node that has done its last evaluation."""
     settled: bool = False
     """It will not choose another stage any more (its stage was given, or it has made its weights)."""
+    stays: bool = False  # it never moves: it was started with its stage, or with `rebalance: false`
     partner_from_round: int = 0
     """The first outer round in which it may be pulled from: that after its first whole outer interval."""
     moving_to: int | None = None

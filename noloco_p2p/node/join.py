@@ -250,9 +250,7 @@ class Rebalancer:
     def consider(self) -> None:
         """Announce, withdraw, or begin a move."""
         node, manifest = self._node, self._node.manifest
-        if not node.config.rebalance or node.config.stage is not None:
-            return
-        if node.advert.state != "training" or node.draining:
+        if node.advert.stays or node.advert.state != "training" or node.draining:
             return
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps

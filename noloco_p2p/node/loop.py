@@ -43,8 +43,8 @@ class Node:
     def __init__(
         self, advert: Advert, manifest: RunManifest, config: NodeConfig, world: World, incarnation: int
     ) -> None:
-        stage = NO_STAGE if config.stage is None else config.stage
-        advert = replace(advert, stage=stage, state="starting", settled=config.stage is not None)
+        stage, given = NO_STAGE if config.stage is None else config.stage, config.stage is not None
+        advert = replace(advert, stage=stage, state="starting", settled=given, stays=given or not config.rebalance)
         self.waits = Waits(config.limits.microbatch_deadline_s)
         self.state = NodeState(advert, manifest, config, world.telemetry, self.waits)
         self._pauses = Pauses(self.state, self.waits, world.local_time)

@@ -128,6 +128,13 @@ def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
     assert (target, reason) == (1, "stage 1 can do 1 microbatches/s, mine 4")
 
 
+def test_one_that_stays_leaves_the_move_to_another() -> None:
+    adverts = [replace(a, stays=a.peer_id in "ab") for a in trainers("dcba", "x")]
+    assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["c"]
+    everybody = [replace(a, stays=True) for a in adverts]
+    assert choose_move(*without(everybody, "a"), 2) == (None, "nobody can be spared")
+
+
 @pytest.mark.parametrize(("stages", "why"), [
     (("abc", "x", ""), "an empty stage is the slowest"),
     (("abcd", "xy", ""), "of four that can be spared the lowest id"),

@@ -69,6 +69,8 @@ class AdvertPayload(BaseModel):
     steps_per_s: Number
     evaluated: bool
     settled: bool
+    stays: bool = False
+    """Left out if false, as `libp2p_metrics`."""
     partner_from_round: Count
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
@@ -122,7 +124,7 @@ def encode(record: AdvertRecord) -> bytes:
     fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
     fields |= {"certificate": record.certificate, "revoked": record.revoked}
-    for name in ("libp2p_metrics", "certificate", "revoked"):
+    for name in ("libp2p_metrics", "stays", "certificate", "revoked"):
         if not fields[name]:
             del fields[name]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

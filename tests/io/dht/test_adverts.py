@@ -59,6 +59,7 @@ def advert(**changes: object) -> Advert:
         "steps_per_s": 0.25,
         "evaluated": True,
         "settled": True,
+        "stays": True,
         "partner_from_round": 4,
         "moving_to": 1,
         "holds": (Holding(0, 3, 30), Holding(1, 2, 20)),
@@ -81,10 +82,13 @@ def test_every_field_of_an_advert_travels() -> None:
     } | elsewhere
 
 
-def test_an_advert_of_a_version_without_the_later_texts_is_read() -> None:
+def test_an_advert_of_a_version_without_the_later_fields_is_read() -> None:
     for payload in (without("libp2p_metrics"), encode(record(advert(libp2p_metrics="")))):
         assert b"libp2p_metrics" not in payload
         assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(libp2p_metrics=""))
+    for payload in (without("stays"), encode(record(advert(stays=False)))):
+        assert b"stays" not in payload
+        assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(stays=False))
 
 
 def test_a_node_that_moves_nowhere_and_holds_nothing() -> None:
