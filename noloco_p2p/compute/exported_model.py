@@ -138,16 +138,25 @@ def write_tokenizer(source: str | None, directory: Path) -> None:
 
     `tokenizers.load_tokenizer` must have accepted `source`. Raises LocalError: the disk refuses.
     """
-    from transformers import AutoTokenizer
     from transformers.models.byt5 import ByT5Tokenizer
 
-    tokenizer: Any = ByT5Tokenizer()
-    if source is not None:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer: Any = ByT5Tokenizer() if source is None else stored_tokenizer(source)
     try:
         tokenizer.save_pretrained(directory)
     except OSError as error:
         raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+
+
+def stored_tokenizer(source: str | Path, *, local: bool = False) -> Any:
+    """A tokenizer of a folder or of the hub, ByT5's where its own files say so: beside the config.json of some families
+    (mistral, qwen2) AutoTokenizer takes theirs instead. `local`: not of the hub. Raises what transformers raises."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+    from transformers.models.byt5 import ByT5Tokenizer
+
+    said = get_tokenizer_config(source, local_files_only=local).get("tokenizer_class")
+    loader = ByT5Tokenizer if said == ByT5Tokenizer.__name__ else AutoTokenizer
+    return loader.from_pretrained(source, local_files_only=local, trust_remote_code=False)
 
 
 class ExportedModel:
@@ -259,10 +268,8 @@ def chat_ids(directory: Path, message: str) -> list[int]:
 
 
 def _tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(directory, **_LOCAL)
+        return stored_tokenizer(directory, local=True)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:
         raise ConfigError(
             f"{directory} holds no tokenizer that can be loaded: {model_family.one_line(error)}"

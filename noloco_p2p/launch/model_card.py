@@ -22,10 +22,10 @@ A language model of the family {family}, trained by a swarm of peers with noloco
 {rows}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, {loader}
 
 model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = {loader}.from_pretrained("PATH")
 ```
 
 `noloco generate PATH --prompt TEXT` prints what it says, `noloco eval PATH` its loss on held-out data. `noloco.json`
@@ -61,4 +61,6 @@ def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         "run": record["run_id"],
     }
     lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
-    return TEXT.format(name=manifest["name"], family=manifest["model"]["family"], version=record["version"], rows=lines)
+    loader = "ByT5Tokenizer" if data["tokenizer"] == "bytes" and data["kind"] != "parquet" else "AutoTokenizer"
+    names = {"name": manifest["name"], "family": manifest["model"]["family"], "version": record["version"]}
+    return TEXT.format(**names, rows=lines, loader=loader)

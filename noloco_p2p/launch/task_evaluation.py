@@ -33,9 +33,8 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-    from transformers import AutoTokenizer
 
-    from noloco_p2p.compute.exported_model import ExportedModel, silence_transformers
+    from noloco_p2p.compute.exported_model import ExportedModel, silence_transformers, stored_tokenizer
 
     silence_transformers()
     datasets.disable_progress_bars()
@@ -46,7 +45,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
         raise ConfigError(f"{directory} has no task {', '.join(unknown)}; there are: {there}")
     model = HFLM(
         ExportedModel.load(out, device).causal,
-        tokenizer=AutoTokenizer.from_pretrained(out, local_files_only=True),
+        tokenizer=stored_tokenizer(out, local=True),
         max_length=manifest.sequence_length,
         batch_size=BATCH_SIZE,
         # ByT5's tokenizer would put the end of text between a prompt and its completion.

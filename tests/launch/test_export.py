@@ -243,6 +243,16 @@ def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
     assert (model.dtype, model.config.architectures) == (torch.float32, ["LlamaForCausalLM"])
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_the_byte_tokenizer_is_read_beside_a_family_with_one_of_its_own(tmp_path: Path, family: str) -> None:
+    """AutoTokenizer takes theirs, which fails or decodes nonsense."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    exported_model.write_tokenizer(None, tmp_path)
+    assert exported_model.load_decoder(tmp_path)(BYTES.encode(TEXT.encode()).tolist()) == TEXT
+    exported_model.write_tokenizer(str(tmp_path), tmp_path / "copy")
+    assert exported_model.load_decoder(tmp_path / "copy")(BYTES.encode(TEXT.encode()).tolist()) == TEXT
+
+
 def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(tmp_path: Path) -> None:
     fields = small_run(stages=1).model_dump(mode="json")
     del fields["wire"]
