@@ -245,9 +245,13 @@ class ExportedModel:
 
 
 def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
-    """Maps token ids to text without special tokens, with the tokenizer in `directory`. Raises ConfigError."""
+    """Maps token ids to text without special tokens, with the tokenizer in `directory`. Raises ConfigError.
+
+    Ids that the model has beyond those of the tokenizer are left out.
+    """
     tokenizer = _tokenizer(directory)
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+    known = len(tokenizer)
+    return lambda ids: str(tokenizer.decode([one for one in ids if one < known], skip_special_tokens=True))
 
 
 def chat_ids(directory: Path, message: str) -> list[int]:

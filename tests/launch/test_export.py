@@ -253,6 +253,12 @@ def test_the_byte_tokenizer_is_read_beside_a_family_with_one_of_its_own(tmp_path
     assert exported_model.load_decoder(tmp_path / "copy")(BYTES.encode(TEXT.encode()).tolist()) == TEXT
 
 
+def test_an_id_that_only_the_model_has_is_no_text(tmp_path: Path) -> None:
+    """A vocab_size of 512 for the 384 ids of bytes."""
+    exported_model.write_tokenizer(None, tmp_path)
+    assert exported_model.load_decoder(tmp_path)([*BYTES.encode(b"ab"), 384, 511]) == "ab"
+
+
 def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(tmp_path: Path) -> None:
     fields = small_run(stages=1).model_dump(mode="json")
     del fields["wire"]
