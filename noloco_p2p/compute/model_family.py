@@ -207,6 +207,6 @@ def checked_config(manifest: RunManifest) -> Any:
             "raise model.config.max_position_embeddings"
         )
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise ConfigError(f"model.config: num_attention_heads {heads} is not divisible by num_key_value_heads {shared}")
     return config

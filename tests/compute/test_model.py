@@ -61,6 +61,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("gpt2", {"tie_word_embeddings": False}, 2, "pdrop is 0.1; dropout must be 0"),
     ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
     ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
+    ("llama", {"num_key_value_heads": 0}, 1, "num_attention_heads 32 is not divisible by num_key_value_heads 0"),
     ("llama", {"max_position_embeddings": 4}, 2, "sequence_length is 8, but the model has 4 positions"),
 ]
 
