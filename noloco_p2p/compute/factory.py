@@ -165,9 +165,10 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
             if not torch.equal(parameter, whole.parameters[name]):
                 yield f"the initial value of {name} depends on the split"
     generator = torch.Generator().manual_seed(0)
-    tokens_BT = torch.randint(0, config.vocab_size, (SAMPLES, TOKENS), generator=generator)
+    length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
+    tokens_BT = torch.randint(0, config.vocab_size, (SAMPLES, length), generator=generator)
     mask_BT = torch.ones_like(tokens_BT)
-    mask_BT[-1, TOKENS // 2 :] = 0
+    mask_BT[-1, (length + 1) // 2 :] = 0
     for mask in (None, mask_BT):
         logits_BTV = whole(tokens_BT, mask)
         flow = tokens_BT

@@ -80,6 +80,13 @@ def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
         make_torch_stage(make_manifest(), 2, "me")
 
 
+def test_a_model_of_few_positions_is_split() -> None:
+    manifest = make_manifest("gpt2", 2)
+    config = {**manifest.model.config, "n_positions": 3}
+    update = {"model": ModelSettings(family="gpt2", config=config), "sequence_length": 3}
+    check_model(manifest.model_copy(update=update))
+
+
 SPLITTABLE = ["llama", "gpt2", "opt", "gpt_neox", "qwen3", "qwen3_moe", "olmo", "gemma2", "gemma3_text", "phi3"]
 
 
