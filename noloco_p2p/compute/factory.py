@@ -61,7 +61,7 @@ def make_torch_stage(
     """The synchronous stage `index` with its initial weights.
 
     Raises ConfigError: no such stage, model or split; LocalError: no such device, no memory, no audit directory.
-    `self_test` False skips the comparison of the split with the whole, for a second stage of the same process.
+    `self_test` False skips the trial of the model and of its split, for a second stage of the same process.
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
@@ -75,7 +75,23 @@ def make_torch_stage(
     part = make_stage_module(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
     if audit is not None:
         audit.initial(part.parameters)
-    return TorchStage(part, manifest, peer_id, chosen, audit, recompute)
+    stage = TorchStage(part, manifest, peer_id, chosen, audit, recompute)
+    if self_test:
+        _check_computes(stage, config.model_type)
+    return stage
+
+
+def _check_computes(stage: TorchStage, family: str) -> None:
+    """Compute something in its real sizes, which the small model of `check_architecture` does not have.
+
+    Raises ConfigError.
+    """
+    try:
+        reason = None if stage.is_sound() else "its output is not finite"
+    except model_family.FOREIGN_ERRORS as error:
+        reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
+    if reason is not None:
+        raise ConfigError(f"model: a stage of {family} cannot compute: {reason}; check model.config")
 
 
 def check_model(manifest: RunManifest) -> Any:

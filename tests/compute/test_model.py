@@ -80,6 +80,19 @@ def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
         make_torch_stage(make_manifest(), 2, "me")
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"hidden_size": 12}, "fails with RuntimeError"), ({"rms_norm_eps": -1.0}, "its output is not finite")],
+)
+def test_a_stage_that_cannot_compute_is_refused(fields: dict[str, Any], message: str) -> None:
+    """One stage is not compared with anything; a head of three values cannot be rotated in pairs."""
+    manifest = make_manifest("llama", 1)
+    config = {**manifest.model.config, **fields}
+    manifest = manifest.model_copy(update={"model": ModelSettings(family="llama", config=config)})
+    with pytest.raises(ConfigError, match=f"a stage of llama cannot compute: .*{message}.*; check model.config"):
+        make_torch_stage(manifest, 0, "me")
+
+
 def test_a_model_of_few_positions_is_split() -> None:
     manifest = make_manifest("gpt2", 2)
     config = {**manifest.model.config, "n_positions": 3}
