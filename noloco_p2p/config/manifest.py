@@ -74,7 +74,7 @@ class InnerSettings(Settings):
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate of Adam's first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay rate of Adam's second moment."""
+    """Decay rate of Adam's second moment; it must be above the square of `beta1`."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Adam's ε."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -89,6 +89,14 @@ class InnerSettings(Settings):
         if isinstance(values, Mapping) and values.get("optimizer") == "adamw":
             return {"peak_learning_rate": 1e-3, **values}
         return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "InnerSettings":
+        """Else the mean of gradients that come and go, such as an embedding's, is divided by almost nothing."""
+        if self.beta1 and self.beta2 <= self.beta1**2:
+            least = f"beta1 squared, {self.beta1**2:.4g}"
+            raise ValueError(f"beta2 {self.beta2:g} leaves AdamW's steps without a bound: it must be above {least}")
+        return self
 
     @property
     def most_mean(self) -> float:
