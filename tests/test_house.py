@@ -20,7 +20,7 @@ CODE_LINES = 32_487
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
 """What trains, without what measures, watches and launches it."""
-KERNEL_LINES = 14_767
+KERNEL_LINES = 14_777
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}

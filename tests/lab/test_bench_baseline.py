@@ -324,6 +324,7 @@ def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert not distributed.is_initialized()
 
 
+@pytest.mark.soak
 def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
     server = SharedServer()

@@ -153,6 +153,7 @@ def test_the_command_refuses_before_anything_is_started(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak
 def test_a_real_swarm_beside_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     monkeypatch.setattr(links, "WARM_STEPS", 2)

@@ -301,6 +301,7 @@ class UntilItIsBack(churn_watch.ChurnWatch):
                 node.terminate()
 
 
+@pytest.mark.soak
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)

@@ -76,6 +76,7 @@ def test_divergence_is_zero_of_equal_replicas_and_the_mean_over_pairs(model: Pat
         replica_divergence(singles[:1], batches)
 
 
+@pytest.mark.soak
 def test_a_case_pretrains_exports_fine_tunes_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downstream, "QUICK", TINY)
     monkeypatch.setattr(downstream, "QUICK_TUNING_STEPS", 3)

@@ -54,6 +54,7 @@ def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
     assert home.summary()["microbatch_results"]["done"] > 0
 
 
+@pytest.mark.soak
 def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_path: Path) -> None:
     """Nobody relays in an open run, and no port is mapped, so there is no other way."""
     with node_processes(tmp_path) as nodes, internet() as net:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from processes import NOLOCO, SMALL, node_processes, settings
+from soak import soak
 
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
@@ -28,7 +29,7 @@ def common(node: Path, rule: str) -> tuple[int, dict[str, str]]:
     return newest.round, {name: digest for name, digest in tensors.items() if name.split("/")[0] in KINDS[rule]}
 
 
-@pytest.mark.parametrize("rule", sorted(KINDS))
+@pytest.mark.parametrize("rule", ["sync", *soak(one for one in sorted(KINDS) if one != "sync")])
 def test_all_replicas_end_the_same(tmp_path: Path, rule: str) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*of_rule(rule), command=(*NOLOCO, "swarm"), own_dir="run")

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from processes import node_processes
 from reference import TOLERANCE, replay, require_variety
+from soak import soak
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.io.dht.identity import peer_id_of
@@ -75,7 +76,7 @@ def write_identity(directory: Path, number: int) -> str:
     return peer_id_of(public)
 
 
-@pytest.mark.parametrize("family", sorted(MODELS))
+@pytest.mark.parametrize("family", ["llama", *soak(one for one in sorted(MODELS) if one != "llama")])
 def test_a_run_between_processes_computes_the_algorithm(tmp_path: Path, family: str) -> None:
     write_data(tmp_path)
     run = settings(family, tmp_path)
