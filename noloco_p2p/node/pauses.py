@@ -68,7 +68,7 @@ class Pauses:
         node.update(moving_to=None)
         node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
         what = "device" if until is None else f"device at {until}"
-        await self._waits.until(lambda: not node.is_wanted or node.draining, what, Resource.OWNER)
+        await self._waits.until(lambda: not node.wanted_by_owner or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
             if entrusted:

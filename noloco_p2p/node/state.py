@@ -158,10 +158,10 @@ class NodeState:
     @property
     def pausing(self) -> bool:
         """No inner step is begun: the owner wants the device, or this node has stood still."""
-        return self.is_wanted or self.stood_still
+        return self.wanted_by_owner or self.stood_still
 
     @property
-    def is_wanted(self) -> bool:
+    def wanted_by_owner(self) -> bool:
         """The owner wants the device."""
         return self._told_to_pause or self.closed_until is not None
 
