@@ -74,6 +74,8 @@ class LineRate:
         self._as_of = 0.0
         self._parts: deque[tuple[float, float]] = deque(maxlen=PARTS)
         """(bytes per second, bytes) of each."""
+        self._rate: float | None = None
+        """Their quantile, once it was asked for."""
         self._counts = False
         """They are the system's own counts."""
         self.measured_at: float | None = None
@@ -111,7 +113,9 @@ class LineRate:
     @property
     def bytes_per_s(self) -> float | None:
         """What this direction can do; None: nothing has been measured."""
-        return _quantile(self._parts, self._share) if self._parts else None
+        if self._rate is None and self._parts:
+            self._rate = _quantile(self._parts, self._share)
+        return self._rate
 
     def seconds(self, kinds: Iterable[str]) -> float:
         """What one body of each of these kinds takes; 0 where nothing has been measured."""
@@ -120,7 +124,7 @@ class LineRate:
 
     def _append(self, nbytes: float, seconds: float, now: float) -> None:
         self._parts.append((nbytes / seconds, nbytes))
-        self._together, self.measured_at = (0.0, 0.0), now
+        self._together, self.measured_at, self._rate = (0.0, 0.0), now, None
 
     def _advance(self, now: float) -> None:
         if self._moving:

@@ -6,7 +6,7 @@ A wait for something inside this node goes through `until`, and every change tha
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -179,9 +179,10 @@ async def to_the_end(awaitable: Awaitable[R]) -> R:
 
 def _may_hold(condition: Callable[[], bool]) -> bool:
     """True also where it raises: it does so again in the task that waits, and there it belongs."""
-    with suppress(Exception):
+    try:
         return condition()
-    return True
+    except Exception:
+        return True
 
 
 def _time_is_up(waiter: "asyncio.Future[bool]") -> None:

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import DEVICE_CLOSED, Operation
@@ -57,7 +57,8 @@ class SimDevice:
         self._in_use = False
         self._halted = False
         self._closed = False
-        self._work: asyncio.Task[object] | None = None
+        self._work: tuple[asyncio.TimerHandle, asyncio.Future[Any]] | None = None
+        """The end of the last operation, and what its caller waits for."""
         self._busy_s = 0.0
 
     async def call(self, operation: Operation, work: Callable[[], T], *, lost: Callable[[T], None] | None = None) -> T:
@@ -78,13 +79,14 @@ class SimDevice:
             raise
         if self._halted:
             raise asyncio.CancelledError
-        running = loop.create_task(self._perform(self._costs.of(operation), work))
-        self._work = running
+        done: asyncio.Future[T] = loop.create_future()
+        cost_s = self._costs.of(operation) * self._factor() * self.slowness
+        self._work = loop.call_later(cost_s, self._perform, cost_s, work, done, lost), done
         try:
-            return await asyncio.shield(running)
+            return await done
         except asyncio.CancelledError:
-            if lost is not None:
-                running.add_done_callback(lambda done: _hand_over(done, lost))
+            if lost is not None and done.done() and not done.cancelled() and done.exception() is None:
+                lost(done.result())
             raise
 
     async def beside(self, work: Callable[[], T]) -> T:
@@ -113,16 +115,27 @@ class SimDevice:
         self._halted = True
         for _, _, turn in self._line:
             turn.cancel()
-        if self._work is not None:
-            self._work.cancel()
+        for end in self._work or ():
+            end.cancel()
 
-    async def _perform(self, cost_s: float, work: Callable[[], T]) -> T:
-        factor = math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
-        took_s = cost_s * factor * self.slowness
+    def _factor(self) -> float:
+        return math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
+
+    def _perform(
+        self, took_s: float, work: Callable[[], T], done: "asyncio.Future[T]", lost: Callable[[T], None] | None
+    ) -> None:
+        """The operation ends. Nobody waits for it any more if `done` was cancelled."""
+        self._busy_s += took_s
         try:
-            await asyncio.sleep(took_s)
-            self._busy_s += took_s
-            return work()
+            result = work()
+        except Exception as error:
+            if not done.cancelled():
+                done.set_exception(error)
+        else:
+            if not done.cancelled():
+                done.set_result(result)
+            elif lost is not None:
+                lost(result)
         finally:
             self._release()
 
@@ -137,8 +150,3 @@ class SimDevice:
             if not turn.done():
                 self._in_use = True
                 turn.set_result(None)
-
-
-def _hand_over(done: "asyncio.Task[T]", lost: Callable[[T], None]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        lost(done.result())
