@@ -226,12 +226,6 @@ async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterato
         received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
         manifest = settings.manifest_from_json(received)
         standing = await run_key.of_observer(identity, manifest, libp2p, calls=calls)
-        directory = await HivemindDirectory.open(
-            libp2p,
-            run_id=manifest.run_id,
-            stages=manifest.stages,
-            known_path=home / "known-peers.json",
-            members=standing.records,
-        )
+        directory = await standing.open_directory(libp2p, manifest, home)
         closing.push_async_callback(directory.close)
         yield Observer(identity.peer_id, manifest, directory, standing.links)

@@ -4,7 +4,6 @@ Everything that is opened is closed again in the opposite order, whatever happen
 """
 
 import asyncio
-import importlib
 import logging
 import os
 import secrets
@@ -148,13 +147,7 @@ async def _open_ports(
     closing.push_async_callback(transport.close)
     host = announced_host(listen.host, listen.announce_host, libp2p.joined[0] if libp2p.joined else None)
     way_in = await ways.find(libp2p, streams, listen, host, transport.port)
-    directory = await HivemindDirectory.open(
-        libp2p,
-        run_id=run_id,
-        stages=manifest.stages,
-        known_path=options.dir / "known-peers.json",
-        members=standing.records,
-    )
+    directory = await standing.open_directory(libp2p, manifest, options.dir)
     closing.push_async_callback(directory.close)
     # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
@@ -195,12 +188,13 @@ def _node(
 
     async def stage(index: int) -> tuple[Stage, Device]:
         await imports
-        device = importlib.import_module("noloco_p2p.compute.device")
+        from noloco_p2p.compute import device, hardware
+
         telemetry.event("stage", stage=index)
         telemetry.identify(peer_id=advert.peer_id, run_id=advert.run_id, stage=str(index), version=advert.version)
-        made: tuple[Stage, Device] = await device.make_stage(manifest, local, index, advert.peer_id)
+        made = await device.make_stage(manifest, local, index, advert.peer_id)
         telemetry.event("gauge", name="parameters", value=made[0].state.parameters)
-        telemetry.measure_memory(importlib.import_module("noloco_p2p.compute.hardware").memory_meter(local.device))
+        telemetry.measure_memory(hardware.memory_meter(local.device))
         return made
 
     async def batches(cursor: Mapping[str, object] | None) -> Batches:

@@ -5,18 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -152,6 +148,13 @@ class Standing:
             seen = await probe(address, peer, self.links, PROBE_TIMEOUT_S, "observer")
             reason = None if seen is None else reason
         return reason
+
+    async def open_directory(self, libp2p: Libp2pDaemon, manifest: RunManifest, home: Path) -> HivemindDirectory:
+        """The run's directory; `home` keeps the addresses that were seen. Raises as `HivemindDirectory.open`."""
+        known = home / "known-peers.json"
+        return await HivemindDirectory.open(
+            libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known, members=self.records
+        )
 
     async def keep_valid(self, libp2p: Libp2pDaemon, changed: Callable[[str | None], None]) -> None:
         """See `admission.keep_valid`; for members."""

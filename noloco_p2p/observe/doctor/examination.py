@@ -115,8 +115,8 @@ class Examination:
         if manifest is None:
             return
         standing, answered = await peers.admission(report, libp2p, manifest)
-        links = standing.links
-        directory = await peers.open_directory(report, libp2p, manifest, folder / "known-peers.json", standing.records)
+        links, opened = standing.links, standing.open_directory(libp2p, manifest, folder)
+        directory = await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
         if directory is not None:
             closing.push_async_callback(directory.close)
         ahead = await peers.clocks(report, libp2p, ahead)
@@ -159,9 +159,7 @@ class Examination:
         try:
             links = [
                 await needs.measure_links(
-                    probe,
-                    index,
-                    [advert for advert in asked if advert.stage == index and advert.state in READY],
+                    probe, index, [advert for advert in asked if advert.stage == index and advert.state in READY]
                 )
                 for index in (stage, stage + 1)
             ]

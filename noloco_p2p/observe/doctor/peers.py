@@ -4,7 +4,6 @@ import asyncio
 import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import PRESENT
@@ -16,7 +15,6 @@ from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, from_here
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.port_mapping import home_router
 from noloco_p2p.io.dht.reach import endpoint, host_scope, is_open_to_others, joined
 from noloco_p2p.io.dht.streams import Streams
@@ -199,20 +197,6 @@ async def admission(report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunMan
     if standing is not None:
         return standing, True
     return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
-
-
-async def open_directory(
-    report: DoctorReport,
-    libp2p: Libp2pDaemon,
-    manifest: RunManifest,
-    known_path: Path,
-    members: MemberRecords | None,
-) -> HivemindDirectory | None:
-    """Join the DHT. None: that failed, which is reported."""
-    opened = HivemindDirectory.open(
-        libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known_path, members=members
-    )
-    return await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
 
 
 async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> list[Advert]:
