@@ -4,6 +4,5 @@ journals      the events of a node, torn and rotated files included
 node_history  what they say of one node
 recorded_run  what the nodes say together: figures
 charts        the charts of the page
-comparison    charts and tables of several runs
-page          the page, with page.html
+page          the page of one run or several, with page.html
 """

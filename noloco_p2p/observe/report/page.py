@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from markupsafe import Markup
 from noloco_p2p import __version__, humanize
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
-from noloco_p2p.observe.plotting.svg import DARK, LIGHT, stylesheet
-from noloco_p2p.observe.report.charts import Panel, RunCharts
-from noloco_p2p.observe.report.comparison import Cells, PageTable, compared
+from noloco_p2p.observe.plotting.axes import Points
+from noloco_p2p.observe.plotting.svg import DARK, LIGHT, SERIES_COLOURS, LegendKey, stylesheet
+from noloco_p2p.observe.report.charts import NATS, Line, Panel, RunCharts, by_step, over_time, panel
+from noloco_p2p.observe.report.journals import clean
 from noloco_p2p.observe.report.node_history import NodeHistory
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.observe.report.run_facts import facts, headline, standing
@@ -29,10 +30,16 @@ MOST_NODES = 300
 """Rows of the table of nodes."""
 MOST_ROWS = 40
 """Of any other table."""
+MOST_SETTINGS = 100
+"""Rows of the table of settings in which several runs differ."""
 MOST_CONFIGURATION = 100_000
 """Characters of the manifest."""
 
 SPREAD = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
+
+Cells = tuple[str, ...]
+PageTable = tuple[str, Cells, Sequence[Cells]]
+"""(heading, names of the columns, rows)."""
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
@@ -59,15 +66,6 @@ def render(runs: Mapping[str, RecordedRun]) -> str:
         chart_style=Markup(stylesheet()),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
-    headlines = {name: {"": standing(run), **headline(run)} for name, run in runs.items()}
-    return {
-        "name": f"{len(runs)} runs",
-        "sections": compared(runs, headlines),
-        "run": None,
-    }
 
 
 def _one_run(run: RecordedRun) -> dict[str, Any]:
@@ -149,6 +147,42 @@ def _counts(found: Counter[str], written: Callable[[float], str] = humanize.coun
 
 def _share(part: float, whole: float) -> str:
     return humanize.percent(part / whole if whole else None)
+
+
+def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
+    """Several runs beside each other: curves in common charts, figures, and the settings in which they differ."""
+    keys = [LegendKey(name, SERIES_COLOURS[n % len(SERIES_COLOURS)]) for n, name in enumerate(runs)]
+    charts = [RunCharts(run) for run in runs.values()]
+    span_s = max(run.ended_at - run.training_at for run in runs.values())
+
+    def lines(found: list[Points]) -> list[Line]:
+        return [(key.label, key.colour, points) for key, points in zip(keys, found, strict=True)]
+
+    losses = {"Loss": "loss", "Validation loss": "validation"}
+    panels = [
+        panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), keys, NATS)
+        for title, curve in losses.items()
+    ]
+    tokens = over_time("Tokens per second", lines([one.rates("tokens") for one in charts]), span_s)
+    headlines = [{"": standing(run), **headline(run)} for run in runs.values()]
+    tables = [("Figures", ("", *runs), [(name, *(each[name] for each in headlines)) for name in headlines[0]])]
+    settings = [dict(_flat(run.manifest)) for run in runs.values()]
+    names = sorted({name for one in settings for name in one})
+    different = [(name, *(one.get(name, "") for one in settings)) for name in names]
+    different = [row for row in different if len(set(row[1:])) > 1][:MOST_SETTINGS]
+    if different:
+        tables.append(("Settings that differ", ("", *runs), different))
+    sections = [("Training", [*panels, panel(tokens, keys, "")], []), ("Runs", [], tables)]
+    return {"name": f"{len(runs)} runs", "sections": sections, "run": None}
+
+
+def _flat(found: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
+    """Settings by their whole names."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{clean(name)}.")
+        else:
+            yield f"{above}{clean(name)}", clean(value)
 
 
 NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
