@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
-from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Violation
+from noloco_p2p.errors import NO_JSON, ConfigError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
@@ -171,7 +171,8 @@ def replaced(out: Path) -> Iterator[Path]:
     beside `out`, or inside of an `out` that exists, which may be a volume or a link, or have hidden files."""
     there = out.is_dir()
     fresh = out / f".{os.getpid()}.new" if there else out.with_name(f".{out.name}.{os.getpid()}.new")
-    try:
+    with run_files.writing(out), contextlib.ExitStack() as closing:
+        closing.callback(shutil.rmtree, fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         yield fresh
         # Libraries write weights that only their owner may read.
@@ -182,7 +183,3 @@ def replaced(out: Path) -> Iterator[Path]:
             return
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # the record makes it a model
             path.rename(out / path.name)
-    except OSError as error:
-        raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -116,10 +117,8 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
     An invitation is printed, in `how_to_join`, and not kept.
     """
     lines = {"peer id": advert.peer_id, "run": advert.run_id, "metrics": advert.metrics, "join": how_to_join}
-    try:
+    with writing("standard output"):
         print("\n".join(f"{name:8} {value}" for name, value in lines.items()), flush=True)
-    except OSError as error:
-        raise LocalError(f"standard output cannot be written: {error.strerror or error}") from error
     write_json(
         directory / node_probe.ENDPOINTS,
         {
@@ -160,10 +159,8 @@ def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
         return bool(one.get("completed") or one.get("state") == "finished"), bool(one.get("inner_steps"))
 
     if knows(node_probe.read_json(path) or {}) > knows(summary):
-        try:
+        with writing(path):
             os.utime(path)
-        except OSError as error:
-            raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
         return False
     write_json(path, summary)
     return True
@@ -213,10 +210,17 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
     Raises LocalError (a full disk).
     """
-    try:
+    with writing(path):
         durable_files.write_whole(path, content, mode)
+
+
+@contextmanager
+def writing(place: object) -> Iterator[None]:
+    """Raises LocalError, which names the place, when something inside the `with` cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise LocalError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise LocalError(f"{place} cannot be written: {error.strerror or error}") from error
 
 
 def machine() -> str:

@@ -22,6 +22,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.humanize import plural
 from noloco_p2p.launch import homes, node_probe
+from noloco_p2p.launch.run_files import writing
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import Report
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
@@ -47,7 +48,7 @@ class EventFile:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
-        with _local_errors(directory):
+        with writing(directory):
             self._file = EventFileWriter(str(directory))
         self.words = f"tensorboard --logdir {shlex.quote(str(directory))}"
         """The command that shows it."""
@@ -55,13 +56,13 @@ class EventFile:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add the figures of a step, no earlier than the last one written. Raises LocalError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
-        with _local_errors(self._file.get_logdir()):
+        with writing(self._file.get_logdir()):
             self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
             self._file.flush()
 
     def close(self) -> None:
         """All is written. Raises LocalError."""
-        with _local_errors(self._file.get_logdir()):
+        with writing(self._file.get_logdir()):
             self._file.close()
 
 
@@ -107,7 +108,7 @@ def check(option: str, to: Tracker) -> None:
 
 def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> EventFile | WandbRun:
     """A run in a directory, in a folder that is called like its tracker. Raises ConfigError or LocalError."""
-    with _local_errors(directory):
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     return EventFile(directory / to) if to == "tensorboard" else WandbRun(directory, name, config)
 
@@ -247,11 +248,3 @@ def _reported() -> Iterator[None]:
         yield
     except LocalError as error:
         print(f"tracking has ended: {error}", flush=True)
-
-
-@contextmanager
-def _local_errors(place: object) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LocalError(f"{place} cannot be written: {error.strerror}") from error
