@@ -5,14 +5,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from noloco_p2p import humanize
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 GONE = frozenset({"left"})
@@ -84,8 +86,6 @@ class Display:
 
     def __init__(self, steps: int, plain: bool) -> None:
         """`steps` of the run; `plain`: lines in any case."""
-        from rich.live import Live
-
         live = not plain and sys.stdout.isatty()
         self._live = Live(auto_refresh=False, redirect_stderr=False) if live else None
         self._progress = RunProgress(steps)
@@ -97,9 +97,6 @@ class Display:
         """The nodes as they are now, and lines about the whole swarm; `doing`: what it does while it does not train."""
         shown = rows if len(rows) <= MOST_ROWS else stage_rows(rows)
         if self._live is not None:
-            from rich.console import Group
-            from rich.text import Text
-
             width = self._live.console.width
             head = doing or self._progress.line(rows, width)
             above = [Text(head, no_wrap=True, overflow="ellipsis")] if head else []
@@ -196,10 +193,8 @@ def _plain_line(row: Row) -> str:
     return "  ".join([node, state, *(f"{column} {cell}" for column, cell in zip(COLUMNS[3:], cells, strict=True))])
 
 
-def _table(rows: Sequence[Row], width: int) -> "Table":
+def _table(rows: Sequence[Row], width: int) -> Table:
     """Without the column of the stage, which the name of the node begins with, and less in a narrow terminal."""
-    from rich.table import Table
-
     hidden = ("stage",) if width >= NARROW else ("stage", "outer round", "peers")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for column in COLUMNS:

@@ -1,12 +1,10 @@
-"""How commands print tables: the console, and tables without lines. rich is imported when something is printed."""
+"""How commands print tables: the console, and tables without lines."""
 
 import sys
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
 
 WIDTH = 100
 """Columns if there is no terminal with a width of its own."""
@@ -14,17 +12,13 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 """Colours of findings by severity."""
 
 
-def console() -> "Console":
+def console() -> Console:
     """Standard output, as wide as the terminal or WIDTH."""
-    from rich.console import Console
-
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
-def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str]] = ()) -> "Table":
+def plain_table(columns: Iterable[str], left: Collection[str], rows: Iterable[Iterable[str]] = ()) -> Table:
     """A table with one line per row. Columns are right-aligned except those in `left`."""
-    from rich.table import Table
-
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)

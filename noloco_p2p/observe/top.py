@@ -6,7 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
@@ -14,10 +19,6 @@ from noloco_p2p.humanize import DASH, compact, elapsed, finite, plain, plural, s
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
 from noloco_p2p.observe.overview import ROUND_RESULTS, Overview, Row, overview
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
@@ -62,8 +63,6 @@ async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: boo
 
 async def _live(read: Readings, found: Overview, interval_s: float) -> None:
     """Redraw after each interval. While nobody answers, the last view stays, with a note."""
-    from rich.live import Live
-
     console = terminal.console()
     loop = asyncio.get_running_loop()
     seen_at, note = loop.time(), ""
@@ -127,11 +126,8 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def render(found: Overview, height: int | None, note: str = "", width: int = terminal.WIDTH) -> "RenderableType":
+def render(found: Overview, height: int | None, note: str = "", width: int = terminal.WIDTH) -> RenderableType:
     """The whole screen, at most `height` lines (None: unlimited) of `width` columns, which is the console's width."""
-    from rich.console import Group
-    from rich.text import Text
-
     head: list[Text] = [Text(found.sentence, style=f"bold {terminal.COLOURS[found.severity]}")]
     if found.progress != found.sentence:
         head.append(Text(f"{found.name}: {found.progress}" if found.name else found.progress))
@@ -152,7 +148,7 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
-def _stages_table(stages: Sequence[Row]) -> "Table":
+def _stages_table(stages: Sequence[Row]) -> Table:
     table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
         states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "nobody"
@@ -162,9 +158,7 @@ def _stages_table(stages: Sequence[Row]) -> "Table":
     return table
 
 
-def _nodes_table(nodes: Sequence[Row], hosts: bool) -> "Table":
-    from rich.text import Text
-
+def _nodes_table(nodes: Sequence[Row], hosts: bool) -> Table:
     columns = (COLUMNS[0], *["host"] * hosts, *COLUMNS[1:])
     table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
     # On a narrow screen, columns that may wrap shrink first: this one, whose text is cut off instead.
