@@ -157,23 +157,21 @@ def _batches(
 
 
 def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer) -> Iterator[Batch]:
-    """Every token of the files as a target once, in order of their names; the first follows an end of text."""
+    """Every token of the files as a target once, in order of their names; the first follows an end of text.
+
+    Raises ConfigError, LocalError.
+    """
     size, length = manifest.microbatch_size, manifest.sequence_length
     waiting = np.full(1, tokenizer.eos, np.int32)
-    for document in _documents(files, tokenizer):
-        waiting = np.concatenate([waiting, document])
-        whole = (len(waiting) - 1) // (size * length) * size * length
-        for at in range(0, whole, size * length):
-            yield _batch(waiting[at : at + size * length + 1], length)
-        waiting = waiting[whole:]
+    for _, path in sorted(corpora.matching_files(files).items()):
+        for document in hub_corpora.documents_of(path, tokenizer):  # its last id is the end of text
+            waiting = np.concatenate([waiting, document.ids])
+            whole = (len(waiting) - 1) // (size * length) * size * length
+            for at in range(0, whole, size * length):
+                yield _batch(waiting[at : at + size * length + 1], length)
+            waiting = waiting[whole:]
     if len(waiting) > 1:
         yield _batch(waiting, length)
-
-
-def _documents(files: tuple[str, ...], tokenizer: Tokenizer) -> Iterator[Ids]:
-    """Token ids of each file, and the end-of-text id after it. Raises ConfigError, LocalError."""
-    for _, path in sorted(corpora.matching_files(files).items()):
-        yield from (document.ids for document in hub_corpora.documents_of(path, tokenizer))
 
 
 def _batch(ids: Ids, length: int) -> Batch:

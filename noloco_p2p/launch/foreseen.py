@@ -49,8 +49,8 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     check_swarm_fits(manifest, parameters)
     if not _from_the_hub(manifest, local):
         make_batches(manifest, local, "")
-    every = local.checkpoint.every_steps is not None
-    check_disk(run_dir, parameters * _state_bytes(manifest) * manifest.start_replicas if every else 0)
+    state_bytes = parameters * len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]
+    check_disk(run_dir, state_bytes * manifest.start_replicas if local.checkpoint.every_steps is not None else 0)
 
 
 def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:
@@ -111,11 +111,6 @@ def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:
     """Data or tokenizer come from the network, which only a node asks."""
     tokenizer = manifest.data.tokenizer != "bytes" and local.tokenizer_dir is None and manifest.data.kind != "parquet"
     return tokenizer or (manifest.data.dataset is not None and not local.data_files)
-
-
-def _state_bytes(manifest: RunManifest) -> int:
-    """Of one parameter in a checkpoint."""
-    return len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]
 
 
 def _plain_parameters(manifest: RunManifest) -> int | None:

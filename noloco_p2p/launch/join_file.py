@@ -70,13 +70,10 @@ class JoinAddresses:
 
 def check(given: Sequence[str]) -> None:
     """Refuse what is no value of `--join` before anything starts. Raises ConfigError."""
-    for text in given:
-        if text == AT:
-            raise ConfigError("--join @ names no file: write --join @FILE")
-        if text.startswith(AT):
-            read(Path(text.removeprefix(AT)))
-        else:
-            JoinAddress.parse(text)
+    if AT in given:
+        raise ConfigError("--join @ names no file: write --join @FILE")
+    for address in JoinAddresses(given):
+        JoinAddress.parse(address)
 
 
 def read(path: Path) -> list[str]:

@@ -106,7 +106,8 @@ class ResumePoint(NamedTuple):
 def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
     """What these settings ask for; nothing is created yet.
 
-    Raises ConfigError, also when the directory holds a finished run, or an unfinished one with another manifest.
+    Raises ConfigError, also when the directory holds a finished run, an unfinished one with another manifest, or a node
+    of another run; LocalError when a node's directory does not say of which run it is.
     """
     if run_dir is not None:
         homes.require_own("--dir ", run_dir, Home.SWARM)
@@ -119,15 +120,9 @@ def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
         overrides.check_agrees(manifest, f"in the unfinished run of {run_dir}: leave it out, or name another --dir")
         plan = SwarmPlan(manifest, settings.Overrides((*stored.entries, *overrides.entries)).node(), resumes=True)
     if run_dir is not None:
-        _check_nodes(plan, run_dir)
+        for stage, replica in plan.nodes:
+            run_files.refuse_other_run(run_dir / f"{stage}-{replica}", plan.manifest)
     return plan
-
-
-def _check_nodes(plan: SwarmPlan, run_dir: Path) -> None:
-    """Raises ConfigError when a node's directory belongs to another run, LocalError when it does not say to which."""
-    for stage, replica in plan.nodes:
-        node_dir = run_dir / f"{stage}-{replica}"
-        run_files.refuse_other_run(node_dir, plan.manifest)
 
 
 def make_run_dir(name: str, directory: Path | None) -> Path:
