@@ -2,7 +2,6 @@
 
 import fcntl
 import importlib.metadata
-import io
 import json
 import os
 import resource
@@ -40,16 +39,11 @@ def sentences(report: DoctorReport) -> str:
     return " | ".join(f"{finding.sentence} → {finding.advice}" for _, finding in report.findings)
 
 
-def quiet() -> DoctorReport:
-    return DoctorReport(out=io.StringIO())
-
-
 # --- report ------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> None:
-    out = io.StringIO()
-    report = DoctorReport(out=out)
+def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    report = DoctorReport()
     report.group("machine")
     report.ok("python", "it is here")
     assert report.exit_code == 0
@@ -59,7 +53,7 @@ def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> Non
     report.error("run", "another run", "leave it", "peer")
     report.ok("clock", "right")
     assert report.end() == 2
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "machine",
         "  ok       it is here",
         "  warning  few files",
@@ -72,15 +66,14 @@ def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading() -> Non
     ]
 
 
-def test_json_is_one_object_at_the_end() -> None:
-    out = io.StringIO()
-    report = DoctorReport(as_json=True, out=out)
+def test_json_is_one_object_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    report = DoctorReport(as_json=True)
     report.group("swarm")
     report.error("clock", "it is wrong", "set it", "12D3")
-    assert not out.getvalue()
+    assert not capsys.readouterr().out
     report.figures["expected_tokens_per_s"] = 3.0
     assert report.end() == 2
-    found = json.loads(out.getvalue())
+    found = json.loads(capsys.readouterr().out)
     assert found["exit_code"] == 2
     assert found["figures"] == {"expected_tokens_per_s": 3.0}
     finding = {"severity": "error", "name": "clock", "peer": "12D3", "sentence": "it is wrong", "advice": "set it"}
@@ -105,12 +98,12 @@ def test_work_that_takes_too_long_is_named_and_does_not_hold_the_process() -> No
 
 
 def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = quiet()
+    report = DoctorReport()
     machine.check_python(report)
     assert outcome(report) == [("ok", "python")]
     versions = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "grpcio" else versions(name))
-    report = quiet()
+    report = DoctorReport()
     machine.check_python(report)
     assert outcome(report) == [("error", "packages")]
     assert "grpcio 1.0 is installed, <2,>=1.71.2 is needed" in sentences(report)
@@ -120,14 +113,14 @@ def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytes
 def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (">=99", ["no_such_package_at_all>=3", 'no_such_thing; python_version < "3"'])
     monkeypatch.setattr(machine, "declared", lambda: wanted)
-    report = quiet()
+    report = DoctorReport()
     machine.check_python(report)
     assert outcome(report) == [("error", "python"), ("error", "packages")]
     assert "no_such_package_at_all is not installed (>=3 is needed)" in sentences(report)
 
 
 def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
-    report = quiet()
+    report = DoctorReport()
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=1))) == "cpu"
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=MANY))) == "cpu"
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cuda:77"))) is None
@@ -138,7 +131,7 @@ def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
 @pytest.mark.parametrize(("limit", "severity"), [(4096, "ok"), (512, "warning"), (100, "error")])
 def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
-    report = quiet()
+    report = DoctorReport()
     machine.check_files(report)
     assert outcome(report) == [(severity, "files")]
     assert severity == "ok" or "ulimit -n 1024" in sentences(report)
@@ -152,14 +145,14 @@ def test_connections_that_start_slowly(
     if found is not None:
         setting.write_text(found, encoding="ascii")
     monkeypatch.setattr(machine, "SLOW_START", setting)
-    report = quiet()
+    report = DoctorReport()
     machine.check_slow_start(report)
     assert outcome(report) == ([("ok", "line")] if found else [])
     assert sentence in sentences(report)
 
 
 def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = quiet()
+    report = DoctorReport()
     machine.check_time(report)
     monkeypatch.setattr(time, "time", lambda: 86400.0)
     machine.check_time(report)
@@ -170,15 +163,15 @@ def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: py
 def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
-        report = quiet()
+        report = DoctorReport()
         left = machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=False)
         assert outcome(report) == [("error", "port"), ("ok", "port")]
         assert f"listen.grpc_port: port {taken} on 127.0.0.1 is in use by another process" in sentences(report)
         assert left.grpc_port == 0
-        report = quiet()
+        report = DoctorReport()
         machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=True)
         assert {severity for severity, _ in outcome(report)} == {"ok"}, "the node that runs has it"
-    report = quiet()
+    report = DoctorReport()
     machine.check_ports(report, ListenSettings(host="192.0.2.77"), own_node=False)
     assert {severity for severity, _ in outcome(report)} == {"error"}
 
@@ -196,7 +189,7 @@ def against(report: DoctorReport) -> RunRequirements:
 )
 def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
-    report = quiet()
+    report = DoctorReport()
     against(report).check_disk(tmp_path / "not" / "there" / "yet", 1_000_000)
     assert outcome(report) == [(severity, "disk")]
     assert str(tmp_path) in sentences(report)
@@ -208,14 +201,14 @@ def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkey
     held = tmp_path / "checkpoints" / "run" / "stage-0-round-000001-0.safetensors"
     held.parent.mkdir(parents=True)
     held.write_bytes(bytes(2_600_000))
-    report = quiet()
+    report = DoctorReport()
     against(report).check_disk(tmp_path, 1_000_000)
     assert outcome(report) == [("ok", "disk")]
 
 
 def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    report = quiet()
+    report = DoctorReport()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         against(report).check_disk(tmp_path, 1000)
@@ -228,11 +221,11 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from noloco_p2p.compute import factory
 
-    report = quiet()
+    report = DoctorReport()
     against(report).check_memory(None)
     assert outcome(report) == [("ok", "memory")]
     monkeypatch.setattr(factory, "free_host_bytes", lambda: 1 << 20)
-    report = quiet()
+    report = DoctorReport()
     against(report).check_memory(1)
     assert outcome(report) == [("error", "memory")]
     assert "stage 1 needs" in sentences(report)
@@ -242,7 +235,7 @@ def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pyte
 def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
     manifest = RunManifest.model_validate({"data": {"kind": "text"}})
     local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
-    report = quiet()
+    report = DoctorReport()
     uvloop.run(RunRequirements(report, manifest, local, "cpu").check_data())
     assert outcome(report) == [("error", "data")]
     assert "*.txt" in sentences(report)
@@ -252,18 +245,18 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path) -> None:
-    report = quiet()
+    report = DoctorReport()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path / "nowhere")) == []
     assert outcome(report) == [("ok", "node")]
     (tmp_path / "identity.key.lock").touch()
     endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
     (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
-    report = quiet()
+    report = DoctorReport()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path)) == []
     assert outcome(report) == [("warning", "node")]
     assert "is gone, and did not end by itself" in sentences(report)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "finished"}))
-    report = quiet()
+    report = DoctorReport()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("ok", "node")]
     assert "finished" in sentences(report)
@@ -278,7 +271,7 @@ def test_a_node_that_was_started_again_for_a_moment_has_ended_by_itself(tmp_path
     endpoints = {"peer_id": "12D3", "run_id": "ab", "pid": 1, "join": [], "metrics": "http://127.0.0.1:1/metrics"}
     (tmp_path / "endpoints.json").write_text(json.dumps(endpoints))
     assert not run_files.store_unless_less(summary, {"state": "left", "inner_steps": 0})
-    report = quiet()
+    report = DoctorReport()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("ok", "node")]
 
@@ -293,7 +286,7 @@ def test_of_several_nodes_the_swarm_is_asked_through_one_that_is_well(tmp_path: 
             fcntl.flock(lock, fcntl.LOCK_EX)
             endpoints = {"peer_id": name, "run_id": "ab", "pid": os.getpid(), "join": [], "metrics": served.urls[name]}
             (tmp_path / name / "endpoints.json").write_text(json.dumps(endpoints))
-        report = quiet()
+        report = DoctorReport()
         running = uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("error", "node"), ("ok", "node")]
     assert [one.peer_id for one in running] == ["0-1", "0-0"]

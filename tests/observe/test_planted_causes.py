@@ -5,7 +5,6 @@ The rest is planted in one swarm of real processes, and taken back.
 """
 
 import asyncio
-import io
 import os
 import re
 import resource
@@ -215,7 +214,7 @@ def pair() -> Iterator[Pair]:
 
 def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()) -> list[Finding]:
     """What `noloco doctor` finds about the swarm, with these settings."""
-    report, join = DoctorReport(out=io.StringIO()), (pair.address, NOBODY)
+    report, join = DoctorReport(), (pair.address, NOBODY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "LOOK_AGAIN_S", 0.1)
         patch.setattr(peers, "READING_PAUSE_S", 0.1)
@@ -284,7 +283,7 @@ def test_5_a_disk_that_takes_no_checkpoint_is_named(pair: Pair) -> None:
 
 
 def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> None:
-    report = DoctorReport(out=io.StringIO())
+    report = DoctorReport()
     (running,) = uvloop.run(machine.check_node_dirs(report, pair.first.dir))
     assert running == pair.first.endpoints()
     assert [(finding.severity, finding.name) for _, finding in report.findings] == [("ok", "node")]

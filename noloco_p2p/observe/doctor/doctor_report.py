@@ -4,11 +4,10 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -33,13 +32,12 @@ class DoctorReport:
     Notes about long steps go to standard error.
     """
 
-    def __init__(self, *, as_json: bool = False, out: TextIO | None = None) -> None:
+    def __init__(self, *, as_json: bool = False) -> None:
         self.findings: list[tuple[str, Finding]] = []
         """(group, finding) in order."""
         self.figures: dict[str, float] = {}
         """Measured and derived values, by name with unit."""
         self._as_json = as_json
-        self._out = out or sys.stdout
         self._group = ""
         self._shown_group = ""
 
@@ -54,11 +52,11 @@ class DoctorReport:
             return
         if self._shown_group != self._group:
             self._shown_group = self._group
-            self._print(typer.style(self._group, bold=True))
+            typer.echo(typer.style(self._group, bold=True))
         severity = typer.style(f"{finding.severity:7}", fg=terminal.COLOURS[finding.severity])
-        self._print(f"  {severity}  {finding.sentence}")
+        typer.echo(f"  {severity}  {finding.sentence}")
         if finding.advice:
-            self._print(f"{_INDENT}→ {finding.advice}")
+            typer.echo(f"{_INDENT}→ {finding.advice}")
 
     def ok(self, name: str, sentence: str) -> None:
         """Report that `name` is fine."""
@@ -109,15 +107,12 @@ class DoctorReport:
         if self._as_json:
             findings = [{"group": group, **dataclasses.asdict(finding)} for group, finding in self.findings]
             content: dict[str, Any] = {"exit_code": self.exit_code, "findings": findings, "figures": self.figures}
-            self._print(json.dumps(content, ensure_ascii=False, allow_nan=False))
+            typer.echo(json.dumps(content, ensure_ascii=False, allow_nan=False))
         else:
             found = [finding.severity for _, finding in self.findings]
             bad = [plural(found.count(severity), severity) for severity in ("error", "warning")]
-            self._print(f"{', '.join(bad)}, {found.count('ok')} ok")
+            typer.echo(f"{', '.join(bad)}, {found.count('ok')} ok")
         return self.exit_code
-
-    def _print(self, line: str) -> None:
-        typer.echo(line, file=self._out)
 
 
 async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:

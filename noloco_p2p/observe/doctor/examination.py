@@ -17,7 +17,6 @@ from noloco_p2p.humanize import plural
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.launch import join_file, node_probe, run_files
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
@@ -131,7 +130,9 @@ class Examination:
             report.group("diagnosis")
             await self._diagnose(present, ahead.keys() | {me}, me)
         report.group("run")
-        await self._examine_run(links, manifest, present, answered=answered)
+        probe = LinkProbe(links)
+        closing.push_async_callback(probe.close)
+        await self._examine_run(probe, me, manifest, present, answered=answered)
 
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
         """What the nodes wait for, and the cause. The clocks of `compared` have been judged already."""
@@ -148,23 +149,18 @@ class Examination:
             self.report.add(finding)
 
     async def _examine_run(
-        self, mine: Links, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
+        self, probe: LinkProbe, me: PeerId, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
     ) -> None:
         """What the swarm's run needs of this machine, and how fast it would be, if nodes have `answered` it."""
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
         if stage is None:  # the one that a node without a given stage would take
-            stage = choose_stage(Advert(mine.me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
-        probe, asked = LinkProbe(mine), present if answered else ()
-        try:
-            links = [
-                await needs.measure_links(
-                    probe, index, [advert for advert in asked if advert.stage == index and advert.state in READY]
-                )
-                for index in (stage, stage + 1)
-            ]
-        finally:
-            await probe.close()
+            stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
+        ready = [advert for advert in present if answered and advert.state in READY]
+        links = [
+            await needs.measure_links(probe, index, [advert for advert in ready if advert.stage == index])
+            for index in (stage, stage + 1)
+        ]
         parameters = await needs.check(self.home, stage)
         if parameters is not None:
             replicas = [advert for advert in present if advert.stage == stage]

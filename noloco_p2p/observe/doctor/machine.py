@@ -20,7 +20,7 @@ from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import clock, short_id, size_text
 from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.launch import node_probe
+from noloco_p2p.launch import cpu_seconds, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -97,8 +97,7 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
         built = f"torch {found.torch_version} for CUDA {found.cuda_version}"
         report.ok("device", f"{found.device}: {found.name}, {room}, driver {driver or 'unknown'}, {built}")
         return found.device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = local.threads or found.threads
+    cores, threads = cpu_seconds.cores(), local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
     sentence = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
