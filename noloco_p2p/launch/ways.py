@@ -1,11 +1,9 @@
 """Finds out how others reach a node when it starts (ARCHITECTURE.md, "Reachability"), and sets up what it relays."""
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
+from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT
-from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import from_here
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -48,16 +46,14 @@ async def find(libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, h
 def relay(
     libp2p: Libp2pDaemon, run_id: str, standing: Standing, transport: GrpcTransport, local: NodeConfig
 ) -> MemberRelay | None:
-    """None: this node relays nothing."""
-    rate = _relayed_rate(local.limits, transport.line, members=standing.records is not None)
-    return None if rate is None else MemberRelay(libp2p, run_id, standing.records, rate)
-
-
-def _relayed_rate(limits: LimitSettings, line: MeasuredLine, *, members: bool) -> Callable[[], float] | None:
-    """Bytes per second; None: nothing."""
-    given, most = limits.relay_mbit_per_s, limits.upload_mbit_per_s or UNMEASURED_MBIT_PER_S
-    if given is not None:
-        return (lambda: given * BYTES_PER_MBIT) if given else None
-    if not members:
+    """Relays at the rate that was set, or at a member's share; None: this node relays nothing."""
+    given, most = local.limits.relay_mbit_per_s, local.limits.upload_mbit_per_s or UNMEASURED_MBIT_PER_S
+    if given == 0 or (given is None and standing.records is None):
         return None
-    return lambda: RELAYED_SHARE * (line.up.bytes_per_s or most * BYTES_PER_MBIT)
+
+    def bytes_per_s() -> float:
+        if given is not None:
+            return given * BYTES_PER_MBIT
+        return RELAYED_SHARE * (transport.line.up.bytes_per_s or most * BYTES_PER_MBIT)
+
+    return MemberRelay(libp2p, run_id, standing.records, bytes_per_s)
