@@ -182,10 +182,8 @@ def bench_links(
 
     homes.require("--out ", out, homes.Home.LINKS, homes.Home.EMPTY)
     lines = links.QUICK_LINES if quick else links.LINES
-    mbit, ms = (
-        default if text is None else links.numbers(option, text)
-        for option, text, default in zip(("--rates", "--delays"), (rates, delays), lines, strict=True)
-    )
+    mbit = lines[0] if rates is None else links.numbers("--rates", rates)
+    ms = lines[1] if delays is None else links.numbers("--delays", delays)
     plan = links.LinksPlan(mbit, ms, tuple(codecs.split(",")), shape_of(nodes), seconds, out, tuple(set or ()))
     _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
 

@@ -34,8 +34,7 @@ def node(
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     key: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Key of a members-only run, made if missing: this node admits others."),
+        Path | None, Option(metavar="FILE", help="Key of a members-only run, made if missing: this node admits others.")
     ] = None,
     stage: Annotated[int | None, Option(metavar="N", min=0, help="Stage; default: as before, or the neediest.")] = None,
     dir: Annotated[

@@ -148,14 +148,8 @@ class RunProgress:
         so_far = humanize.stopwatch(now - self._began_at)
         left_s = spent_s / done * (self._steps - step) if done > 0 else 0.0
         head, speed, loss = humanize.progress(step, self._steps, rate, fmean(losses) if losses else None)
-        found = (
-            f"{100 * step / self._steps:.0f} %",
-            speed,
-            loss,
-            so_far,
-            f"{humanize.stopwatch(left_s)} left" if left_s else "",
-        )
-        parts = list(filter(None, found))
+        left = f"{humanize.stopwatch(left_s)} left" if left_s else ""
+        parts = list(filter(None, (f"{100 * step / self._steps:.0f} %", speed, loss, so_far, left)))
         if not width:
             return "  ".join([head, *parts])
         for least in (so_far, speed):

@@ -173,9 +173,8 @@ def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
 
 
 def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:
-    sentence = (
-        f"{swarm.name(link.caller)} cannot reach {_where(swarm, link.callee)}, although both answer: half-open link"
-    )
+    caller, callee = swarm.name(link.caller), _where(swarm, link.callee)
+    sentence = f"{caller} cannot reach {callee}, although both answer: half-open link"
     if wait is not None:
         sentence += f" (a call has been under way for {elapsed(wait.since_s)} and has not arrived)"
     alone = link.caller in swarm.statuses and bool(swarm.statuses[link.caller].deserted)

@@ -134,11 +134,8 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
         waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
         advice = "check the log of that node"
         if late_s is not None:
-            text, advice = (
-                f"no inner step for {elapsed(late_s)}: {waits}",
-                f"{advice}; restarting it costs one outer round",
-            )
-            found[at] = at_node("error", "stall", at, text, advice)
+            advice += "; restarting it costs one outer round"
+            found[at] = at_node("error", "stall", at, f"no inner step for {elapsed(late_s)}: {waits}", advice)
         else:
             found[at] = at_node("warning", "overdue", at, f"{waits}, longer than such a wait should take", advice)
     return [found[at] for at in sorted(found)]

@@ -46,9 +46,8 @@ def check_python(report: DoctorReport) -> None:
     here = platform.python_version()
     python, wanted = declared()
     if not SpecifierSet(python).contains(here, prereleases=True):
-        report.error(
-            "python", f"Python {here}: {PACKAGE} needs {python}", "install a supported Python, and the package in it"
-        )
+        advice = "install a supported Python, and the package in it"
+        report.error("python", f"Python {here}: {PACKAGE} needs {python}", advice)
     faults = {one: fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None}
     for one, fault in faults.items():
         report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {shlex.quote(one)}")

@@ -153,9 +153,8 @@ class RunRequirements:
         advice = "check data.* of the run, and data_files and tokenizer_dir of this node"
         late = "a node waits for it too: use data on this machine (data_files)"
         if await self.report.attempt("data", doing, in_time(doing, DATA_S, self._open_data), advice, late):
-            self.report.ok(
-                "data", f"tokenizer and held-out data are here ({data.kind} with tokenizer {data.tokenizer})"
-            )
+            kind = f"{data.kind} with tokenizer {data.tokenizer}"
+            self.report.ok("data", f"tokenizer and held-out data are here ({kind})")
 
     def _open_data(self) -> bool:
         from noloco_p2p.io.data.threaded_batches import make_batches
@@ -286,9 +285,8 @@ def expected_rate(
         if following.bytes_per_s is not None:
             bounds["link"] = following.bytes_per_s / (max(wire_bytes) if stage == 0 else sum(wire_bytes))
             sending_s = sum(wire_bytes) / following.bytes_per_s
-        bounds["places in flight"] = max_in_flight / (
-            device_s + below * (following.round_trip_s + sending_s + device_s)
-        )
+        away_s = device_s + below * (following.round_trip_s + sending_s + device_s)
+        bounds["places in flight"] = max_in_flight / away_s
     bound = min(bounds, key=lambda name: bounds[name])
     return bounds[bound], bound
 

@@ -58,10 +58,8 @@ def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
         homes.require_run("", directory)
         here = [each for each in (directory, *sorted(directory.iterdir())) if each.is_dir() and oldest_first(each)]
         if not here:
-            raise ConfigError(
-                f"{directory}: no journal ({NAME}) in it or one level below; "
-                "name the --dir of a node, or of noloco swarm"
-            )
+            advice = "name the --dir of a node, or of noloco swarm"
+            raise ConfigError(f"{directory}: no journal ({NAME}) in it or one level below; {advice}")
         found.update(dict.fromkeys(each.resolve() for each in here))
     names = Counter(each.name for each in found)
     return {each: clean(each.name if names[each.name] == 1 else f"{each.parent.name}/{each.name}") for each in found}
