@@ -69,18 +69,13 @@ class RelayProcess:
         return {**found, "lines": {name: found["lines"][host] for name, host in self._hosts.items()}}
 
     def close(self) -> None:
-        """End it; it is gone afterwards."""
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        """End it, and wait until it has ended."""
+        if self._process is not None:
+            try:
+                self._process.communicate(timeout=END_S)  # closes its standard input
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.communicate()
 
     def _ask(self, line: str, seconds: float) -> dict[str, Any]:
         """The answer to a line. Raises LocalError when it does not come in time."""
