@@ -42,7 +42,7 @@ def _fields(stat: Path) -> tuple[int, float]:
 
 
 def machine() -> float | None:
-    """CPU seconds of everything on this machine since its start; None when /proc does not tell them of our cores."""
+    """CPU seconds of everything on this machine since its start; None when /proc does not show our cores."""
     try:
         lines = [line.split() for line in (PROC / "stat").read_text().splitlines() if line.startswith("cpu")]
     except OSError:

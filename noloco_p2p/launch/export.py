@@ -152,7 +152,7 @@ def recorded_data(directory: Path) -> tuple[str, ...]:
 
 
 def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
-    """That of an exported directory. Raises ConfigError."""
+    """The tokenizer of an exported directory. Raises ConfigError."""
     if not (directory / TOKENIZER).exists():
         raise ConfigError(f"{directory} has no tokenizer: export once more with --tokenizer-dir")
     name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory)

@@ -27,7 +27,7 @@ PLAIN_FIELDS = (
     *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"),
     "max_position_embeddings",
 )
-"""Of a model that can be judged without its class: they are whole numbers, and nothing else is set."""
+"""Settings of a model that can be checked without importing its class: whole numbers, and no other is set."""
 MOST_PLAIN_LAYERS = 1024
 
 

@@ -153,7 +153,7 @@ class ForkServer:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """In a fork: what a process has that is started, and chance of its own (`random` sees to itself); its program."""
+    """In a fork: take on directory, environment, name and a random seed of its own (`random` has one); its program."""
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])

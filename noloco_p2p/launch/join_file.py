@@ -113,6 +113,6 @@ def remove(path: Path) -> None:
 
 
 def write(path: Path, addresses: Sequence[str]) -> None:
-    """At one stroke: a reader sees no file or the whole one; with an invitation only its owner. Raises LocalError."""
+    """Atomic: a reader sees no file or the whole one; with an invitation, only its owner can. Raises LocalError."""
     text = "".join(f"{address}\n" for address in addresses)
     write_whole(path, text.encode(), 0o600 if "/invite/" in text else 0o666)

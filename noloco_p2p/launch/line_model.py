@@ -144,7 +144,7 @@ class OneWay:
         self.unacknowledged_bytes -= nbytes
 
     def room_bytes(self, latency_s: float) -> int:
-        """How much may be taken by the line up now; less than 0: nothing, not even the end."""
+        """How much the line up may take now; less than 0: nothing, not even the end."""
         if self.over or not self.inbox.pieces:
             return -1
         room = min(
@@ -185,13 +185,13 @@ class LineModel:
         return self._events[0][0] if self._events else None
 
     def advance(self, now: float) -> None:
-        """Let happen all that is due, each at its own time."""
+        """Run everything that is due, each at its own time."""
         while self._events and self._events[0][0] <= now:
             at, _, action, arguments = heapq.heappop(self._events)
             action(at, *arguments)
 
     def send(self, flow: OneWay, data: bytes, now: float) -> None:
-        """The source has sent something; nothing: it sends no more."""
+        """The source has sent data; empty data: it has finished sending."""
         if flow.over:
             return
         if not flow.inbox.pieces:
@@ -206,7 +206,7 @@ class LineModel:
         self._resume(flow, now)
 
     def stall(self, flow: OneWay, stalled: bool, now: float) -> None:
-        """The destination takes no more, or takes something again."""
+        """The destination stops taking data, or takes data again."""
         flow.stalled = stalled
         if flow.outbox.pieces and not stalled:
             flow.down.queue(flow.outbox)

@@ -1,4 +1,4 @@
-"""What the clock on the wall shows, for `limits.hours`."""
+"""Local wall-clock time, for `limits.hours`."""
 
 import time
 from datetime import datetime

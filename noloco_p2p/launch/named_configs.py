@@ -15,7 +15,7 @@ ABOUT_WIDTH = 60
 
 
 def folder() -> Path:
-    """Where they lie."""
+    """The folder that holds them."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 

@@ -63,7 +63,7 @@ class MetricsReading:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file that is written at one stroke; None when it is not there, not readable or no object."""
+    """The object in a file that is written atomically; None when the file is missing, unreadable or holds none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, *NO_JSON):
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def texts(found: object) -> tuple[str, ...]:
-    """The texts of a list in such an object; none if it is not a list."""
+    """The strings of a list in such an object; none if it is not a list."""
     return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 

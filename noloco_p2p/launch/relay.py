@@ -64,14 +64,14 @@ class Relay:
         return {"lines": lines, "cpu_s": time.process_time()}
 
     def send(self, flow: OneWay, data: bytes) -> None:
-        """What one end has sent goes on its way; nothing: it sends no more."""
+        """One end has sent data; empty data: it has finished sending."""
         now = self._loop.time()
         self._model.advance(now)
         self._model.send(flow, data, now)
         self._set_timer()
 
     def stall(self, flow: OneWay, stalled: bool) -> None:
-        """The end that it goes to takes no more, or takes something again."""
+        """The end that it goes to stops taking data, or takes data again."""
         self._model.stall(flow, stalled, self._loop.time())
         self._set_timer()
 
@@ -131,7 +131,7 @@ class SocketEnd(asyncio.Protocol):
         self._finished = False
         """It sends no more."""
         self._ended = False
-        """It has been told that no more comes."""
+        """It has been told that no more data will come."""
 
     def join(self, other: "SocketEnd", there: OneWay, back: OneWay) -> None:
         """`there`: from here to the other end."""
@@ -174,7 +174,7 @@ class SocketEnd(asyncio.Protocol):
             self.relay.stall(self._into, False)
 
     def deliver(self, piece: memoryview) -> None:
-        """What came over the lines; an empty piece: no more comes."""
+        """Data that came over the lines; an empty piece: no more will come."""
         if self.transport.is_closing():
             return
         if piece:
@@ -257,7 +257,7 @@ class CalleeEnd(SocketEnd):
 
 
 def new_socket() -> socket.socket:
-    """One that does not block, and buffers little."""
+    """A non-blocking socket with a small receive buffer."""
     made = socket.socket()
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -179,7 +179,7 @@ class LocalFiles(NamedTuple):
 
 
 def store_local_files(directory: Path, local: NodeConfig) -> None:
-    """Keep them for what is done with the run later (`noloco export`, `noloco eval`). Raises LocalError."""
+    """Store them for what is done with the run later (`noloco export`, `noloco eval`). Raises LocalError."""
 
     def absolute(name: str) -> str:
         return str(Path(name).expanduser().absolute())
@@ -189,13 +189,13 @@ def store_local_files(directory: Path, local: NodeConfig) -> None:
 
 
 def local_files(directories: Iterable[Path]) -> LocalFiles:
-    """Those of the first of these nodes that kept them."""
+    """The files of the first of these nodes that stored them."""
     found = next(filter(None, (node_probe.read_json(directory / LOCAL) for directory in directories)), {})
     return LocalFiles(found.get("tokenizer_dir"), node_probe.texts(found.get("data_files")))
 
 
 def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:
-    """What the swarm came to of which these are nodes; nothing where no launcher wrote it."""
+    """The summary of the swarm that these nodes belong to; empty where no launcher wrote one."""
     found = (node_probe.read_json(directory.parent / node_probe.SUMMARY) or {} for directory in directories)
     return next((one for one in found if one.get("run_id") == run_id), {})
 

@@ -70,11 +70,11 @@ class Overrides:
         return any(entry.key[0] == SECURITY for entry in self.entries)
 
     def for_members(self, root_key: str) -> "Overrides":
-        """The same for a run with this root."""
+        """The same for a members-only run with this public half of its key."""
         return Overrides((*self.entries, SettingEntry((SECURITY, ROOT_KEY), root_key, "--key")))
 
     def above(self, defaults: Mapping[Key, object]) -> "Overrides":
-        """The same over these defaults of a command."""
+        """The same on top of a command's own defaults."""
         return Overrides((*(SettingEntry(key, value, "defaults") for key, value in defaults.items()), *self.entries))
 
     def _validated(self, model: type[Model]) -> Model:

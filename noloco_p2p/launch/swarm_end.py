@@ -1,4 +1,4 @@
-"""What `noloco swarm` ends with: a few lines that the model writes, and the commands that go on from here."""
+"""What `noloco swarm` ends with: a few lines that the model writes, and the commands to continue with."""
 
 import shlex
 import tempfile

@@ -78,7 +78,7 @@ class SwarmPlan:
         return run_key.invite(first, first.parent / ROOT_KEY, uses=len(self.nodes) - 1, seconds=INVITED_S, stage=None)
 
     def write(self, run_dir: Path) -> None:
-        """Leave the settings in the directory. Raises LocalError."""
+        """Store the settings in the directory. Raises LocalError."""
         everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
         run_files.write_json(run_dir / SETTINGS, everything)
 
@@ -144,7 +144,7 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Keeps a second launcher away from the directory. Raises LocalError when there is one."""
+    """Lock the directory against a second launcher. Raises LocalError when there is one."""
     try:
         lock = locked(run_dir / LOCK)
     except OSError as error:

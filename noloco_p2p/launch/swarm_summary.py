@@ -1,4 +1,4 @@
-"""A swarm's summary for its owner: `summary.json`, and the same in lines."""
+"""A swarm's summary for its owner: `summary.json`, and the same as lines of text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp

@@ -150,7 +150,7 @@ class RunCharts:
         return panel(by_step(title, lines), _keys(colours), note)
 
     def learning_rate(self) -> Panel:
-        """By step, of the node that knows it longest."""
+        """By step, of the node with the most values of it."""
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
         rates = [("learning rate", Colour.GREY, piece) for piece in longest.curves["learning_rate"]]
         return panel(by_step("Learning rate", rates), (), "By step.")
@@ -217,7 +217,7 @@ class RunCharts:
         return self._over_time("Bytes per second", lines, "All nodes together.")
 
     def rates(self, name: str) -> Points:
-        """(seconds since training began, what came to this name per second)."""
+        """(seconds since training began, growth per second) of a count of `NodeHistory.increments`."""
         return self._bins.rates(each for node in self._run.nodes for each in node.increments[name])
 
     def _over_time(self, title: str, lines: Sequence[Line], note: str = "") -> Panel:

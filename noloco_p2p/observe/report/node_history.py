@@ -73,7 +73,7 @@ class NodeHistory:
     """`loss` (mean since the line before) and `final_loss` while at stage 0, `validation`, all in nats per token;
     `spread`, the standard deviation between replicas; `learning_rate`; `grad_norm`."""
     increments: defaultdict[str, list[Increment]] = field(default_factory=lambda: defaultdict(list))
-    """What came to `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between lines of progress."""
+    """Growth of `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between lines of progress."""
     round_seconds: list[tuple[float, float]] = field(default_factory=list)
     """(when, seconds) of the outer rounds that have a line."""
     membership: list[tuple[float, Counter[str]]] = field(default_factory=list)

@@ -27,7 +27,7 @@ class RecordedRun:
     summary: dict[str, Any] = field(default_factory=dict)
     """What `noloco swarm` wrote at the end, when it counts the whole run; else empty."""
     running: bool = False
-    """A node is, on this machine."""
+    """A node of it runs on this machine."""
 
     @property
     def began_at(self) -> float:
@@ -51,12 +51,12 @@ class RecordedRun:
         return self.ended_at - self.began_at if measured is None else measured
 
     def of_stage(self, stage: int) -> list[NodeHistory]:
-        """Those that held it last."""
+        """The nodes that held this stage last."""
         return [node for node in self.nodes if node.stage == stage]
 
     @property
     def stages(self) -> list[int]:
-        """Those that somebody held."""
+        """Stages that a node has held."""
         return sorted({node.stage for node in self.nodes if node.stage is not None})
 
     @property

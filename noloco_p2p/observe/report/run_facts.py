@@ -20,7 +20,7 @@ def standing(run: RecordedRun) -> str:
 
 
 def headline(run: RecordedRun) -> dict[str, str]:
-    """Its figures."""
+    """Its main figures by name."""
     validation = run.last("validation")
     return {
         "nodes": f"{len(run.nodes)} in {humanize.plural(len(run.stages), 'stage')}",
