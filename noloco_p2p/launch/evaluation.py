@@ -14,12 +14,13 @@ import numpy as np
 
 from noloco_p2p.compute.exported_model import ExportedModel, chat_ids, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
-from noloco_p2p.core.messages import Batch, HostTensor
+from noloco_p2p.core.messages import Batch
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.data import corpora, hub_corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTE_OFFSET, Ids, Tokenizer
+from noloco_p2p.launch.examples import Example, padded
 from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, read_record, recorded_data
 from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.swarm_summary import perplexity
@@ -175,14 +176,8 @@ def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer)
 
 
 def _batch(ids: Ids, length: int) -> Batch:
-    """N×T inputs and targets of consecutive samples; the last is padded, and targets of padding do not count."""
-    rows = -(-(len(ids) - 1) // length)
-
-    def tensor(name: str, values: Ids, padding: int) -> HostTensor:
-        padded = np.pad(values, (0, rows * length - len(values)), constant_values=padding)
-        return HostTensor(name, "int32", (rows, length), memoryview(padded.astype("<i4").tobytes()))
-
-    return Batch(tensor("inputs", ids[:-1], 0), tensor("targets", ids[1:], IGNORED_TARGET))
+    """N×T inputs and targets of consecutive samples; the last may be shorter, and is padded."""
+    return padded([Example(ids[at : at + length + 1], 1) for at in range(0, len(ids) - 1, length)])
 
 
 def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int | None:
