@@ -78,17 +78,17 @@ def require_run(named: str, directory: Path) -> None:
     require(named, directory, Home.SWARM, Home.NODE, Home.OTHER, *empty, advice="name that of a node or of a swarm")
 
 
-def require_own(named: str, directory: Path, *wanted: Home) -> None:
-    """As `require`, for a run that is to write here: it may not stand inside a swarm, unless it is one of its nodes.
+def require_own(directory: Path, *wanted: Home) -> None:
+    """As `require`, for the --dir of a run that is to write there.
 
-    Nor may it go on in a run of `noloco swarm` that has ended.
+    It may not be inside the directory of a swarm, unless it is that of one of its nodes and the swarm has not ended.
     """
-    kind = require(named, directory, *wanted, Home.EMPTY)
+    kind = require("--dir ", directory, *wanted, Home.EMPTY)
     around = directory.absolute().parent
     if kind_of(around) is Home.SWARM:
         if kind is not Home.NODE and (wanted[0] is not Home.NODE or NODE_NAME.fullmatch(directory.name) is None):
-            raise ConfigError(f"{named}{directory} is inside the directory of a swarm: name another directory")
-        refuse_finished(named, around)
+            raise ConfigError(f"--dir {directory} is inside the directory of a swarm: name another directory")
+        refuse_finished("--dir ", around)
 
 
 def refuse_finished(named: str, run_dir: Path) -> None:

@@ -43,7 +43,7 @@ def own_identities(home: Path | None) -> Iterator[Identity]:
     The next is for when a directory is of another run. Raises ConfigError for a directory that is something else.
     """
     if home is not None:
-        homes.require_own("--dir ", home, Home.NODE)
+        homes.require_own(home, Home.NODE)
         yield Identity.open(home / KEY)
         return
     for number in itertools.count(1):

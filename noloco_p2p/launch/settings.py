@@ -124,10 +124,8 @@ def manifest_from_json(data: bytes) -> RunManifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])[:100]
-        message = plain(f"{name} {first['msg']}", 300)
-        raise Violation(
-            f"the manifest received is not valid ({message}): does the peer run another version?"
-        ) from error
+        message = f"the manifest received is not valid ({plain(name + ' ' + first['msg'], 300)})"
+        raise Violation(f"{message}: does the peer run another version?") from error
 
 
 def _without_word(entry: SettingEntry) -> SettingEntry:

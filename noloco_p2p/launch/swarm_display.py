@@ -17,7 +17,6 @@ from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
 
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
-GONE = frozenset({"left"})
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
 FORMATS = {"inner step": ",", "outer round": ",", "loss": ".3f", "tokens/s": ",.0f"}
 MOST_ROWS = 12
@@ -47,7 +46,7 @@ def row(node: NodeProcess) -> Row:
     rate = None
     if new.at > old.at and inner_steps:
         rate = (new.total("tokens_total") - old.total("tokens_total")) / (new.at - old.at)
-    seen = sum(count for state, count in new.by("state", "peers").items() if state not in GONE)
+    seen = sum(count for state, count in new.by("state", "peers").items() if state != "left")
     return {
         "node": node.name,
         "stage": node.stage,

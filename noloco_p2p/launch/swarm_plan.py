@@ -110,7 +110,7 @@ def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
     of another run; LocalError when a node's directory does not say of which run it is.
     """
     if run_dir is not None:
-        homes.require_own("--dir ", run_dir, Home.SWARM)
+        homes.require_own(run_dir, Home.SWARM)
         homes.refuse_finished("", run_dir)
     if run_dir is None or not (stored_path := run_dir / SETTINGS).exists():
         plan = SwarmPlan(overrides.manifest(), overrides.node(), resumes=False)
@@ -157,9 +157,9 @@ def held(run_dir: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def wait_for_old_nodes(node_dirs: Sequence[Path], seconds: float = NODES_END_S) -> None:
-    """Until no node runs in these directories any more. Raises LocalError when one still does after `seconds`."""
-    give_up_at = time.monotonic() + seconds
+def wait_for_old_nodes(node_dirs: Sequence[Path]) -> None:
+    """Until no node runs in these directories any more. Raises LocalError when one still does after NODES_END_S."""
+    give_up_at = time.monotonic() + NODES_END_S
     for node_dir in node_dirs:
         while node_probe.in_use(node_dir):
             if time.monotonic() >= give_up_at:

@@ -146,15 +146,16 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_node_that_still_runs_is_waited_for(tmp_path: Path) -> None:
+def test_a_node_that_still_runs_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "NODES_END_S", 0.2)
     node_dir = tmp_path / "0-0"
-    planning.wait_for_old_nodes([node_dir], 0.0)
+    planning.wait_for_old_nodes([node_dir])
     with (
         closing(Identity.open(node_dir / KEY)),
         pytest.raises(LocalError, match=r"a node still runs in \S+0-0: stop it"),
     ):
-        planning.wait_for_old_nodes([node_dir], 0.2)
-    planning.wait_for_old_nodes([node_dir], 0.0)
+        planning.wait_for_old_nodes([node_dir])
+    planning.wait_for_old_nodes([node_dir])
 
 
 @pytest.mark.parametrize(
