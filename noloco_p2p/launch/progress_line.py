@@ -1,11 +1,10 @@
-"""How far something is that takes its time: a line on standard error, written by a thread that only reads."""
+"""The progress of a slow operation: a line on standard error, written by a thread that only reads."""
 
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from noloco_p2p import humanize
@@ -16,7 +15,7 @@ CLEAR = "\r\x1b[K"
 """To the beginning of the line, which is emptied."""
 
 Position = tuple[str, float]
-"""What is reached, in words, and which part of the whole that is."""
+"""Progress in words, and as a share of the whole."""
 
 
 class ProgressLine:
@@ -36,10 +35,8 @@ class ProgressLine:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Take it away."""
+    def __exit__(self, *_: object) -> None:
+        """Stop showing it."""
         self._ended.set()
         if not self._hidden:
             self._thread.join()
@@ -51,7 +48,7 @@ class ProgressLine:
             print(CLEAR, end="", file=sys.stderr, flush=True)
 
     def text(self) -> str:
-        """The line of now: what is reached, the time gone, and an estimate of the time left."""
+        """The current line: progress, the time gone, and an estimate of the time left."""
         words, share = self._position()
         gone_s = time.monotonic() - self._began_at
         line = f"{words}, {humanize.duration(round(gone_s))} gone"

@@ -18,7 +18,7 @@ from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import short_id
 from noloco_p2p.io.dht.reach import Reach, endpoint
-from noloco_p2p.io.telemetry import status_json
+from noloco_p2p.io.telemetry.status_json import LIMIT_BYTES, decode
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
 TIMEOUT_S = 2.0
@@ -49,9 +49,9 @@ async def ask(base: str) -> Report:
     Raises Unreachable: no answer in TIMEOUT_S; Violation: the answer is not a status.
     """
     before = time.time()
-    body = await _get(base, "/status", status_json.LIMIT_BYTES)
+    body = await _get_status(base)
     middle = (before + time.time()) / 2
-    status = status_json.decode(body)
+    status = decode(body)
     unix_time_s = status.figures.unix_time_s
     ahead_s = unix_time_s - middle if unix_time_s else None
     return Report(status.advert.peer_id, status.advert, status, "", ahead_s)
@@ -146,15 +146,15 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
 # --- one request ------------------------------------------------------------------------------------------------------
 
 
-async def _get(base: str, path: str, limit: int) -> bytes:
-    """The body of a page of at most `limit` bytes. Raises Unreachable, Violation."""
+async def _get_status(base: str) -> bytes:
+    """The body of `/status`, at most LIMIT_BYTES. Raises Unreachable, Violation."""
     at = urlsplit(base)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=HEAD_LIMIT_BYTES)
             try:
-                writer.write(f"GET {path} HTTP/1.0\r\nHost: {at.netloc}\r\nAccept: application/json\r\n\r\n".encode())
-                return await _body(await reader.readuntil(b"\r\n\r\n"), reader, limit)
+                writer.write(f"GET /status HTTP/1.0\r\nHost: {at.netloc}\r\nAccept: application/json\r\n\r\n".encode())
+                return await _body(await reader.readuntil(b"\r\n\r\n"), reader)
             finally:
                 writer.close()
     except TimeoutError:
@@ -166,7 +166,7 @@ async def _get(base: str, path: str, limit: int) -> bytes:
         raise Violation(f"what {base} answers is not HTTP") from None
 
 
-async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
+async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
     """The complete body after the head, until the other side closes or its length is reached."""
     first, _, rest = head.decode("latin-1").partition("\r\n")
     found = re.fullmatch(r"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?", first)
@@ -177,8 +177,8 @@ async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
     length = re.search(r"^content-length: *([0-9]{1,15}) *$", rest.replace("\r", ""), re.IGNORECASE | re.MULTILINE)
     if length is not None:
         wanted = int(length[1])
-        if wanted > limit:
-            raise Violation(f"the answer has {wanted} bytes, at most {limit} are read")
+        if wanted > LIMIT_BYTES:
+            raise Violation(f"the answer has {wanted} bytes, at most {LIMIT_BYTES} are read")
         try:
             return await reader.readexactly(wanted)
         except asyncio.IncompleteReadError as error:
@@ -186,6 +186,6 @@ async def _body(head: bytes, reader: asyncio.StreamReader, limit: int) -> bytes:
     body = bytearray()
     while part := await reader.read(1 << 16):
         body += part
-        if len(body) > limit:
-            raise Violation(f"the answer has more than the {limit} bytes that are read")
+        if len(body) > LIMIT_BYTES:
+            raise Violation(f"the answer has more than the {LIMIT_BYTES} bytes that are read")
     return bytes(body)

@@ -188,9 +188,7 @@ LINE_FIGURES = ("upload_bytes_per_s", "download_bytes_per_s", "round_trip_s")
 
 @given(
     size=st.builds(MicrobatchSize, whole, whole, whole, st.just("int8"), st.just("float32")),
-    figures=st.fixed_dictionaries(
-        dict.fromkeys(("upload_bytes_per_s", "download_bytes_per_s", "round_trip_s"), claims)
-    ),
+    figures=st.fixed_dictionaries(dict.fromkeys(LINE_FIGURES, claims)),
     speed=claims,
     in_use=st.floats(0, 1),
 )
