@@ -110,11 +110,10 @@ def send_signal(directory: Path, number: signal.Signals) -> list[str]:
         raise ConfigError(f"there is no directory {directory}")
     signalled = []
     for node_dir in node_dirs(directory):
-        pid = running_pid(node_dir)
-        if pid is not None:
-            signalled.append(f"{node_dir} (process {pid})")
+        if (node := running(node_dir)) is not None:
+            signalled.append(f"{node_dir} (process {node.pid})")
             try:
-                os.kill(pid, number)
+                os.kill(node.pid, number)
             except OSError as error:
                 raise LocalError(f"node {signalled[-1]}: {error.strerror}") from error
     if not signalled:
@@ -130,8 +129,8 @@ def node_dirs(directory: Path) -> Iterator[Path]:
         yield from (path.parent for path in sorted(directory.glob(f"*/{KEY_LOCK}")))
 
 
-def running_pid(node_dir: Path) -> int | None:
-    """The process that runs as the node of this directory and has written where it can be reached; None without one.
+def running(node_dir: Path) -> NodeEndpoints | None:
+    """The node of this directory, if a process runs as it and has written where it can be reached.
 
     What a killed node left behind may name a process that belongs to another program by now: the process must be
     the one that holds the node's identity.
@@ -139,7 +138,7 @@ def running_pid(node_dir: Path) -> int | None:
     endpoints = read_endpoints(node_dir)
     if endpoints is None or not in_use(node_dir) or not _holds_lock(endpoints.pid, node_dir / KEY_LOCK):
         return None
-    return endpoints.pid
+    return endpoints
 
 
 def in_use(node_dir: Path) -> bool:

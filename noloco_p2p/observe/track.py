@@ -235,7 +235,7 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
 async def _of_directory(run_dir: Path) -> list[Report]:
     """The swarm whose nodes run in this directory, as the first of them that answers sees it. Raises Unreachable."""
     for node_dir in node_probe.node_dirs(run_dir):
-        if node_probe.running_pid(node_dir) is not None and (found := node_probe.read_endpoints(node_dir)) is not None:
+        if (found := node_probe.running(node_dir)) is not None:
             with suppress(PeerError):
                 return await survey.by_url(found.metrics)
     raise Unreachable(f"no node of {run_dir} answers")

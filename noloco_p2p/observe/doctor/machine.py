@@ -193,21 +193,20 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
     ill: list[NodeEndpoints] = []
     node_dirs = list(node_probe.node_dirs(directory))
     for node_dir in node_dirs:
-        endpoints = node_probe.read_endpoints(node_dir)
-        if node_probe.running_pid(node_dir) is not None and endpoints is not None:
-            (well if await _check_health(report, node_dir, endpoints) else ill).append(endpoints)
+        if (running := node_probe.running(node_dir)) is not None:
+            (well if await _check_health(report, node_dir, running) else ill).append(running)
         elif node_probe.in_use(node_dir):
             report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
         else:
-            _report_end(report, node_dir, endpoints)
+            _report_end(report, node_dir)
     if not node_dirs:
         report.ok("node", f"no node has run in {directory} yet")
     return well + ill
 
 
-def _report_end(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints | None) -> None:
+def _report_end(report: DoctorReport, node_dir: Path) -> None:
     """How a stopped node has ended: cleanly if its summary is newer than the endpoints of its last process."""
-    summary = node_probe.read_json(node_dir / node_probe.SUMMARY)
+    endpoints, summary = node_probe.read_endpoints(node_dir), node_probe.read_json(node_dir / node_probe.SUMMARY)
     try:
         started, ended = ((node_dir / name).stat().st_mtime for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
     except OSError:
