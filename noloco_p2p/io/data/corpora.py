@@ -63,11 +63,9 @@ class Corpus(Protocol):
 
         Asks `take` once for each of them. Raises LocalError.
         """
-        ...
 
     def held_out(self) -> Iterator[TokenizedDocument]:
         """The held-out documents, in an order that is equal on all nodes. Raises LocalError."""
-        ...
 
 
 class FileSpan(NamedTuple):

@@ -35,7 +35,6 @@ from noloco_p2p.errors import Violation
 from noloco_p2p.io.dht.identity import peer_id_of, public_key_of, verify
 
 Role = Literal["member", "observer"]
-ROLES: tuple[Role, ...] = ("member", "observer")
 DAY_S = 86_400.0
 ISSUER_S = 365 * DAY_S
 LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}

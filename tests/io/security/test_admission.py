@@ -81,7 +81,7 @@ def test_who_may_not_come_in_is_told_why_in_a_line(tmp_path: Path) -> None:
         ),
     }
     for why, one in cases.items():
-        for role in certificates.ROLES:
+        for role in ("member", "observer"):
             with pytest.raises(Declined, match=why) as caught:
                 mine.answer(ANN, asked(invitation=one.text, role=role))
             assert "noloco invite" in str(caught.value)
