@@ -30,7 +30,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, service, servicer, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.capped_line import OwnersLine, Rank, Read, rank_of
+from noloco_p2p.io.transport.capped_line import OwnersLine, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
 from noloco_p2p.io.transport.exchange import Fetched, SentActivation
 from noloco_p2p.io.transport.filler import Warming
@@ -238,7 +238,10 @@ class GrpcTransport:
             leaves = partial(self._count, direction="out", kind="activation", bytes=size)
             if most > 1 or not at_once:
                 there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
-                ways = partial(self._ways, ranks=(there, back))
+
+                def ways(call: Any) -> Ways:
+                    return line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
+
                 number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
                 turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
@@ -277,11 +280,6 @@ class GrpcTransport:
                 yield ways
             finally:
                 call.cancel()
-
-    def _ways(self, call: Any, ranks: tuple[Rank, Rank]) -> Ways:
-        """Write and read a call in turns of these ranks."""
-        there, back = ranks
-        return self._line.sender(call.write, there), self._line.receiver(call.read, back, first_at_once=True)
 
     @asynccontextmanager
     async def _calling(
