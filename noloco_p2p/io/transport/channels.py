@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -69,16 +70,13 @@ class PeerChannel:
     """Calls in flight."""
 
     def send_whole(self, method: str, message: bytes, **options: Any) -> Any:
-        """Propagate or Evaluate with an activation and a reply of one message each: half the work of a stream."""
+        """Propagate or Evaluate with an activation and a reply of one message each, which is half the work of a stream;
+        or Warm with filler."""
         return self.channel.unary_unary(f"{SERVICE}/{method}")(message, **options)
 
     def send_stream(self, method: str, **options: Any) -> Any:
         """Propagate, Evaluate or Stripe with any number of messages both ways."""
         return self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
-
-    def fill(self, filler: Message, **options: Any) -> Any:
-        """Warm, with a message that nobody reads."""
-        return self.channel.unary_unary(f"{SERVICE}/Warm")(filler.SerializeToString(), **options)
 
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
         """FetchSnapshot or FetchState: the messages of the reply."""
@@ -102,23 +100,14 @@ class Turns:
     def __init__(self, line: MeasuredLine) -> None:
         """`line` is told when each body begins to leave, and when it has left."""
         self._line = line
-        self._queues: dict[PeerId, tuple[asyncio.Lock, int]] = {}
-        """With the number of bodies that use it or wait for it."""
+        self._locks = WeakValueDictionary[PeerId, asyncio.Lock]()
+        """Each lasts as long as a body uses it or waits for it."""
 
     @asynccontextmanager
     async def of(self, peer: PeerId, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
         """Wait for the turn of a body, and call `begins`."""
-        lock, users = self._queues.get(peer, (asyncio.Lock(), 0))
-        self._queues[peer] = lock, users + 1
-        try:
-            async with lock, self.at_once(peer, begins):
-                yield
-        finally:
-            users = self._queues[peer][1] - 1
-            if users:
-                self._queues[peer] = lock, users
-            else:
-                del self._queues[peer]
+        async with self._locks.setdefault(peer, asyncio.Lock()), self.at_once(peer, begins):
+            yield
 
     @asynccontextmanager
     async def at_once(self, peer: PeerId, begins: Callable[[], object]) -> AsyncIterator[None]:
@@ -205,11 +194,7 @@ class ChannelPool:
     def _key(self, peer: Advert) -> ChannelKey:
         """The peer's least used connection; a further one only while all others are in use."""
         keys = [(peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)]
-        kept = [(key, self._kept.get(key)) for key in keys]
-        for key, channel in kept:
-            if channel is None or channel.calls == 0:
-                return key
-        return min(kept, key=lambda one: one[1].calls if one[1] else 0)[0]
+        return min(keys, key=lambda key: self._kept[key].calls if key in self._kept else 0)
 
     async def _opened(self, key: ChannelKey, peer: Advert, seconds: float) -> PeerChannel:
         """Waits for a connection that is being opened, or opens one. Whoever waits may be cancelled."""

@@ -66,4 +66,4 @@ class Warming:
         with suppress(PeerError):
             async with self._calling(peer, "answer to filler", WARM_S, part=part) as (channel, left_s):
                 self._charge(sent=nbytes, received=0)
-                await channel.fill(pb.Filler(data=bytes(nbytes)), timeout=left_s)
+                await channel.send_whole("Warm", pb.Filler(data=bytes(nbytes)).SerializeToString(), timeout=left_s)

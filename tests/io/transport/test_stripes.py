@@ -385,13 +385,15 @@ def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_res
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[int] = []
-    plain = PeerChannel.fill
+    plain = PeerChannel.send_whole
 
-    async def counted(channel: PeerChannel, filler: pb.Filler, **options: Any) -> None:
-        await plain(channel, filler, **options)
-        taken.append(len(filler.data))
+    async def counted(channel: PeerChannel, method: str, message: bytes, **options: Any) -> Any:
+        reply = await plain(channel, method, message, **options)
+        if method == "Warm":
+            taken.append(len(pb.Filler.FromString(message).data))
+        return reply
 
-    monkeypatch.setattr(PeerChannel, "fill", counted)
+    monkeypatch.setattr(PeerChannel, "send_whole", counted)
 
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
