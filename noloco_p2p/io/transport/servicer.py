@@ -84,7 +84,7 @@ class GrpcServicer:
         """Those that are being sent, or wait for their turn."""
         self._turns = Turns(line.measured)
         self._grant = to_grant(line.wanted_bytes)
-        self._striped = StripedCalls[PeerId]()
+        self._striped = StripedCalls()
         self.handler: Handler | None = None
 
     async def serve_activation(self, serve: Serve, said: Caller, request_iterator: Any, context: Any) -> None:

@@ -6,9 +6,9 @@ one beside a question that has no body.
 """
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -21,7 +21,6 @@ from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
 
-K = TypeVar("K", bound=Hashable)
 Ways = tuple[Write, Read]
 """Write and read the messages of a call."""
 CallBeside = tuple[str, float, Callable[[Any], Ways]]
@@ -113,9 +112,14 @@ class Stripes:
             await self._wanted.wait()
             if self._over:
                 return False
-            with self._brings():
+            self._bringing += 1
+            self._turned.set()
+            try:
                 while (message := await read()) is not grpc.aio.EOF and message != NO_MORE:
                     self.take(message)
+            finally:
+                self._bringing -= 1
+                self._turned.set()
             await self._next.wait()
             if self._filler and not self._replying.is_set():
                 await write(self._filler)
@@ -129,16 +133,6 @@ class Stripes:
             return False
         finally:
             self._calls -= 1
-            self._turned.set()
-
-    @contextmanager
-    def _brings(self) -> Iterator[None]:
-        self._bringing += 1
-        self._turned.set()
-        try:
-            yield
-        finally:
-            self._bringing -= 1
             self._turned.set()
 
     def fill(self, line: MeasuredLine, caller: PeerId, nbytes: int) -> None:
@@ -198,15 +192,15 @@ class Stripes:
             event.set()
 
 
-class StripedCalls(Generic[K]):
+class StripedCalls:
     """Which bodies several calls may carry now, by their callers and the numbers that these gave them."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[K, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
-        self._waiting: dict[tuple[K, int], set[asyncio.Future[None]]] = {}
+        self._known: dict[tuple[PeerId, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
+        self._waiting: dict[tuple[PeerId, int], set[asyncio.Future[None]]] = {}
         """Calls that came before the header."""
 
-    async def of(self, caller: K, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
+    async def of(self, caller: PeerId, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
         """What the call is for that begins with this message, and how it is written and read; None: no header has come
         within HEADER_S. Raises Violation."""
         key = caller, from_stripe(raw)
@@ -223,7 +217,7 @@ class StripedCalls(Generic[K]):
         return self._known.get(key)
 
     @contextmanager
-    def may_carry(self, caller: K, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
+    def may_carry(self, caller: PeerId, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
         """Further calls of this caller with this number may carry a body and its reply; none with 0. Raises Violation.
 
         `ways` are those of the call in such a context.

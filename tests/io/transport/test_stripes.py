@@ -753,7 +753,7 @@ def test_calls_whose_header_never_comes_are_forgotten(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stripes, "HEADER_S", 0.05)
 
     async def scenario() -> None:
-        known = StripedCalls[str]()
+        known = StripedCalls()
         waiting = [asyncio.create_task(known.of("A", stripes.to_stripe(number))) for number in (7, 7, 8)]
         await asyncio.sleep(0)
         waiting[0].cancel()

@@ -231,7 +231,7 @@ def test_a_call_beside_a_transfer_that_says_nothing_does_not_hold_it(
     """Hole 15: the weights would wait for ever until that call takes them."""
     weights, here, plain = tensor("slow/w", "float32", (1 << 20,)), asyncio.Event(), StripedCalls.of
 
-    async def of(self: StripedCalls[Any], caller: PeerId, raw: bytes) -> Any:
+    async def of(self: StripedCalls, caller: PeerId, raw: bytes) -> Any:
         here.set()
         return await plain(self, caller, raw)
 
