@@ -58,7 +58,6 @@ LATE_PER_S = 20.0
 0.9 ms of CPU, and could be made again at once."""
 OF_RELAYED = 4
 """A caller behind a relay may hold at most one part in so many of what all callers behind that relay may."""
-NO_STREAMS: Mapping[str, str] = {}
 
 
 def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
@@ -78,8 +77,8 @@ class Caller(NamedTuple):
     """Whose certificate the caller shows. Until it is checked, the name in that certificate."""
 
     @classmethod
-    def of(cls, context: Any, streams: Mapping[str, str] = NO_STREAMS) -> "Caller":
-        """Who makes a call; `streams`: see `Streams.hosts`."""
+    def of(cls, context: Any, streams: Mapping[str, str]) -> "Caller":
+        """Who makes a call; `streams`: see `Links.own`."""
         [name, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         peer = str(context.peer())
         host = streams.get(unquote(peer).partition(":")[2]) or _host(peer)

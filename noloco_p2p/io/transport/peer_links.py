@@ -3,7 +3,7 @@
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,9 +42,9 @@ class Links:
         """Calls in progress; each with a function that returns whether it has to end."""
         credentials.revoked.listen(self.cut)
 
-    def own(self) -> Collection[str]:
-        """`host:port` of this node's connections to its own server; each carries a peer's stream."""
-        return () if self.streams is None else self.streams.hosts
+    def own(self) -> Mapping[str, str]:
+        """This node's connections to its own server: `host:port` → whose stream it carries (`Streams.hosts`)."""
+        return {} if self.streams is None else self.streams.hosts
 
     @property
     def leaf(self) -> object:

@@ -11,9 +11,10 @@ from google.protobuf.message import DecodeError
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
 from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
+from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, NO_STREAMS, Caller
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
@@ -37,18 +38,15 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 def methods(servicer: GrpcServicer) -> Any:
     """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
     serve, bounded = partial(partial, servicer.serve_activation), partial(_bounded, servicer)
+    stream, fetch = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
     return grpc.method_handlers_generic_handler(
         "noloco.v1.Node",
         {
-            "Propagate": grpc.stream_stream_rpc_method_handler(bounded(serve(_propagate))),
-            "Evaluate": grpc.stream_stream_rpc_method_handler(bounded(serve(_evaluate))),
-            "Stripe": grpc.stream_stream_rpc_method_handler(bounded(servicer.stripe)),
-            "FetchSnapshot": grpc.unary_stream_rpc_method_handler(
-                bounded(servicer.fetch_snapshot, pb.SnapshotRequest.FromString)
-            ),
-            "FetchState": grpc.unary_stream_rpc_method_handler(
-                bounded(servicer.fetch_state, pb.StateRequest.FromString)
-            ),
+            "Propagate": stream(bounded(serve(_propagate))),
+            "Evaluate": stream(bounded(serve(_evaluate))),
+            "Stripe": stream(bounded(servicer.stripe)),
+            "FetchSnapshot": fetch(bounded(servicer.fetch_snapshot, pb.SnapshotRequest.FromString)),
+            "FetchState": fetch(bounded(servicer.fetch_state, pb.StateRequest.FromString)),
             "Warm": grpc.unary_unary_rpc_method_handler(bounded(servicer.warm)),
             "Progress": grpc.unary_unary_rpc_method_handler(
                 bounded(servicer.progress, pb.ProgressRequest.FromString),
@@ -71,7 +69,7 @@ def bound(
     server.add_generic_rpc_handlers((methods(servicer),))
     host, port = listen.host, listen.grpc_port
     try:
-        return server, links.add_port(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        return server, links.add_port(server, joined(host, port))
     except RuntimeError:
         raise LocalError(
             f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
@@ -89,8 +87,7 @@ def _bounded(
 
     async def answer(request: Any, context: Any) -> Any:
         try:
-            streams = servicer.links.streams
-            caller = Caller.of(context, NO_STREAMS if streams is None else streams.hosts)
+            caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
                     return await method(caller, read(request), context)

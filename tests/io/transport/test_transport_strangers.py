@@ -460,7 +460,7 @@ def test_a_host_is_an_address_or_a_network_or_who_opened_the_stream(peer: str, h
         def auth_context(self) -> dict[str, list[bytes]]:
             return {"peer_dns": [b"A"]}
 
-    assert Caller.of(Context()) == (host, "A")
+    assert Caller.of(Context(), {}) == (host, "A")
     assert Caller.of(Context(), {"10.1.2.3:4102": "p2p/B", "[::1]:4102": "relay/B"}).host == streamed
 
 
