@@ -63,7 +63,8 @@ class Libp2pDaemon:
         self._host, self._address = host, address
         self._death = "the libp2p daemon has ended"
         self._watch: asyncio.Task[None] | None = None
-        self._handlers: dict[str, CallHandler] = {}
+        self._added: list[Callable[[], Awaitable[object]]] = []
+        """Each makes the daemon answer calls, or take streams, of one name."""
         self._stream_handlers: dict[str, StreamHandler] = {}
         self.met: dict[PeerId, JoinAddress] = {}
         """Where other peers' daemons are, from the last reading of the directory; only those that this node dials."""
@@ -114,11 +115,8 @@ class Libp2pDaemon:
         """
         await self._stop()
         await self._start()
-        for name, handler in self._handlers.items():
-            await self.serve(name, handler)
-        stream_handlers, self._stream_handlers = self._stream_handlers, {}
-        for name, stream_handler in stream_handlers.items():
-            await self.serve_streams(name, stream_handler)
+        for add in tuple(self._added):
+            await self.guard(add(), p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
 
     @property
     def join_addresses(self) -> list[str]:
@@ -165,9 +163,7 @@ class Libp2pDaemon:
             except PeerError as error:
                 return BytesValue(value=_ERROR + str(error).encode())
 
-        self._handlers[name] = handler
-        adding = self.p2p.add_protobuf_handler(name, answer, BytesValue)
-        await self.guard(adding, p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
+        await self._add(lambda: self.p2p.add_protobuf_handler(name, answer, BytesValue))
 
     async def call(self, peer_id: PeerId, name: str, request: bytes, timeout_s: float) -> bytes:
         """Call a linked peer; libp2p authenticates both ends.
@@ -209,10 +205,8 @@ class Libp2pDaemon:
                 writer.close()
 
         known, self._stream_handlers[name] = name in self._stream_handlers, handler
-        if known:
-            return
-        adding = self.p2p.add_binary_stream_handler(name, answer)
-        await self.guard(adding, p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
+        if not known:
+            await self._add(lambda: self.p2p.add_binary_stream_handler(name, answer))
 
     async def open_stream(self, peer_id: PeerId, name: str) -> Stream:
         """A stream to a linked peer; makes no new link. Raises Unreachable (no link, no answer), LocalError."""
@@ -257,6 +251,10 @@ class Libp2pDaemon:
     def _places(self) -> list[JoinAddress]:
         """Where this daemon is dialled, best first."""
         return [self._address] if self.outside is None else [self.outside, self._address]
+
+    async def _add(self, add: Callable[[], Awaitable[object]]) -> None:
+        self._added.append(add)
+        await self.guard(add(), p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
 
     async def _stop(self) -> None:
         if self._watch is not None:
