@@ -143,11 +143,7 @@ class Streams:
         return stream
 
     async def _carry(
-        self,
-        server: asyncio.Server,
-        folder: "TemporaryDirectory[str]",
-        taken: asyncio.Future[Stream],
-        stream: Stream,
+        self, server: asyncio.Server, folder: "TemporaryDirectory[str]", taken: asyncio.Future[Stream], stream: Stream
     ) -> None:
         try:
             try:

@@ -35,13 +35,7 @@ log = logging.getLogger(__name__)
 class WaysIn:
     """The ways to one node. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        libp2p: Libp2pDaemon,
-        streams: Streams,
-        server: tuple[str, int],
-        address: str = "",
-    ) -> None:
+    def __init__(self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int], address: str = "") -> None:
         """`server`: host and port of this node's gRPC server, from here; `address`: `host:port` by which its own
         network reaches it."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
