@@ -88,6 +88,10 @@ class RunTrust:
         """What the names of all members of the run end with."""
         return f"{self.run_id[:32]}.p2p"
 
+    def has_signed(self, message: bytes, signature: bytes) -> bool:
+        """Whether the root has signed this message."""
+        return verify(peer_id_of(self.root_key), message, signature)
+
     @functools.cached_property
     def anchor(self) -> bytes:
         """The root as a certificate, PEM."""
@@ -121,8 +125,8 @@ class RunTrust:
             if len(chain) > CHAIN_LIMIT_BYTES:
                 raise ValueError("too long")
             one, issuer = x509.load_pem_x509_certificates(chain)
-            root = Ed25519PublicKey.from_public_bytes(self.root_key)
-            root.verify(issuer.signature, issuer.tbs_certificate_bytes)
+            if not self.has_signed(issuer.tbs_certificate_bytes, issuer.signature):
+                raise ValueError("not the root's signature")
             one.verify_directly_issued_by(issuer)
             peer_id, role = self.owner_of(_name_below(one))
             if _peer_of(one) != peer_id or _name_below(issuer) != self.suffix:

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
@@ -70,8 +69,9 @@ class DenyList:
             run, number = _FORM.unpack_from(content)
             if len(keys) > MOST * _KEY_BYTES or len(keys) % _KEY_BYTES or run != bytes.fromhex(trust.run_id)[:16]:
                 raise ValueError("another length or run")
-            Ed25519PublicKey.from_public_bytes(trust.root_key).verify(signature, _CONTEXT + content)
-        except (struct.error, ValueError, InvalidSignature) as error:
+            if not trust.has_signed(_CONTEXT + content, signature):
+                raise ValueError("another signer")
+        except (struct.error, ValueError) as error:
             raise Violation("the list of revoked peers was not signed by this run's root") from error
         peers = tuple(peer_id_of(keys[at : at + _KEY_BYTES]) for at in range(0, len(keys), _KEY_BYTES))
         return cls(number, peers, data)
