@@ -12,7 +12,7 @@ import json
 import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -212,6 +212,7 @@ def packed_text(text: str) -> bytes:
     return b"\xd9" + struct.pack(">B", len(text)) + text.encode("ascii")
 
 
+@dataclass(eq=False)
 class AdvertValidator:
     """Signs this node's records; refuses everybody's that are not a well-formed advert signed by its own subkey.
 
@@ -219,27 +220,20 @@ class AdvertValidator:
     to store and about every record that it reads from others.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        run_id: str,
-        stages: Mapping[bytes, int],
-        clock: Callable[[], float],
-        members: MemberRecords | None = None,
-    ) -> None:
-        """`stages` maps the hashed DHT keys of this run to stage indices; `clock` gives DHT time; `members`: if given,
-        only their records are valid."""
-        self._members = members
-        self._identity = identity
-        self._run_id = run_id
-        self._stages = stages
-        self._clock = clock
-        self._checked: dict[bytes, bool] = {}
-        """The outcome for each digest, in order of last use."""
+    identity: Identity
+    run_id: str
+    stages: Mapping[bytes, int]
+    """Hashed DHT keys of this run → stage indices."""
+    clock: Callable[[], float]
+    """Gives DHT time."""
+    members: MemberRecords | None = None
+    """If given, only their records are valid."""
+    _checked: dict[bytes, bool] = field(default_factory=dict)
+    """The outcome for each digest, in order of last use."""
 
     def sign_value(self, record: HivemindRecord) -> bytes:
         """The value of a record of this node's own, with its signature in front."""
-        return self._identity.sign(_signed(record, record.value)) + record.value
+        return self.identity.sign(_signed(record, record.value)) + record.value
 
     def strip_value(self, record: HivemindRecord) -> bytes:
         """The value of a valid record without its signature."""
@@ -247,13 +241,13 @@ class AdvertValidator:
 
     def validate(self, record: HivemindRecord) -> bool:
         """Whether a record may be stored or believed. Never raises, whatever the bytes are."""
-        if not record.expiration_time <= self._clock() + LONGEST_TTL_S:
+        if not record.expiration_time <= self.clock() + LONGEST_TTL_S:
             return False
-        limit = PAYLOAD_LIMIT_BYTES if self._members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
+        limit = PAYLOAD_LIMIT_BYTES if self.members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
         if len(record.value) > SIGNATURE_BYTES + limit + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
         # The answer may change with a new list of revoked peers.
-        revoked = 0 if self._members is None else self._members.revoked.held.number
+        revoked = 0 if self.members is None else self.members.revoked.held.number
         digest = hashlib.blake2b(b"%d " % revoked + _signed(record, record.value), digest_size=32).digest()
         known = self._checked.pop(digest, None)
         self._checked[digest] = found = self._well_formed(record) if known is None else known
@@ -262,7 +256,7 @@ class AdvertValidator:
         return found
 
     def _well_formed(self, record: HivemindRecord) -> bool:
-        stage = self._stages.get(record.key)
+        stage = self.stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):
             return False
@@ -271,16 +265,16 @@ class AdvertValidator:
         if value != packed_bytes(payload):
             return False
         try:
-            made = decode(payload, run_id=self._run_id, stage=stage, peer_id=peer_id, stages=len(self._stages))
+            made = decode(payload, run_id=self.run_id, stage=stage, peer_id=peer_id, stages=len(self.stages))
         except Violation:
             return False
         if made.announced_at > record.expiration_time:
             return False
         if not verify(peer_id, _signed(record, value), signature):
             return False
-        if self._members is None:
+        if self.members is None:
             return not made.certificate
-        return self._members.admits(peer_id, made.certificate, record.expiration_time, libp2p_addresses(made))
+        return self.members.admits(peer_id, made.certificate, record.expiration_time, libp2p_addresses(made))
 
 
 def _signed(record: HivemindRecord, value: bytes) -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from noloco_p2p.core.messages import PeerId
@@ -25,49 +26,44 @@ LOOK_S = 60.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Issuer:
     """Admits peers with this node's issuer certificate."""
 
-    def __init__(
-        self,
-        trust: RunTrust,
-        identity: Identity,
-        certificate: bytes,
-        book: UseBook,
-        clock: Callable[[], float],
-        revoked: Revocations,
-    ) -> None:
-        """`certificate`: PEM, for this node's key; `clock` gives unix seconds; `revoked` peers are not admitted."""
-        self._revoked = revoked
-        self._trust, self._identity, self._certificate = trust, identity, certificate
-        self._book, self._clock = book, clock
+    trust: RunTrust
+    identity: Identity
+    certificate: bytes
+    """The issuer certificate, PEM, for this node's key."""
+    book: UseBook
+    clock: Callable[[], float]
+    """Gives unix seconds."""
+    revoked: Revocations
+    """Peers on its list are not admitted."""
 
     def issue(self, peer_id: PeerId, role: Role) -> bytes:
         """A new certificate for a peer, followed by this issuer's, PEM."""
-        return certificates.member_chain(
-            self._certificate, self._identity.key, self._trust, peer_id, role, self._clock()
-        )
+        return certificates.member_chain(self.certificate, self.identity.key, self.trust, peer_id, role, self.clock())
 
     def answer(self, caller: PeerId, request: bytes) -> bytes:
         """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it is malformed."""
         asked = _parsed(request)
-        if self._revoked.names(caller):
+        if self.revoked.names(caller):
             raise Declined("this peer was revoked")
         role: Role = "observer" if asked.get("role") == "observer" else "member"
         if "certificate" in asked:
-            held = self._trust.membership(asked["certificate"].encode())
-            if (held.peer_id, held.role) != (caller, "member") or held.until <= self._clock():
+            held = self.trust.membership(asked["certificate"].encode())
+            if (held.peer_id, held.role) != (caller, "member") or held.until <= self.clock():
                 raise Declined("the certificate to be renewed is not the caller's, or has expired")
-            if self._revoked.names(held.issuer):
+            if self.revoked.names(held.issuer):
                 raise Declined("the node that has admitted this peer was revoked: join with a new invitation")
             return self.issue(caller, "member")
         try:
             invitation = Invitation.parse(asked.get("invitation", ""))
         except ConfigError as error:
             raise Violation(str(error)) from None
-        invitation.check(self._trust, self._clock())
+        invitation.check(self.trust, self.clock())
         if role == "member":
-            self._book.use(invitation, caller, self._clock())
+            self.book.use(invitation, caller, self.clock())
         return self.issue(caller, role)
 
 

@@ -98,7 +98,7 @@ def test_uses_are_counted_by_peer_and_over_restarts(tmp_path: Path) -> None:
     book = club.home / "book"
     first = issuer(club)
     assert club.trust.membership(first.answer(ANN, request)).peer_id == ANN
-    first._identity.close()
+    first.identity.close()
     again = issuer(club)
     for peer in (ANN, BOB, ANN, BOB):
         assert club.trust.membership(again.answer(peer, request)).role == "member"
@@ -113,11 +113,11 @@ def test_a_use_is_on_disk_before_its_certificate_is_made(tmp_path: Path, monkeyp
     mine, request = issuer(club), asked(invitation=invitation(club, uses=1).text, role="member")
     written: list[bytes] = []
 
-    def issue(peer: str, role: str) -> bytes:
+    def issue(self: Issuer, peer: str, role: str) -> bytes:
         written.append((club.home / "book").read_bytes())
         return b""
 
-    monkeypatch.setattr(mine, "issue", issue)
+    monkeypatch.setattr(Issuer, "issue", issue)
     mine.answer(ANN, request)
     assert ANN.encode() in written[0]
 
