@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,41 +22,31 @@ CANCEL_GRACE_S = 0.5
 """A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
 
 
+@dataclass(eq=False)
 class IncomingActivation:
     """The body of one activation, on its way in: a `ports.Body`."""
 
-    def __init__(
-        self,
-        header: Header,
-        first: list[wire.Frame],
-        count: Callable[..., None],
-        read: Read,
-        ask: Callable[[], Awaitable[object]],
-        patience: Patience,
-    ) -> None:
-        """`first` are the frames that came with the header; `count` gets what has been received, as `bytes` events.
+    header: Header
+    _first: list[wire.Frame] | None
+    """The frames that came with the header."""
+    _count: Callable[..., None]
+    """Gets what has been received, as `bytes` events."""
+    _read: Read
+    """Gives the next message."""
+    _ask: Callable[[], Awaitable[object]]
+    """Asks for the body."""
+    _patience: Patience
+    received: int = 0
+    complete: bool = False
+    """All of it has been received."""
+    stripes: Stripes | None = None
+    """Other calls that may bring some of it."""
+    reply_soon: Callable[[], None] = lambda: None
+    """See `ports.Body`."""
 
-        `read` gives the next message, `ask` asks for the body.
-        """
-        self.whole = bool(first)
+    def __post_init__(self) -> None:
+        self.whole = bool(self._first)
         """It came with its header, and its reply is to be one message."""
-        self.received = 0
-        self.complete = False
-        """All of it has been received."""
-        self.header = header
-        self._first: list[wire.Frame] | None = first
-        self._count = count
-        self._read = read
-        self._ask = ask
-        self._patience = patience
-        self.stripes: Stripes | None = None
-        """Other calls that may bring some of it."""
-        self.fill: Callable[[], None] = lambda: None
-        """Makes their connections fast for the reply."""
-
-    def reply_soon(self) -> None:
-        """See `ports.Body`."""
-        self.fill()
 
     async def __call__(self) -> Activation:
         """See `ports.Body`."""

@@ -290,5 +290,5 @@ class GrpcServicer:
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, ways))
             if nbytes := head.header.filler_bytes:
-                incoming.fill = partial(incoming.stripes.fill, self._line.measured, caller.name, nbytes)
+                incoming.reply_soon = partial(incoming.stripes.fill, self._line.measured, caller.name, nbytes)
         return header, incoming
