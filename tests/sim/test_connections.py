@@ -77,7 +77,8 @@ def test_what_messages_weigh_is_what_real_ones_do() -> None:
     assert len(first) == pytest.approx(MEASURED.header, rel=0.2)
     assert question.ByteSize() == pytest.approx(MEASURED.question, rel=0.2)
     assert report.ByteSize() == pytest.approx(MEASURED.report, rel=0.5)
-    assert len(message_codec.to_refused(Busy("s1r0 is busy: the line is full"))) < MEASURED.answer
+    refusal = message_codec.to_refusal(Busy("s1r0 is busy: the line is full"))
+    assert pb.Reply(refusal=refusal).ByteSize() < MEASURED.answer
     assert SIGNATURE_BYTES + len(payload) + key_and_expiry == pytest.approx(MEASURED.advert, rel=0.2)
 
 

@@ -71,11 +71,6 @@ def to_refusal(error: NolocoError) -> pb.Refusal:
     return pb.Refusal(kind=KINDS.get(type(error), pb.Refusal.KIND_DECLINED), message=str(error)[:MESSAGE_CHARACTERS])
 
 
-def to_refused(error: NolocoError) -> bytes:
-    """A reply that is a refusal."""
-    return pb.Reply(refusal=to_refusal(error)).SerializeToString()
-
-
 def to_error(refusal: pb.Refusal) -> PeerError:
     """What the peer's refusal means here."""
     message = plain(refusal.message, MESSAGE_CHARACTERS)

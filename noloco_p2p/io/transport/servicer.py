@@ -39,6 +39,7 @@ from noloco_p2p.io.transport.exchange import to_grant
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.io.transport.reply_reader import ReplyMessage
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Ways, no_body
 from noloco_p2p.ports import Body, Handler, Telemetry
 
@@ -59,10 +60,10 @@ class _Reply:
     """Bytes."""
 
 
-async def _refuse(write: Write, refusal: bytes) -> None:
-    """Tell the caller, if it is still there."""
+async def _refuse(write: Write, kind: type[ReplyMessage], error: NolocoError) -> None:
+    """Tell the caller why it is not served, if it is still there."""
     with suppress(grpc.aio.InternalError, Unreachable):
-        await write(refusal)
+        await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
 
 
 class GrpcServicer:
@@ -87,22 +88,22 @@ class GrpcServicer:
         self._striped = StripedCalls()
         self.handler: Handler | None = None
 
-    async def serve_activation(self, serve: Serve, said: Caller, request_iterator: Any, context: Any) -> None:
+    async def serve_activation(self, serve: Serve, claimed: Caller, request_iterator: Any, context: Any) -> None:
         """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
 
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
         with ExitStack() as leaving:
             try:
-                caller, handler = self._admit(said, context)
+                caller, handler = self._admit(claimed, context)
                 header, incoming = await self._incoming(context, caller, leaving)
                 parts = await serve(handler, caller.name, header, incoming)
             except Silent as error:
                 await context.abort(grpc.StatusCode.ABORTED, str(error))
             except NolocoError as error:
-                await self.callers.delay(said, error)
-                await _refuse(self._line.sender(Patience().writing(context.write)), message_codec.to_refused(error))
-                await self.callers.drain(said, context)
+                await self.callers.delay(claimed, error)
+                await _refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
+                await self.callers.drain(claimed, context)
                 return
             reply = _Reply(caller.name, header.microbatch)
             self._replies[reply] = None
@@ -118,7 +119,7 @@ class GrpcServicer:
                 return
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
-            await self.callers.drain(said, context)
+            await self.callers.drain(claimed, context)
 
     async def _send(self, context: Any, incoming: IncomingActivation, reply: _Reply, parts: ReplyParts) -> None:
         write = self._line.sender(Patience().writing(context.write), rank_of(incoming.header, Precedence.GRADIENT))
@@ -142,10 +143,10 @@ class GrpcServicer:
             if reply is not None:
                 reply.sent += len(message)
 
-    async def stripe(self, said: Caller, request_iterator: Any, context: Any) -> None:
+    async def stripe(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
         """Carry part of what another call has announced or asked for."""
         try:
-            caller, _ = self._admit(said, context, observers=True)
+            caller, _ = self._admit(claimed, context, observers=True)
             first = await self._first_message(context)
             found = None if first is grpc.aio.EOF else await self._striped.of(caller.name, first)
             if found is not None and await found[0].carry(*found[1](context)):
@@ -154,29 +155,29 @@ class GrpcServicer:
             return
         except NolocoError:
             pass
-        if await self.callers.drain(said, context, NO_MORE.__ne__):
+        if await self.callers.drain(claimed, context, NO_MORE.__ne__):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
 
-    async def fetch_snapshot(self, said: Caller, request: pb.SnapshotRequest, context: Any) -> None:
+    async def fetch_snapshot(self, claimed: Caller, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
         write = self._line.sender(Patience().writing(context.write))
         async with self._reporting_failures(context, write, pb.SnapshotMessage):
-            caller, handler = self._admit(said, context, observers=True)
+            caller, handler = self._admit(claimed, context, observers=True)
             with self.callers.holding(TRANSFERS, caller):
                 wanted = weights_codec.from_request(request)
                 snapshot = await handler.fetch_snapshot(caller.name, wanted)
                 parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
                 await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
-    async def fetch_state(self, said: Caller, request: pb.StateRequest, context: Any) -> None:
+    async def fetch_state(self, claimed: Caller, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it. Writes, for the reason given above."""
         resume = request.resume if request.HasField("resume") else None
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
         refuse = self._line.sender(patience.writing(context.write))
         async with self._reporting_failures(context, refuse, pb.StateMessage):
-            caller, handler = self._admit(said, context)
+            caller, handler = self._admit(claimed, context)
             with self.callers.holding(TRANSFERS, caller):
                 async with handler.lend_state(caller.name, resume.number if resume else None) as state:
                     size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
@@ -199,24 +200,22 @@ class GrpcServicer:
             await stripes.reply(self._counted(parts, most), ways(context)[0])
 
     @asynccontextmanager
-    async def _reporting_failures(
-        self, context: Any, write: Write, kind: type[pb.SnapshotMessage] | type[pb.StateMessage]
-    ) -> AsyncIterator[None]:
+    async def _reporting_failures(self, context: Any, write: Write, kind: type[ReplyMessage]) -> AsyncIterator[None]:
         """Report to the caller what goes wrong while weights are sent."""
         try:
             yield
         except Unreachable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:
-            await _refuse(write, kind(refusal=message_codec.to_refusal(error)).SerializeToString())
+            await _refuse(write, kind, error)
         except grpc.aio.InternalError:
             # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
             return
 
-    async def progress(self, said: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
+    async def progress(self, claimed: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
         """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
         try:
-            caller, handler = self._admit(said, context)
+            caller, handler = self._admit(claimed, context)
             if len(request.microbatches) > MAX_CALLS:
                 raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at a time")
             microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
@@ -231,11 +230,11 @@ class GrpcServicer:
         self._line.charge(sent=reply.ByteSize(), received=request.ByteSize())
         return reply
 
-    async def describe(self, said: Caller, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+    async def describe(self, claimed: Caller, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Describe this node."""
         reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
         try:
-            caller, handler = self._admit(said, context, observers=True)
+            caller, handler = self._admit(claimed, context, observers=True)
             d = handler.describe(caller.name)
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
@@ -246,15 +245,16 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    async def warm(self, said: Caller, filler: bytes, context: Any) -> bytes:
+    async def warm(self, claimed: Caller, filler: bytes, context: Any) -> bytes:
         """Take filler, which has done its work. Nobody reads it."""
         self._line.charge(sent=0, received=len(filler))
         return b""
 
-    def _admit(self, said: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
-        """The caller, by its certificate, and the handler. Raises Violation: a stranger; Declined: none yet."""
+    def _admit(self, claimed: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
+        """The caller, whose name its certificate has proved, and the handler. Raises Violation: a stranger; Declined:
+        there is no handler yet."""
         check_admissible(context)
-        caller = said._replace(name=self.links.caller(context, observers=observers))
+        caller = claimed._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")
         return caller, self.handler

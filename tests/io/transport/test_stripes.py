@@ -318,7 +318,7 @@ def test_why_is_known_only_from_the_first_call() -> None:
         async def read() -> bytes:
             for _ in range(10):
                 await asyncio.sleep(0)
-            return message_codec.to_refused(Busy("full"))
+            return pb.Reply(refusal=message_codec.to_refusal(Busy("full"))).SerializeToString()
 
         async def write(message: bytes) -> None:
             assert message == head
