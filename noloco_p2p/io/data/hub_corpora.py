@@ -54,7 +54,7 @@ class StreamCorpus:
         return chain.from_iterable(self._read(shard, lambda: True) for shard in shards)
 
     def _read(self, rows: Any, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        with _told("the data"):
+        with _failing_as_local_error("the data"):
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
 
@@ -64,7 +64,7 @@ def _is_held_out(document: TokenizedDocument) -> bool:
 
 
 @contextmanager
-def _told(what: str, outcome: str = "read") -> Iterator[None]:
+def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
     """Raises LocalError where `datasets`, or what it reads with, fails."""
     try:
         yield
@@ -86,7 +86,7 @@ def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument
     """All text of one file. Raises LocalError."""
     if not is_plain_text(path):
         return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer)).everything()
-    with _told(str(path)):
+    with _failing_as_local_error(str(path)):
         return FileCorpus([], [FileSpan(path, 0, path.stat().st_size, True)], tokenizer).held_out()
 
 
@@ -138,7 +138,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
     reader = readers.pop()
     options = {"data_files": files, "split": "train", "streaming": True}
     options |= {"keep_linebreaks": True} if reader == "text" else {}
-    with _told(f"data_files ({files[0]}, …)"):
+    with _failing_as_local_error(f"data_files ({files[0]}, …)"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
             features = stream.features.copy()
@@ -152,7 +152,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:
     import datasets
 
-    with _told(f"data set {name}", "opened"):
+    with _failing_as_local_error(f"data set {name}", "opened"):
         names = {"train", *datasets.get_dataset_split_names(name, subset)} & {"train", "validation"}
         opened = {split: datasets.load_dataset(name, subset, split=split, streaming=True) for split in sorted(names)}
         streams = {split: stream.select_columns(columns) for split, stream in opened.items()}

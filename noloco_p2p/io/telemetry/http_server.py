@@ -71,7 +71,7 @@ class HttpResponse:
     content_type: str = TEXT
     code: int = 200
     policy: str = ""
-    """Of its content's security."""
+    """Value of the header `Content-Security-Policy`."""
 
 
 Health = Callable[[], tuple[Status | None, str | None]]

@@ -32,7 +32,7 @@ BUFFERED_S = 0.001
 
 
 def rank_of(header: Header, precedence: Precedence) -> Rank:
-    """Of what belongs to a microbatch."""
+    """The rank of a message that belongs to a microbatch."""
     return precedence, (header.origin.step, header.origin.index)
 
 
@@ -89,11 +89,11 @@ class OwnersLine:
 
         # Else gRPC lets a fast sender have megabytes under way on each call, whether they are read or not.
         self.grpc_options = () if down is None else (("grpc.http2.bdp_probe", 0),)
-        """Of every connection."""
+        """Options of every connection."""
         self.measured = MeasuredLine()
         """By the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
-        """Of every connection."""
+        """How much may wait unsent, in every connection."""
         self._acked = AckedBytes(self.measured.up, own)
 
     def agreed(self, wanted_bytes: int) -> int:

@@ -32,7 +32,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", 30_000),
     ("grpc.max_connection_idle_ms", 180_000),
 )
-"""Of the server."""
+"""Options of the server."""
 
 
 def methods(servicer: GrpcServicer) -> Any:
