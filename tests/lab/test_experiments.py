@@ -123,9 +123,9 @@ def test_another_experiments_directory_is_refused() -> None:
 
 
 @light
-def test_figures_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        _run(NOT_FINITE, quick=True)
+def test_figures_that_are_not_finite_are_kept_as_none() -> None:
+    _run(NOT_FINITE, quick=True)
+    assert _document()["runs"][0]["figures"] == {"square": 1, "both": [None, None]}
 
 
 def test_the_report_shows_the_charts_that_are_drawn(tmp_path: Path) -> None:

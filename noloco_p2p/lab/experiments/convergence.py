@@ -45,7 +45,7 @@ from noloco_p2p.lab.experiments.results import (
     table,
 )
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
-from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, finite, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS, STAGES = 8, 2
@@ -171,7 +171,7 @@ def measure(case: Case) -> Figures:
     first = swarms[0]
     per_token = first.bytes_per_token
     between = _ring_bytes(first) if name.startswith("parallel") else per_token["snapshot"]
-    figures = {
+    return {
         "validation_loss": fmean(losses),
         "merged_loss": merged,
         "final_losses": losses,
@@ -184,7 +184,6 @@ def measure(case: Case) -> Figures:
         "between_stages": per_token["activation"] + per_token["gradient"],
         "per_parameter_step": between * first.tokens / (sum(first.parameters) * REPLICAS * case.settings["steps"]),
     }
-    return dict(finite(figures))
 
 
 def curve(swarms: Sequence[TrainingSummary]) -> list[list[float]]:

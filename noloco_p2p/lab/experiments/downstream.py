@@ -28,7 +28,6 @@ from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEE
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
-from noloco_p2p.lab.experiments.training import finite
 
 METHODS = ("parallel", "noloco", "gossip-int4")
 """The methods of `convergence` that pre-train models; the others are compared with the first."""
@@ -80,7 +79,7 @@ def measure(case: Case) -> Figures:
         found = finetuning.run_finetune(model, [data], tuned, recipe, device="cpu", say=lambda line: None)
         scores = task_scores(tuned, items)
         text = evaluation.run_eval(tuned, (), held_out=False, microbatches=None, device="cpu")
-        figures = trained.figures("validation_loss", "merged_loss", "tokens") | {
+        return trained.figures("validation_loss", "merged_loss", "tokens") | {
             "parameters": sum(trained.parameters),
             "divergence": replica_divergence(singles, held_out) if singles else None,
             "completion_loss": found["held_out_loss"],
@@ -88,7 +87,6 @@ def measure(case: Case) -> Figures:
             "tasks": scores,
             **{kind: fmean(score[kind] for score in scores.values()) for kind in ("exact", "choice")},
         }
-    return dict(finite(figures))
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
-from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary, finite
+from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
 from noloco_p2p.launch import export
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -113,28 +113,28 @@ def train_apart(plan: TrainingPlan, streams: Sequence[int]) -> tuple[list[Traini
     return summaries, _merged_loss([[node for nodes in same for node in nodes] for same in together], runs[0].held_out)
 
 
-def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[TrainingSummary, dict[str, float | None]]:
+def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[TrainingSummary, dict[str, float]]:
     """A run with one replica per stage, and the held-out loss of its weights with hidden states in other codecs."""
     done = _run(plan)
-    losses: dict[str, float | None] = {}
+    losses: dict[str, float] = {}
     for codec in codecs:
         fields = done.plan.manifest.model_dump() | {"wire": {"forward": codec, "backward": codec}}
         manifest = RunManifest.model_validate(fields)
         stages = [make_torch_stage(manifest, index, codec, self_test=False) for index in range(manifest.stages)]
         for stage, (node,) in zip(stages, done.stages, strict=True):
             _set_mean(stage, [_torch_stage(node)])
-        losses[codec] = finite(_held_out_loss(stages, done.held_out))
+        losses[codec] = _held_out_loss(stages, done.held_out)
     return done.summary(), losses
 
 
-def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float | None]]]:
+def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float]]]:
     """`train`, and the final held-out loss of every replica, with those of its number in later stages, on each of the
     plan's corpora."""
     done = _run(plan)
     part = len(done.held_out) // len(plan.corpora)
     parts = [done.held_out[at : at + part] for at in range(0, len(done.held_out), part)]
     replicas = [[_torch_stage(node) for node in nodes] for nodes in zip(*done.stages, strict=True)]
-    losses = [[finite(_held_out_loss(stages, kind)) for kind in parts] for stages in replicas]
+    losses = [[_held_out_loss(stages, kind) for kind in parts] for stages in replicas]
     return done.summary(), losses
 
 

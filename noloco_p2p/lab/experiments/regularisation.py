@@ -28,12 +28,13 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from math import sqrt
+from statistics import fmean
 from typing import Any
 
 from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, finite, small_manifest
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
 REPLICAS, STAGES, RATE, PIECES = 8, 2, 1e-2, 4
 TITLES = {
@@ -115,25 +116,17 @@ def measure(case: Case) -> Figures:
     noise = tuple(tuple((int(at), float(std)) for at, std in stage) for stage in size["noise"])
     replicas = (REPLICAS,) * STAGES
     trained, losses = train_by_kind(TrainingPlan(manifest, replicas, size["seed"], corpora=texts(), noise=noise))
-    held_out, training = zip(*losses, strict=True)
+    held_out, training = map(fmean, zip(*losses, strict=True))
     bytes_read = sum(piece.stop - piece.start for piece in texts()[0].pieces)
-    return dict(
-        finite(
-            {
-                "held_out": _mean(held_out),
-                "training": _mean(training),
-                "gap": None if None in (*held_out, *training) else _mean(held_out) - _mean(training),
-                "epochs": trained.tokens / bytes_read,
-                "parameters": sum(trained.parameters),
-                "tokens": trained.tokens,
-                "spread": [[(one.step, one.std) for one in trained.finite_spreads(stage)] for stage in range(STAGES)],
-            }
-        )
-    )
-
-
-def _mean(losses: Any) -> Any:
-    return None if None in losses else sum(losses) / len(losses)
+    return {
+        "held_out": held_out,
+        "training": training,
+        "gap": held_out - training,
+        "epochs": trained.tokens / bytes_read,
+        "parameters": sum(trained.parameters),
+        "tokens": trained.tokens,
+        "spread": [[(one.step, one.std) for one in trained.finite_spreads(stage)] for stage in range(STAGES)],
+    }
 
 
 def at_training_loss(points: Iterable[tuple[float, float]], loss: float) -> float | None:

@@ -147,8 +147,9 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
 def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
     began = time.perf_counter()
     figures = measure(case)
-    # Keep what a restart would read: tuples become lists now.
-    return Result(case, json.loads(json.dumps(figures, allow_nan=False)), time.perf_counter() - began)
+    # Keep what a restart would read: tuples become lists now, and what is not finite None.
+    figures = json.loads(json.dumps(figures), parse_constant=lambda constant: None)
+    return Result(case, figures, time.perf_counter() - began)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

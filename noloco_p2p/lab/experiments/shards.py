@@ -31,7 +31,7 @@ from typing import Any
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, finite, small_manifest
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
 KINDS = {
     "character tables": ("stdlib", "encodings/*.py"),
@@ -109,8 +109,8 @@ def measure(case: Case) -> Figures:
     count, streams = (1, (list(KINDS).index(kind),)) if alone else (len(KINDS), None)
     plan = TrainingPlan(manifest, (count,) * STAGES, case.settings["seed"], streams, corpora(), mixed=kind == "mixed")
     trained, losses = train_by_kind(plan)
-    figures = trained.figures("validation_loss", "merged_loss", "tokens") | {"losses": losses}
-    return dict(finite(figures)) | {"parameters": sum(trained.parameters)}
+    figures = trained.figures("validation_loss", "merged_loss", "tokens")
+    return figures | {"losses": losses, "parameters": sum(trained.parameters)}
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, Self
 from noloco_p2p.lab.experiments.markdown_page import Block
 
 Figures = dict[str, Any]
-"""The measured values of one case: JSON values only, with None instead of NaN and infinity."""
+"""The measured values of one case: JSON values only. The runner keeps None for what is not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, finite, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
 
 ALPHAS = (0.0, 0.3, 0.5, 0.7, 0.9)
@@ -97,7 +97,7 @@ def measure(case: Case) -> Figures:
     except LocalError as error:  # a node stops itself when nothing is finite any more
         return figures | {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
     spreads = [spread.std for spread in trained.spreads]
-    losses = {"loss": finite(trained.validation_loss), "merged_loss": finite(trained.merged_loss)}
+    losses = {"loss": trained.validation_loss, "merged_loss": trained.merged_loss}
     return figures | losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
 
 

@@ -4,7 +4,6 @@
 and real data, all replicas in one process. Time is the simulator's, so nothing depends on the machine.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -124,8 +123,8 @@ class TrainingSummary:
         return [spread for spread in self.spreads if spread.stage == stage and isfinite(spread.std)]
 
     def figures(self, *names: str) -> dict[str, Any]:
-        """These figures, ready for JSON: None for what is not finite."""
-        return {name: finite(getattr(self, name)) for name in names}
+        """The figures of these names."""
+        return {name: getattr(self, name) for name in names}
 
 
 def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManifest:
@@ -162,8 +161,3 @@ def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> Run
     fields = {"stages": len(replicas), "start_replicas": min(replicas), "seed": seed, "evaluation": evaluation}
     changes["outer"] = {"rule": "noloco", "overlap": False} | changes.get("outer", {})
     return RunManifest.model_validate(least | fields | changes)
-
-
-def finite(value: Any) -> Any:
-    """The same as JSON values, with None for numbers that are not finite."""
-    return json.loads(json.dumps(value), parse_constant=lambda constant: None)
