@@ -174,11 +174,7 @@ class _StageSums:
 
 
 def figures(
-    outcome: Outcome,
-    bytes_of: BytesOf,
-    tokens_per_microbatch: int,
-    stages: int,
-    bound: ThroughputBound | None = None,
+    outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, stages: int, bound: ThroughputBound | None = None
 ) -> RunFigures:
     """The figures of a run. `tokens_per_microbatch` is that of the run that is simulated."""
     sums = [_StageSums() for _ in range(stages)]

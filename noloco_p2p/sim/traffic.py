@@ -27,10 +27,7 @@ class Traffic:
     """All payloads under way, and the counts of all bytes so far."""
 
     def __init__(
-        self,
-        geography: Geography,
-        link_of: Callable[[PeerId, PeerId], Link],
-        is_cut: Callable[[PeerId, PeerId], bool],
+        self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link], is_cut: Callable[[PeerId, PeerId], bool]
     ) -> None:
         self._is_cut = is_cut
         self._ways = Ways(geography, link_of)

@@ -7,16 +7,7 @@ import pytest
 
 from noloco_p2p.core.snapshots import FEWEST_SAMPLED
 from noloco_p2p.lab.experiments import convergence
-from noloco_p2p.lab.experiments.convergence import (
-    FULL,
-    METHODS,
-    REPLICAS,
-    STAGES,
-    cases,
-    further,
-    measure,
-    report,
-)
+from noloco_p2p.lab.experiments.convergence import FULL, METHODS, REPLICAS, STAGES, cases, further, measure, report
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 

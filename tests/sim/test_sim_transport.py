@@ -21,13 +21,7 @@ from sim_transport_fixture import (
     play,
 )
 
-from noloco_p2p.core.messages import (
-    Activation,
-    Gradient,
-    LossSum,
-    MicrobatchId,
-    TensorSpec,
-)
+from noloco_p2p.core.messages import Activation, Gradient, LossSum, MicrobatchId, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.ports import Body

@@ -14,15 +14,7 @@ from noloco_p2p.core.messages import Advert, Gradient, PeerId, Progress, TensorS
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError, Unreachable
 from noloco_p2p.ports import Body, Claim
-from noloco_p2p.sim.links import (
-    Access,
-    ControlSizes,
-    Geography,
-    Link,
-    MessageSizes,
-    ceiling_bytes_per_s,
-    resend_s,
-)
+from noloco_p2p.sim.links import Access, ControlSizes, Geography, Link, MessageSizes, ceiling_bytes_per_s, resend_s
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.payloads import KINDS, ByteCounts
 from noloco_p2p.sim.transport import SimTransport

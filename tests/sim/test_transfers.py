@@ -18,10 +18,7 @@ from sim_transport_fixture import (
     play,
 )
 
-from noloco_p2p.core.messages import (
-    ReplicaState,
-    TensorSpec,
-)
+from noloco_p2p.core.messages import ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
 from noloco_p2p.sim.links import Link

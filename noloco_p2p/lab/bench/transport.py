@@ -23,15 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core import messages
-from noloco_p2p.core.messages import (
-    Advert,
-    Gradient,
-    MicrobatchId,
-    PeerId,
-    Progress,
-    ReplicaState,
-    TensorSpec,
-)
+from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Progress, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError
 from noloco_p2p.io.dht.identity import Identity

@@ -145,10 +145,7 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
     fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
-    fields |= {
-        "inner": {"optimizer": "adamw"},
-        "outer": {"rule": "noloco", "overlap": False},
-    }  # the rest: defaults
+    fields |= {"inner": {"optimizer": "adamw"}, "outer": {"rule": "noloco", "overlap": False}}  # the rest: defaults
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)

@@ -23,16 +23,7 @@ from math import sqrt
 from statistics import fmean, stdev
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import (
-    Columns,
-    above,
-    best_rate,
-    mean_std,
-    over,
-    rate_beyond,
-    select,
-    table,
-)
+from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, over, rate_beyond, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
