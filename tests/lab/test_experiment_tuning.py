@@ -11,13 +11,13 @@ from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.tuning import (
     DEFAULT,
     RATES,
-    REPLICAS,
+    SETTINGS,
     TRIED,
     cases,
     further,
     measure,
     report,
-    settings_of,
+    settings,
     verdict,
 )
 
@@ -45,8 +45,7 @@ def gone_through(loss_at_gamma: float | None) -> list[Result]:
 
 def test_every_setting_has_rates_on_both_sides_of_its_best_and_the_other_seeds_there() -> None:
     results = gone_through(0.0)
-    settings = sum(len(settings_of(rule)) for rule in TRIED)
-    assert len(results) == len(REPLICAS) * settings * (3 + 2)
+    assert len(results) == len(SETTINGS) * (3 + 2)
     assert {one["rate"] for one in results if one["seed"] == 1} == {*RATES, 2 * RATES[1]}
     assert {one["rate"] for one in results if one["seed"] > 1} == {RATES[1]}
 
@@ -72,7 +71,7 @@ def test_every_change_is_one_that_a_run_may_have(rule: str) -> None:
     first = {
         (one.settings["what"], one.settings["value"]): one for one in cases(quick=True) if one.settings["rule"] == rule
     }
-    assert set(first) == set(settings_of(rule))
+    assert set(first) == {(one.what, one.value) for one in settings(rule, 4)}
     losses = set()
     for case in first.values():
         tiny = {"replicas": 4, "steps": 4, "hidden": 16}

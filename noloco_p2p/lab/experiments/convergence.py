@@ -39,6 +39,7 @@ from noloco_p2p.lab.experiments.results import (
     loss,
     mean_curve,
     mean_std,
+    next_runs,
     over,
     rate_beyond,
     select,
@@ -127,10 +128,8 @@ def first_runs(results: Results, method: str) -> Results:
 
 def next_rates(results: Results, method: str, quick: bool) -> list[tuple[float, int]]:
     """(rate, seed) of a method's next runs: a rate beyond the best one if that is at an end, else other seeds."""
-    runs = first_runs(results, method)
-    if (rate := rate_beyond(runs, RATES[METHODS[method].optimizer])) is not None:
-        return [(rate, 1)]
-    return [(best_rate(runs), seed) for seed in range(2, 1 + (QUICK_SEEDS if quick else SEEDS))]
+    grid, seeds = RATES[METHODS[method].optimizer], QUICK_SEEDS if quick else SEEDS
+    return next_runs(first_runs(results, method), grid, seeds)
 
 
 def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) -> Case:

@@ -71,6 +71,12 @@ def rate_beyond(runs: Results, grid: Sequence[float]) -> float | None:
     return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
 
 
+def next_runs(runs: Results, grid: Sequence[float], seeds: int) -> list[tuple[float, int]]:
+    """(rate, seed) of the runs to make after these with seed 1: see `rate_beyond`, else the other seeds at the best."""
+    beyond = rate_beyond(runs, grid)
+    return [(best_rate(runs), seed) for seed in range(2, seeds + 1)] if beyond is None else [(beyond, 1)]
+
+
 # --- what a report shows of them --------------------------------------------------------------------------------------
 
 

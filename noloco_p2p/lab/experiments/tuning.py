@@ -21,9 +21,10 @@ by chance. What changes two values at once is not tried, and bytes, which m deci
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, over, rate_beyond, select, table
+from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, next_runs, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
@@ -38,56 +39,49 @@ TRIED: Mapping[str, Mapping[str, Sequence[float]]] = {
 """For each rule, what is tried instead of its defaults (METHOD.md, "Outer rules"), one value at a time."""
 SYMBOLS = {"inner_steps": "m", "alpha": "α", "beta": "β", "gamma": "γ"}
 DEFAULT = "default"
-Setting = tuple[str, float]
-"""What is changed, and to what."""
 
 
-def settings_of(rule: str) -> list[Setting]:
-    """(name, value) of every change to a rule, the default first."""
-    return [(DEFAULT, 0.0), *((name, value) for name, values in TRIED[rule].items() for value in values)]
+class Setting(NamedTuple):
+    """A rule with one change, for one number of replicas."""
+
+    rule: str
+    replicas: int
+    what: str
+    """What is changed, or DEFAULT."""
+    value: float
+    """To what."""
+
+    def __str__(self) -> str:
+        return "the default" if self.what == DEFAULT else f"{SYMBOLS[self.what]} = {self.value:g}"
+
+
+def settings(rule: str, replicas: int) -> list[Setting]:
+    """Every setting of a rule, the default first."""
+    changes = [(DEFAULT, 0.0), *((what, value) for what, values in TRIED[rule].items() for value in values)]
+    return [Setting(rule, replicas, *change) for change in changes]
+
+
+SETTINGS = [one for replicas in REPLICAS for rule in TRIED for one in settings(rule, replicas)]
 
 
 def cases(quick: bool) -> list[Case]:
     """Every setting at every rate with the first seed."""
-    return [
-        _case(rule, replicas, name, value, (rate, 1), quick)
-        for replicas in REPLICAS
-        for rule in TRIED
-        for name, value in settings_of(rule)
-        for rate in RATES
-    ]
+    return [_case(one, rate, 1, quick) for one in SETTINGS for rate in RATES]
 
 
 def further(quick: bool, results: Results) -> list[Case]:
     """Rates beyond a setting's best one while that is at an end; then the other seeds at the best."""
-    found = []
-    for replicas in REPLICAS:
-        for rule in TRIED:
-            for name, value in settings_of(rule):
-                runs = first_runs(results, rule, replicas, name, value)
-                beyond = rate_beyond(runs, RATES)
-                next_runs = [(best_rate(runs), 2), (best_rate(runs), 3)] if beyond is None else [(beyond, 1)]
-                found += [_case(rule, replicas, name, value, run, quick) for run in next_runs]
-    return found
+    return [_case(one, *run, quick) for one in SETTINGS for run in next_runs(first_runs(results, one), RATES, seeds=3)]
 
 
-def first_runs(results: Results, rule: str, replicas: int, name: str, value: float) -> Results:
+def first_runs(results: Results, setting: Setting) -> Results:
     """A setting's runs with the first seed: every rate that was tried."""
-    return select(results, rule=rule, replicas=replicas, what=name, value=value, seed=1)
+    return select(results, **setting._asdict(), seed=1)
 
 
-def _case(rule: str, replicas: int, name: str, value: float, run: tuple[float, int], quick: bool) -> Case:
-    return Case.named(
-        "{rule}-{replicas}-{what}-{value:g}-{rate:g}-{seed}",
-        rule=rule,
-        replicas=replicas,
-        what=name,
-        value=value,
-        rate=run[0],
-        seed=run[1],
-        steps=80 if quick else 400,
-        **SIZES,
-    )
+def _case(setting: Setting, rate: float, seed: int, quick: bool) -> Case:
+    name, steps = "{rule}-{replicas}-{what}-{value:g}-{rate:g}-{seed}", 80 if quick else 400
+    return Case.named(name, **setting._asdict(), rate=rate, seed=seed, steps=steps, **SIZES)
 
 
 def measure(case: Case) -> Figures:
@@ -131,45 +125,40 @@ def report(results: Results) -> list[Block]:
     for rule in TRIED:
         advice = []
         for replicas in REPLICAS:
-            runs = {one: _at_best(results, rule, replicas, *one) for one in settings_of(rule)}
-            gaps = {one: above(runs[one], runs[DEFAULT, 0.0], "validation_loss") for one in runs}
-            blocks.append(_table(runs, gaps))
+            default, *_ = every = settings(rule, replicas)
+            runs = {one: _at_best(results, one) for one in every}
+            gaps = {one: above(runs[one], runs[default], "validation_loss") for one in runs}
+            blocks.append(_table(runs, runs[default], gaps))
             advice.append(f"{replicas} replicas: {_advice(gaps)}")
         blocks.append(f"`{rule}`: {'; '.join(advice)}.")
     return blocks
 
 
-def _table(runs: Mapping[Setting, Results], gaps: Mapping[Setting, list[float]]) -> Table:
+def _table(runs: Mapping[Setting, Results], default: Results, gaps: Mapping[Setting, list[float]]) -> Table:
     columns: Columns = {
-        "setting": lambda one: title(*one),
+        "setting": str,
         "peak rate": lambda one: f"{runs[one][0]['rate']:g}",
         "held-out loss": lambda one: over("validation_loss")(runs[one]),
         "less the default's": lambda one: mean_std(gaps[one], 2),
-        "verdict": lambda one: "–" if one[0] == DEFAULT else verdict(gaps[one]),
+        "verdict": lambda one: "–" if one.what == DEFAULT else verdict(gaps[one]),
     }
-    first = runs[DEFAULT, 0.0][0]
+    first = default[0]
     caption = (
         f"`{first['rule']}`, {first['replicas']} replicas, {first['tokens']:,} tokens, {first['parameters']:,}"
-        f" parameters, {len(runs[DEFAULT, 0.0])} seeds."
+        f" parameters, {len(default)} seeds."
     )
     return table(columns, runs, caption)
 
 
-def title(name: str, value: float) -> str:
-    """A setting in words."""
-    return "the default" if name == DEFAULT else f"{SYMBOLS[name]} = {value:g}"
-
-
-def _at_best(results: Results, rule: str, replicas: int, name: str, value: float) -> Results:
-    rate = best_rate(first_runs(results, rule, replicas, name, value))
-    return select(results, rule=rule, replicas=replicas, what=name, value=value, rate=rate)
+def _at_best(results: Results, setting: Setting) -> Results:
+    return select(results, **setting._asdict(), rate=best_rate(first_runs(results, setting)))
 
 
 def _advice(gaps: Mapping[Setting, list[float]]) -> str:
     better: dict[str, Setting] = {}
     for one in sorted((one for one in gaps if verdict(gaps[one]) == "better"), key=lambda one: fmean(gaps[one])):
-        better.setdefault(one[0], one)
-    return ", ".join(f"{title(*one)} ({mean_std(gaps[one], 2)})" for one in better.values()) or "the defaults"
+        better.setdefault(one.what, one)
+    return ", ".join(f"{one} ({mean_std(gaps[one], 2)})" for one in better.values()) or "the defaults"
 
 
 EXPERIMENT = Experiment("tuning", describe(globals()), cases, measure, report, further)
