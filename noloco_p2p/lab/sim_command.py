@@ -153,7 +153,7 @@ def simulate(
     wall_s = time.perf_counter() - began_at
     if outcome is not None:
         tokens, stages = request.scenario.tokens_per_microbatch, len(request.scenario.replicas)
-        found = figures.figures(outcome, swarm.network.byte_counts, tokens, stages, bound)
+        found = figures.figures(outcome, swarm.network.traffic.byte_counts(), tokens, stages, bound)
     lines = tuple(swarm.trace.lines()) if with_lines else ()
     return SimRun(request, found, broken, wall_s, peak_bytes(), outcome if with_outcome else None, lines)
 

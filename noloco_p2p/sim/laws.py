@@ -151,7 +151,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
 
 def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:
     """Every byte that left a node was received, was lost, or is under way."""
-    nodes = swarm.network.byte_counts.values()
+    nodes = swarm.network.traffic.byte_counts().values()
     for kind in KINDS:
         total = ByteCounts()
         for of_node in nodes:

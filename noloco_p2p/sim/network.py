@@ -8,7 +8,7 @@ through. A packet lost on a link is sent again (see `links`).
 import asyncio
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
 from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes, resend_s
-from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.traffic import Traffic
 
 
@@ -51,11 +50,6 @@ class Network:
         self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
         """(sender, receiver)."""
         self._group: dict[PeerId, int] = {}
-
-    @property
-    def byte_counts(self) -> Mapping[PeerId, Mapping[str, ByteCounts]]:
-        """What happened to the bytes of every node that had any, by kind (`payloads.KINDS`)."""
-        return self.traffic.byte_counts()
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
 

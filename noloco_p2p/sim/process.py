@@ -80,11 +80,6 @@ class SimProcess:
         return self.ports.telemetry.own
 
     @property
-    def devices(self) -> tuple[SimDevice, ...]:
-        """The devices of its stages."""
-        return tuple(device for _, device in self.stages)
-
-    @property
     def device(self) -> SimDevice | None:
         """The newest of its devices; None before its weights exist."""
         return self.stages[-1][1] if self.stages else None

@@ -39,7 +39,7 @@ class Traffic:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
-        """What happened to the bytes of every node that had any, by kind, so far."""
+        """What happened to the bytes of every node that had any, by kind (`payloads.KINDS`), so far."""
         found = {
             peer: {kind: replace(counts) for kind, counts in kinds.items()}
             for peer, kinds in sorted(self._counts.items())

@@ -156,7 +156,7 @@ class SimSwarm:
         transport.dead = directory.dead = telemetry.dead = True
         checkpoints.crash()
         self.network.crash(peer)
-        for device in process.devices:
+        for _, device in process.stages:
             device.halt()
         process.task.cancel()
 

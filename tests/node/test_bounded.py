@@ -83,7 +83,7 @@ def least(glances: Iterable[Held]) -> Held:
 def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
     """What is the simulator's."""
     yield from (swarm, swarm.network, swarm.registry, swarm.trace)
-    yield from (process, process.world, *process.ports, *process.devices, *process.models)
+    yield from (process, process.world, *process.ports, *(part for stage in process.stages for part in stage))
 
 
 def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     assert not aside, words
     for node in outcome.of_stage(0):
         assert (node.state, node.microbatches["dropped"]) == ("left", 0), words
-    kinds = list(swarm.network.byte_counts.values())
+    kinds = list(swarm.network.traffic.byte_counts().values())
     bodies = [counts for one in kinds for kind, counts in one.items() if kind in ("activation", "gradient")]
     assert sum(counts.sent for counts in bodies) > 0
     if found.manifest.outer.pairing == "none":
@@ -155,11 +155,7 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
 def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
     """The process goes on, and answers; its device ends nothing any more."""
     swarm = SimSwarm(plan((2, 2, 2), seed=seed, steps=60, link=Link(0.005), costs=Costs(spread=0.2)))
-
-    def stick() -> None:
-        swarm.process("s2r0").devices[-1].slowness = 1e9
-
-    swarm.at(10.0, stick)
+    swarm.at(10.0, lambda: swarm.slow("s2r0", 1e9))
     swarm.at(60.0, lambda: swarm.crash("s2r0"))
     outcome = swarm.run(limit_s=2000)
     assert set(blamed(outcome)) == {"s2r0"}
@@ -172,11 +168,7 @@ def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
 def test_a_stuck_device_gets_no_further_when_one_of_its_callers_gives_up() -> None:
     """What waits for it in vain is cancelled, which is no progress: each caller leaves it as soon as the first one."""
     swarm = SimSwarm(plan((2, 2, 2), seed=0, steps=32, link=Link(0.005), costs=Costs(spread=0.2)))
-
-    def stick() -> None:
-        swarm.process("s1r0").devices[-1].slowness = 1e9
-
-    swarm.at(10.0, stick)
+    swarm.at(10.0, lambda: swarm.slow("s1r0", 1e9))
     swarm.at(80.0, lambda: swarm.crash("s1r0"))
     outcome = swarm.run(limit_s=2000)
     assert set(blamed(outcome)) == {"s1r0"}

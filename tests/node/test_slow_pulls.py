@@ -28,7 +28,7 @@ def plan(transfer_s: float, *, deadline_s: float = 100.0, max_stale_rounds: int 
 
 
 def lost(swarm: FaultySwarm) -> int:
-    return sum(counts["snapshot"].lost for counts in swarm.network.byte_counts.values())
+    return sum(counts["snapshot"].lost for counts in swarm.network.traffic.byte_counts().values())
 
 
 def results(outcome: Outcome, peer: str) -> list[str]:

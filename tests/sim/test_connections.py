@@ -50,7 +50,7 @@ async def busy(body: Body) -> Gradient:
 
 def controlled(network: Network) -> tuple[ByteCounts, ByteCounts]:
     """Of the caller and the callee."""
-    return network.byte_counts["a"]["control"], network.byte_counts["b"]["control"]
+    return network.traffic.byte_counts()["a"]["control"], network.traffic.byte_counts()["b"]["control"]
 
 
 def test_what_messages_weigh_is_what_real_ones_do() -> None:
@@ -94,8 +94,8 @@ def test_a_call_costs_what_its_messages_weigh() -> None:
         network.sizes = replace(SIZES, control=CONTROL, activation_bytes=4 * wire.PACK_BYTES)
         with pytest.raises(Busy):
             await transport.propagate(CALLEE, activation())
-        assert network.byte_counts["a"]["activation"] == ByteCounts()
-        assert network.byte_counts["a"]["control"].sent == 10 + 22 + 50
+        assert network.traffic.byte_counts()["a"]["activation"] == ByteCounts()
+        assert network.traffic.byte_counts()["a"]["control"].sent == 10 + 22 + 50
 
     play(script, busy, Link(LATENCY_S, bytes_per_s=RATE), longest_s=9.0)
 
@@ -232,7 +232,7 @@ def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
         assert now() == pytest.approx(0.002 + COPIES * 100 / 1000)
         await directory.peers()
         assert now() == pytest.approx(2 * (0.002 + COPIES * 100 / 1000))
-        assert network.byte_counts["a"]["control"] == ByteCounts(sent=1000, received=1000)
+        assert network.traffic.byte_counts()["a"]["control"] == ByteCounts(sent=1000, received=1000)
 
     run(main())
 

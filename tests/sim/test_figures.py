@@ -132,7 +132,7 @@ def simulated() -> tuple[RunFigures, Outcome]:
     )
     swarm = SimSwarm(SimPlan(manifest, (2, 3), seed=3, costs=(Costs(), Costs(0.02, 0.03))))
     outcome = swarm.run()
-    return figures(outcome, swarm.network.byte_counts, 2 * TOKENS, 2), outcome
+    return figures(outcome, swarm.network.traffic.byte_counts(), 2 * TOKENS, 2), outcome
 
 
 def test_a_run_has_the_figures_that_its_stages_counted() -> None:

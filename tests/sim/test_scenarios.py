@@ -106,7 +106,7 @@ def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> N
         with noted(f"seed {seed}; replay: {replay}"):
             check(simulation)
         hurt += bool(simulation.begun)
-        for kinds in simulation.network.byte_counts.values():
+        for kinds in simulation.network.traffic.byte_counts().values():
             for counts in kinds.values():
                 bytes_sent.add(counts)
     if name not in WASTEFUL:

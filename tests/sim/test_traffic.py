@@ -53,7 +53,7 @@ def to(peer: PeerId) -> Advert:
 
 def totals(network: Network) -> ByteCounts:
     """All nodes and kinds together."""
-    return sum_of([account for kinds in network.byte_counts.values() for account in kinds.values()])
+    return sum_of([account for kinds in network.traffic.byte_counts().values() for account in kinds.values()])
 
 
 def sum_of(accounts: list[ByteCounts]) -> ByteCounts:
@@ -73,7 +73,7 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
         await transport.fetch_snapshot(CALLEE, SnapshotRequest(1, 4, weights="float64"), 60.0, SNAPSHOT_SPECS)
         await transport.fetch_state(CALLEE, 60.0, STATE_SPECS)
         assert now() == pytest.approx(10 * LATENCY_S + (2 * 1000 + 400 + 600 + 250 + 1800) / 200)
-        caller, callee = network.byte_counts["a"], network.byte_counts["b"]
+        caller, callee = network.traffic.byte_counts()["a"], network.traffic.byte_counts()["b"]
         assert {kind: (caller[kind].sent, callee[kind].received) for kind in KINDS} == {
             "activation": (2000, 2000),
             "gradient": (0, 0),
@@ -177,7 +177,7 @@ def test_filler_saves_a_body_and_its_reply_the_slow_start(there: bool, back: boo
             await transport.propagate(CALLEE, activation())
             seconds.append(now() - began)
         filler = (there + back) * CONNECTIONS * FILLER_BYTES[0]
-        kinds = [network.byte_counts[peer]["filler"] for peer in "ab"]
+        kinds = [network.traffic.byte_counts()[peer]["filler"] for peer in "ab"]
         assert sum_of(kinds) == ByteCounts(sent=filler, received=filler), "once in each direction, and nothing is lost"
 
     play(script, answer, Link(0.1, bytes_per_s=50e6), longest_s=60.0)
@@ -235,7 +235,7 @@ def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_
         assert totals(network) == ByteCounts(sent=1500, in_flight=1500)
         calls[2].cancel()
         await asyncio.wait(calls)
-        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=2500, lost=500)
+        assert network.traffic.byte_counts()["a"]["activation"] == ByteCounts(sent=2500, lost=500)
         assert totals(network) == ByteCounts(sent=3300, received=2800, lost=500)
 
     run(main())
@@ -250,7 +250,7 @@ def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         with pytest.raises(Busy):
             await transport.propagate(CALLEE, activation())
-        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=20, lost=20)
+        assert network.traffic.byte_counts()["a"]["activation"] == ByteCounts(sent=20, lost=20)
 
     play(script, busy, Link(LATENCY_S, bytes_per_s=100.0))
 
@@ -298,7 +298,7 @@ def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
         broken, end = await asyncio.gather(call("b"), call("c"), return_exceptions=True)
         assert isinstance(broken, Unreachable)
         assert end == pytest.approx(1.5 + 0.4)
-        assert network.byte_counts["a"]["activation"] == ByteCounts(sent=1500, lost=500)
+        assert network.traffic.byte_counts()["a"]["activation"] == ByteCounts(sent=1500, lost=500)
 
     run(main())
 
@@ -309,7 +309,7 @@ def test_an_answer_whose_sender_crashes_in_the_middle_is_no_answer() -> None:
         with pytest.raises(Unreachable, match="broke"):
             await transport.propagate(CALLEE, activation())
         assert now() == pytest.approx(LATENCY_S + 0.32)
-        assert network.byte_counts["b"]["gradient"] == ByteCounts(sent=8, lost=8)
+        assert network.traffic.byte_counts()["b"]["gradient"] == ByteCounts(sent=8, lost=8)
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=100.0), longest_s=60.0)
 
@@ -397,7 +397,7 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
                 await asyncio.sleep(0.37)
                 total = totals(network)
                 assert total.sent == total.received + total.lost + total.in_flight
-                for kinds in network.byte_counts.values():
+                for kinds in network.traffic.byte_counts().values():
                     mine = sum_of(list(kinds.values()))
                     assert mine.sent <= limits["up"] * now() + 1
                     assert mine.received <= limits["down"] * now() + 1

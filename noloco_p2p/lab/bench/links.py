@@ -294,7 +294,7 @@ def scenario(
 def simulate(scenario: Scenario) -> dict[str, Any]:
     """Tokens per second and bytes per token of a simulated run of SIM_STEPS steps."""
     swarm = build(scenario, seed=0)
-    outcome = swarm.run()
-    found = figures.figures(outcome, swarm.network.byte_counts, scenario.tokens_per_microbatch, len(scenario.replicas))
+    outcome, stages = swarm.run(), len(scenario.replicas)
+    found = figures.figures(outcome, swarm.network.traffic.byte_counts(), scenario.tokens_per_microbatch, stages)
     kinds = {kind: found.traffic.sent_per_node[kind] * found.nodes / found.tokens for kind in KINDS}
     return {"tokens": found.tokens_per_s, "bytes": sum(kinds.values()), "by_kind": kinds}
