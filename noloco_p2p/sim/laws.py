@@ -8,7 +8,6 @@ from statistics import median_low
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.resume import BOLD_ROUNDS
-from noloco_p2p.errors import NolocoError
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.payloads import KINDS, ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -16,22 +15,6 @@ from noloco_p2p.sim.recording import RecordingStage
 
 COPY_ROUNDS = 3
 """A copy that a donor lends to several newcomers is at most two outer intervals old, and a round may be under way."""
-
-
-def broken(swarm: FaultySwarm) -> str | None:
-    """Run the swarm. Returns the first law that does not hold; None when all do."""
-    try:
-        check(swarm)
-    except (AssertionError, NolocoError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def check(swarm: FaultySwarm) -> Outcome:
-    """Run a swarm and check every law. Raises AssertionError, Deadlock, or what a node or a handler raised."""
-    outcome = swarm.run()
-    judge(swarm, outcome)
-    return outcome
 
 
 def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
@@ -215,11 +198,6 @@ def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, 
             marks = [begin, *(at_s for at_s in steps if begin < at_s < end), end]
             for one, other in pairwise(marks):
                 yield process.peer, other - one, other
-
-
-def training(process: SimProcess) -> Spans:
-    """Start and end of each time in the state `training`."""
-    return [span for period in process.periods(0.0) for span in period.training]
 
 
 def undisturbed(swarm: FaultySwarm, process: SimProcess, spans: Spans) -> Spans:

@@ -8,6 +8,7 @@ from statistics import pstdev
 
 import pytest
 from elastic import COSTS, plan_of
+from lawful import check, training
 from sim_transport_fixture import lose_next_reply
 from soak import soak
 
@@ -16,7 +17,7 @@ from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check, recording_stages, training
+from noloco_p2p.sim.laws import recording_stages
 from noloco_p2p.sim.links import Link, MessageSizes
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan

@@ -6,11 +6,11 @@ The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` repla
 import pytest
 from choosing import ChoosingSwarm
 from elastic import drawn
+from lawful import check
 from noted import noted
 from soak import soak
 
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 
 SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 from elastic import drawn, plan_of
+from lawful import broken, check
 from soak import soak
 
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import broken, check
 from noloco_p2p.sim.transport import RESUMES_S
 
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 from elastic import plan_of
+from lawful import check, training
 from soak import soak
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check, recording_stages, training
+from noloco_p2p.sim.laws import recording_stages
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.world import SimPlan
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from elastic import config_for, manifest_for
+from lawful import check
 from soak import soak
 
 from noloco_p2p.core.guardians import holders
@@ -14,7 +15,6 @@ from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.recording import RecordingStage
 from noloco_p2p.sim.world import SimPlan, peer_id

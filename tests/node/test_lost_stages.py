@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from elastic import plan_of
+from lawful import check
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 
 
 def choosing(nodes: int, stages: int, steps: int = 40, **changes: object) -> FaultySwarm:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import pytest
 from elastic import plan_of
+from lawful import check
 
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check, recording_stages
+from noloco_p2p.sim.laws import recording_stages
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.transport import SimTransport

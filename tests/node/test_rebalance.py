@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from elastic import COSTS, config_for, manifest_for, plan_of
+from lawful import check
 from soak import soak
 
 from noloco_p2p.core.messages import Activation, Advert, Holding, HostTensor, LossSum
@@ -13,7 +14,6 @@ from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import MEASURED, Link, MessageSizes
 from noloco_p2p.sim.transport import SimTransport

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from elastic import plan_of
+from lawful import check
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.telemetry import TraceEvent

@@ -2,12 +2,12 @@
 
 import pytest
 from elastic import config_for, manifest_for
+from lawful import check
 
 from noloco_p2p.core import exchanges
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.world import SimPlan

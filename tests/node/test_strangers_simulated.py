@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from elastic import TTL_S, config_for, plan_of
+from lawful import check
 
 from noloco_p2p.core.messages import (
     Activation,
@@ -26,7 +27,6 @@ from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import ALONE, Body, Claim
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan

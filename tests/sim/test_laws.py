@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 from elastic import plan_of
+from lawful import broken
 
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
@@ -18,7 +19,7 @@ from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import broken, gaps, weights_survive
+from noloco_p2p.sim.laws import gaps, weights_survive
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import Payload
 from noloco_p2p.sim.recording import AvailableWeights, Resumption

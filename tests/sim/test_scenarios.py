@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from lawful import check
 from noted import noted
 from soak import soak
 
@@ -16,7 +17,6 @@ from noloco_p2p.config import InnerSettings, OuterSettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.scenario_files import load
 from noloco_p2p.sim.fault_plan import planned_faults
-from noloco_p2p.sim.laws import check
 from noloco_p2p.sim.links import Access
 from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.scenario import ChurnSettings, Scenario, shared_out

@@ -9,11 +9,12 @@ are in `noloco_p2p/sim/laws.py`.
 import random
 import sys
 
+from lawful import broken
+
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.laws import broken
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import SimPlan, peer_id
 

@@ -1,0 +1,27 @@
+"""Runs simulated swarms and checks the laws of `sim/laws.py`."""
+
+from noloco_p2p.errors import NolocoError
+from noloco_p2p.sim import laws
+from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.process import Outcome, SimProcess
+
+
+def broken(swarm: FaultySwarm) -> str | None:
+    """Run the swarm. Returns the first law that does not hold; None when all do."""
+    try:
+        check(swarm)
+    except (AssertionError, NolocoError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def check(swarm: FaultySwarm) -> Outcome:
+    """Run a swarm and check every law. Raises AssertionError, Deadlock, or what a node or a handler raised."""
+    outcome = swarm.run()
+    laws.judge(swarm, outcome)
+    return outcome
+
+
+def training(process: SimProcess) -> laws.Spans:
+    """Start and end of each time in the state `training`."""
+    return [span for period in process.periods(0.0) for span in period.training]
