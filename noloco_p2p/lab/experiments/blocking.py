@@ -28,10 +28,9 @@ import numpy as np
 
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.pairing import matching
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
-from noloco_p2p.lab.experiments.bounds import members
+from noloco_p2p.lab.experiments.bounds import members, partners
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
@@ -131,12 +130,10 @@ def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
 
     The pairs are those that nodes draw in a run with this seed.
     """
-    place = {peer: column for column, peer in enumerate(replicas)}
     at = np.zeros(len(replicas))
     for turn, seconds in enumerate(work_s, start=1):
-        mates = matching(seed, turn, replicas)
         done = at + seconds
-        at = np.maximum(done, done[[place[mates.get(peer, peer)] for peer in replicas]])
+        at = np.maximum(done, done[partners(seed, turn, replicas)])
     return at
 
 

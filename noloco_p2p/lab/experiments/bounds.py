@@ -138,10 +138,10 @@ def round_means(rates: Sequence[float], m: int) -> list[float]:
 
 
 def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
-    """The index of each member's partner in the matching of this round."""
+    """The index of each member's partner in the matching of this round; its own if it has none."""
     found = pairing.matching(seed, round, members)
     places = {peer: place for place, peer in enumerate(members)}
-    return [places[found[peer]] for peer in members]
+    return [places[found.get(peer, peer)] for peer in members]
 
 
 def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:

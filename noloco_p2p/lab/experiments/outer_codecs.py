@@ -7,7 +7,7 @@ from typing import NamedTuple
 from noloco_p2p.core.lattice_format import chunk_count
 from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Case, Figures, Result, Results
+from noloco_p2p.lab.experiments.spec import Case, Figures, Results
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 REPLICAS, LAYERS, INNER_STEPS, PEAK_LEARNING_RATE, SEEDS = 8, 2, 10, 5e-3, 3
@@ -87,10 +87,8 @@ def report(results: Results) -> list[Block]:
 
 def _table(groups: Groups) -> Block:
     def wider(one: OuterCase) -> str:
-        def ratio(run: Result) -> float:
-            return float(run["spread"])
-
-        return f"{statistics.fmean(map(ratio, groups[one])) / statistics.fmean(map(ratio, groups[one.base])):.2f}"
+        mine, theirs = (statistics.fmean(known(groups[case], "spread")) for case in (one, one.base))
+        return f"{mine / theirs:.2f}"
 
     columns: Columns = {
         "pairs": lambda one: one.pairing,
