@@ -11,7 +11,7 @@ from noloco_p2p.core.line_rate import CONNECTIONS, unsent_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow, Segment
-from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, Link, connection_bytes_per_s
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, connection_bytes_per_s
 
 LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
 QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
@@ -135,10 +135,10 @@ class Connection:
 
 
 class Ways:
-    """The paths between all nodes. Each is created once and kept until its link changes."""
+    """The paths between all nodes. Each is created once."""
 
-    def __init__(self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link]) -> None:
-        self._geography, self._link_of = geography, link_of
+    def __init__(self, geography: Geography) -> None:
+        self._geography = geography
         self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
         self._connections: dict[tuple[PeerId, PeerId], Connection] = {}
 
@@ -157,8 +157,8 @@ class Ways:
         pair = (sender, receiver)
         found = self._connections.get(pair)
         if found is None:
-            link = self._link_of(sender, receiver)
-            round_trip_s = link.latency_s + self._link_of(receiver, sender).latency_s
+            link = self._geography.link(sender, receiver)
+            round_trip_s = link.latency_s + self._geography.link(receiver, sender).latency_s
             each = connection_bytes_per_s(link, round_trip_s)
             ceiling = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
             ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
@@ -166,10 +166,6 @@ class Ways:
             found = Connection((each, ceiling), fastest, round_trip_s, link.slow_start_after_idle)
             self._connections[pair] = found
         return found
-
-    def forget(self, sender: PeerId, receiver: PeerId) -> None:
-        """Forget a connection after its link has changed."""
-        self._connections.pop((sender, receiver), None)
 
     def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
         if peer not in self._access:

@@ -41,7 +41,7 @@ class Network:
         """Exceptions that a handler must not raise; empty in a healthy swarm."""
         self._seed = seed
         self._geography = geography or Geography()
-        self.traffic = Traffic(self._geography, self.link, self.cut)
+        self.traffic = Traffic(self._geography, self.cut)
         """The bytes under way."""
         self._links: dict[tuple[PeerId, PeerId], Link] = {}
         self._generators: dict[PeerId, random.Random] = {}
@@ -52,11 +52,6 @@ class Network:
         self._group: dict[PeerId, int] = {}
 
     # --- the fault vocabulary -------------------------------------------------------------------------------------
-
-    def set_link(self, sender: PeerId, receiver: PeerId, link: Link) -> None:
-        """Replace the link of one direction."""
-        self._links[sender, receiver] = link
-        self.traffic.relink(sender, receiver)
 
     def hold(self, peer: PeerId) -> None:
         """Let nothing from and to a node through until `release`. Callers wait until their deadlines.

@@ -68,11 +68,6 @@ class Payload:
     moved_before: float = 0.0
     """Bytes that had left by then."""
 
-    @property
-    def moves(self) -> bool:
-        """Whether its bytes are leaving now."""
-        return self.flow is not None and bool(self.flow.path)
-
     def heard_at(self, now: float) -> float:
         """When its receiver last received bytes of it, ignoring latency."""
         if self.gone_at is not None:

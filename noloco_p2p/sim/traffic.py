@@ -11,7 +11,7 @@ from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow
 from noloco_p2p.sim.connections import Ways
-from noloco_p2p.sim.links import Geography, Link
+from noloco_p2p.sim.links import Geography
 from noloco_p2p.sim.payloads import KINDS, ByteCounts, MeasuredLines, Payload
 
 SAME_S = 1e-9
@@ -26,11 +26,9 @@ QUEUED = ("activation", "gradient")
 class Traffic:
     """All payloads under way, and the counts of all bytes so far."""
 
-    def __init__(
-        self, geography: Geography, link_of: Callable[[PeerId, PeerId], Link], is_cut: Callable[[PeerId, PeerId], bool]
-    ) -> None:
+    def __init__(self, geography: Geography, is_cut: Callable[[PeerId, PeerId], bool]) -> None:
         self._is_cut = is_cut
-        self._ways = Ways(geography, link_of)
+        self._ways = Ways(geography)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients from one node to another. The first is being sent, the others wait."""
@@ -169,16 +167,6 @@ class Traffic:
             elif not cut and payload.stalled_at is not None:
                 payload.stalled_at = None
                 self._move(payload)
-
-    def relink(self, sender: PeerId, receiver: PeerId) -> None:
-        """After a link has changed, continue what is under way between the two nodes on new connections, both ways."""
-        moving = [one for one in self._open if {one.sender, one.receiver} == {sender, receiver} and one.moves]
-        for payload in moving:
-            self._halt(payload)
-        for pair in ((sender, receiver), (receiver, sender)):
-            self._ways.forget(*pair)
-        for payload in moving:
-            self._move(payload)
 
     def crash(self, peer: PeerId) -> None:
         """A node is gone. Everything that it has not sent or not accepted is lost; calls `on_lost` of those payloads.

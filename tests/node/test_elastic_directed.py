@@ -10,6 +10,7 @@ import pytest
 from elastic import COSTS, plan_of
 from lawful import check, training
 from sim_transport_fixture import lose_next_reply
+from slow_line import SlowLine
 from soak import soak
 
 from noloco_p2p.config import RunManifest
@@ -324,8 +325,9 @@ def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(stage: int) -> None:
     donor, newcomer = f"s{stage}r0", f"s{stage}r1"
-    swarm = FaultySwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(8.0, "wipe", (newcomer,), 1.0),))
-    swarm.at(8.0, lambda: swarm.network.set_link(donor, newcomer, Link(bytes_per_s=6.0)))
+    slow = SlowLine(pair=(donor, newcomer), pair_bytes_per_s=6.0)
+    begun = plan_of((1, 2) if stage == 0 else (2, 1), steps=40, routing="balanced")
+    swarm = FaultySwarm(replace(begun, geography=slow), (Fault(8.0, "arrive", (newcomer,)),))
     outcome = check(swarm)
     came_s = swarm.resumptions[0].at_s
     assert came_s > 20.0

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from elastic import plan_of
 from lawful import check
+from slow_line import SlowLine
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.sim.faults import FaultySwarm
@@ -92,8 +93,8 @@ def test_the_deadline_ends_a_pull_and_nothing_else_does(quick: Outcome) -> None:
 
 def test_who_has_finished_stays_until_its_last_vector_has_arrived() -> None:
     """One replica's line is slow: without the stay it would be gone 12 s after its end, `linger_s`."""
-    swarm = FaultySwarm(plan(1.0, steps=M))
-    swarm.at(0.0, lambda: swarm.network.set_link("s1r0", "s1r1", Link(0.01, bytes_per_s=50.0)))
+    slow = SlowLine(Link(0.01, bytes_per_s=1000.0), pair=("s1r0", "s1r1"), pair_bytes_per_s=50.0)
+    swarm = FaultySwarm(replace(plan(1.0, steps=M), geography=slow))
     outcome = check(swarm)
     (last,) = outcome.trace.of("outer_round", "s1r1")
     assert last.get("result") in ("partner", "stale")

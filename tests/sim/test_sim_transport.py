@@ -161,14 +161,13 @@ def test_a_lost_reply_leaves_the_work_done_and_the_caller_waiting() -> None:
 
 def test_random_loss_of_requests_and_replies() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.set_link("a", "b", Link(LATENCY_S, request_loss=0.5))
-        network.set_link("b", "a", Link(LATENCY_S, reply_loss=0.5))
         calls = [transport.propagate(CALLEE, activation()) for _ in range(400)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert sum(isinstance(answer, Unreachable) for answer in answers) == pytest.approx(300, abs=40)
         assert all(answer == gradient() for answer in answers if not isinstance(answer, BaseException))
 
-    assert [what for what, _ in play(script).log].count("done") == pytest.approx(200, abs=40)
+    served = play(script, link=Link(LATENCY_S, request_loss=0.5, reply_loss=0.5))
+    assert [what for what, _ in served.log].count("done") == pytest.approx(200, abs=40)
 
 
 def test_a_crash_breaks_calls_at_once_and_later_ones_are_refused() -> None:
