@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from noloco_p2p.core.messages import Checkpoint, Holding
-from noloco_p2p.errors import LocalError
 
 
 @dataclass(slots=True)
@@ -28,8 +27,6 @@ class Disk:
     """
 
     def __init__(self, *, torn_by_crash: bool = False) -> None:
-        self.full = False
-        """If set, saves fail."""
         self.torn_by_crash = torn_by_crash
         self._entries: list[_DiskEntry] = []
         self._pinned: _DiskEntry | None = None
@@ -98,8 +95,6 @@ class SimCheckpoints:
             del self._saving[task]
             if self.dead and self._disk.torn_by_crash:
                 self._disk.put(frozen, self._keep, torn=True)
-        if self._disk.full:
-            raise LocalError("the disk is full")
         self._disk.put(frozen, self._keep, pin=pin)
 
     async def load(self, held: Holding) -> Checkpoint | None:

@@ -5,6 +5,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import CONNECTIONS, unsent_bytes
@@ -139,8 +140,9 @@ class Ways:
 
     def __init__(self, geography: Geography) -> None:
         self._geography = geography
-        self._access: dict[PeerId, tuple[Segment | None, Segment | None]] = {}
-        self._connections: dict[tuple[PeerId, PeerId], Connection] = {}
+        self.connection: Callable[[PeerId, PeerId], Connection] = cache(self._connection)
+        """The connections for bodies from one node to another."""
+        self._access_of: Callable[[PeerId], tuple[Segment | None, Segment | None]] = cache(self._access)
 
     def path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
         """What limits bytes between the two nodes now: the sender's access, their connection, the receiver's access.
@@ -152,24 +154,16 @@ class Ways:
         segments = (self._access_of(sender)[0], middle, self._access_of(receiver)[1])
         return tuple([segment for segment in segments if segment is not None])
 
-    def connection(self, sender: PeerId, receiver: PeerId) -> Connection:
-        """The connections for bodies in this direction."""
-        pair = (sender, receiver)
-        found = self._connections.get(pair)
-        if found is None:
-            link = self._geography.link(sender, receiver)
-            round_trip_s = link.latency_s + self._geography.link(receiver, sender).latency_s
-            each = connection_bytes_per_s(link, round_trip_s)
-            ceiling = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
-            ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
-            fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
-            found = Connection((each, ceiling), fastest, round_trip_s, link.slow_start_after_idle)
-            self._connections[pair] = found
-        return found
+    def _connection(self, sender: PeerId, receiver: PeerId) -> Connection:
+        link = self._geography.link(sender, receiver)
+        round_trip_s = link.latency_s + self._geography.link(receiver, sender).latency_s
+        each = connection_bytes_per_s(link, round_trip_s)
+        ceiling = min(link.bytes_per_s or math.inf, CONNECTIONS * each)
+        ends = (self._access_of(sender)[0], self._access_of(receiver)[1])
+        fastest = min([ceiling, *(end.bytes_per_s for end in ends if end is not None)])
+        return Connection((each, ceiling), fastest, round_trip_s, link.slow_start_after_idle)
 
-    def _access_of(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
-        if peer not in self._access:
-            access = self._geography.access(peer)
-            up, down = access.up_bytes_per_s, access.down_bytes_per_s
-            self._access[peer] = (Segment(up) if up else None, Segment(down) if down else None)
-        return self._access[peer]
+    def _access(self, peer: PeerId) -> tuple[Segment | None, Segment | None]:
+        access = self._geography.access(peer)
+        up, down = access.up_bytes_per_s, access.down_bytes_per_s
+        return (Segment(up) if up else None, Segment(down) if down else None)

@@ -101,9 +101,7 @@ class Registry:
 class SimDirectory:
     """The Directory port of one node."""
 
-    def __init__(
-        self, registry: Registry, me: PeerId, exchange: Callable[[int], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, registry: Registry, me: PeerId, exchange: Callable[[int], Awaitable[None]]) -> None:
         """`exchange` waits as long as this many adverts take up and down this node's lines.
 
         What the node reads comes down. About as much goes up for what others read of the part that it stores.
@@ -118,8 +116,7 @@ class SimDirectory:
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """See `ports.Directory`."""
         await self._reach()
-        if self._exchange is not None:
-            await self._exchange(COPIES)
+        await self._exchange(COPIES)
         self._last = (advert, ttl_s)
         self._registry.publish(advert, ttl_s, now=asyncio.get_running_loop().time())
 
@@ -127,8 +124,7 @@ class SimDirectory:
         """See `ports.Directory`."""
         await self._reach()
         adverts = self._registry.view(now=asyncio.get_running_loop().time(), reader=self._me)
-        if self._exchange is not None:
-            await self._exchange(COPIES * len(adverts))
+        await self._exchange(COPIES * len(adverts))
         return adverts
 
     async def withdraw(self) -> None:

@@ -8,9 +8,10 @@ through. A packet lost on a link is sent again (see `links`).
 import asyncio
 import math
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from noloco_p2p.core.messages import HostTensor, PeerId
@@ -39,12 +40,13 @@ class Network:
         """Message sizes, if they are not those of the tensors."""
         self.bugs: list[Exception] = []
         """Exceptions that a handler must not raise; empty in a healthy swarm."""
-        self._seed = seed
-        self._geography = geography or Geography()
-        self.traffic = Traffic(self._geography, self.cut)
+        geography = geography or Geography()
+        self.traffic = Traffic(geography, self.cut)
         """The bytes under way."""
-        self._links: dict[tuple[PeerId, PeerId], Link] = {}
-        self._generators: dict[PeerId, random.Random] = {}
+        self.link: Callable[[PeerId, PeerId], Link] = cache(geography.link)
+        """The link between two nodes, in one direction."""
+        self._generator: Callable[[PeerId], random.Random] = cache(partial(generator, seed, "link"))
+        """The generator of a sender."""
         self._endpoints: dict[PeerId, Endpoint] = {}
         self._held: dict[PeerId, None] = {}
         self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
@@ -126,14 +128,6 @@ class Network:
         """The node serving under this id; None: there is none."""
         return self._endpoints.get(peer)
 
-    def link(self, sender: PeerId, receiver: PeerId) -> Link:
-        """The link between two nodes, in one direction."""
-        pair = (sender, receiver)
-        link = self._links.get(pair)
-        if link is None:
-            link = self._links[pair] = self._geography.link(sender, receiver)
-        return link
-
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
         """Latency of one message; draws from the sender's own generator."""
         link = self.link(sender, receiver)
@@ -168,8 +162,3 @@ class Network:
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:
         return self.cut(sender, receiver) or (chance > 0 and self._generator(sender).random() < chance)
-
-    def _generator(self, sender: PeerId) -> random.Random:
-        if sender not in self._generators:
-            self._generators[sender] = generator(self._seed, "link", sender)
-        return self._generators[sender]

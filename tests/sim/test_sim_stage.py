@@ -381,12 +381,16 @@ def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
 # --- registry, batches, trace -----------------------------------------------------------------------------------------
 
 
+async def _at_once(adverts: int) -> None:
+    """The lines of these nodes have no limit."""
+
+
 def test_the_registry_shows_views_of_the_past_and_forgets_what_expired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "DELAY_S", 0.0)
 
     async def main() -> None:
         registry = Registry(view_age_s=10.0)
-        one, other = SimDirectory(registry, "a"), SimDirectory(registry, "b")
+        one, other = (SimDirectory(registry, peer, _at_once) for peer in "ab")
         await other.announce(Advert("b", "run", 0, (), step=1.0), 30.0)
         await asyncio.sleep(5.0)
         await one.announce(Advert("a", "run", 0, (), step=1.0), 30.0)
@@ -413,7 +417,7 @@ def test_the_registry_shows_views_of_the_past_and_forgets_what_expired(monkeypat
 def test_a_dead_node_announces_nothing() -> None:
     async def main() -> None:
         registry = Registry()
-        port = SimDirectory(registry, "a")
+        port = SimDirectory(registry, "a", _at_once)
         await port.announce(Advert("a", "run", 0, (), state="training"), 30.0)
         port.dead = True
         await port.withdraw()
