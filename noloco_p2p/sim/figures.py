@@ -4,7 +4,7 @@ Seconds are virtual. Tokens and bytes are those of the run that is simulated, no
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -125,7 +125,7 @@ class _StageSums:
     """Microbatches by result."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Dropped microbatches by reason."""
-    idle_s: dict[str, float] = field(default_factory=dict)
+    idle_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stds: list[float] = field(default_factory=list)
     stepped_at: float = 0.0
     trained_from: float = math.inf
@@ -144,8 +144,7 @@ class _StageSums:
                     self.busy_s += event.number("busy_s")
                     self.stepped_at = max(self.stepped_at, event.at_s)
                 case "idle":
-                    cause = str(event.get("cause"))
-                    self.idle_s[cause] = self.idle_s.get(cause, 0.0) + event.number("seconds")
+                    self.idle_s[str(event.get("cause"))] += event.number("seconds")
                 case "microbatch":
                     self.results[str(event.get("result"))] += 1
                     if event.get("result") == "dropped":

@@ -84,9 +84,7 @@ def _measured(plan: ChurnPlan, scratch: Path) -> dict[str, Any]:
     cold, steps = {}, plan.steps
     if plan.cold or steps is None:
         # The targets are for both shapes on one machine, so both are measured.
-        for name in sorted(
-            {*COLD_TARGETS_S, plan.nodes} if plan.cold and plan.nodes in COLD_TARGETS_S else {plan.nodes}
-        ):
+        for name in COLD_TARGETS_S if plan.cold and plan.nodes in COLD_TARGETS_S else [plan.nodes]:
             cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
         steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
     runs: list[dict[str, Any]] = []

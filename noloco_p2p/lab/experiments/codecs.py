@@ -160,8 +160,7 @@ def _table(groups: Groups) -> Table:
         return "–" if not found or wire == wire.base else f"{math.expm1(statistics.fmean(found)):+.2%}"
 
     def bytes_per_token(wire: WireCase) -> float:
-        moved: float = groups[wire][0]["bytes_per_token"]
-        return moved
+        return float(groups[wire][0]["bytes_per_token"])
 
     columns: Columns = {
         "model": lambda wire: wire.family,

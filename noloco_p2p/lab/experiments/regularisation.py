@@ -26,7 +26,7 @@ lengths have schedules of their own, and the line between two of them is not the
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import sqrt
 from statistics import fmean
 from typing import Any
@@ -69,15 +69,11 @@ _QUIET = [method for method in TITLES if method not in FACTORS]
 def further(quick: bool, results: Results) -> list[Case]:
     """Data parallel with the noise that NoLoCo's replicas were measured to have."""
     unbiased = sqrt(REPLICAS / (REPLICAS - 1))  # the measure is around the replicas' own mean
-    return [
-        _case(
-            method, one["steps"], one["seed"], quick, [[[at, f * unbiased * std] for at, std in stage] for stage in of]
-        )
-        for method, f in FACTORS.items()
-        for one in results
-        if one["method"] == "noloco"
-        for of in [one["spread"]]
-    ]
+    cases, noloco = [], [one for one in results if one["method"] == "noloco"]
+    for (method, factor), one in product(FACTORS.items(), noloco):
+        noise = [[[at, factor * unbiased * std] for at, std in stage] for stage in one["spread"]]
+        cases.append(_case(method, one["steps"], one["seed"], quick, noise))
+    return cases
 
 
 def _case(method: str, steps: int, seed: int, quick: bool, noise: Any = ()) -> Case:
