@@ -35,12 +35,11 @@ class Endpoint:
 class Network:
     """The links, the nodes that serve on them, and the faults."""
 
-    def __init__(self, seed: int, geography: Geography | None = None, sizes: MessageSizes | None = None) -> None:
+    def __init__(self, seed: int, geography: Geography, sizes: MessageSizes | None = None) -> None:
         self.sizes = sizes
         """Message sizes, if they are not those of the tensors."""
         self.bugs: list[Exception] = []
         """Exceptions that a handler must not raise; empty in a healthy swarm."""
-        geography = geography or Geography()
         self.traffic = Traffic(geography, self.cut)
         """The bytes under way."""
         self.link: Callable[[PeerId, PeerId], Link] = cache(geography.link)
