@@ -1,7 +1,7 @@
 """The life of a node. Read it in this order.
 
 loop            the main loop, in run order
-state           who the node is and how far it has come
+state           who the node is, how far it has come, and its waits
 membership      what it knows of the others, and the task that speaks to the directory
 waits           what it waits for: every wait has a name
 join            chooses a stage, waits for the others, goes on with a run that has begun; moves to another stage
@@ -17,6 +17,6 @@ guardian        holds the weights of other stages that have few replicas
 checkpointing   writes checkpoints, hands the weights over before leaving
 shutdown        evaluation, and the end of the run
 
-`state`, `membership` and `waits` are shared by all the others, which are duties: each takes what it uses when it is
+`state` and `membership` are shared by all the others, which are duties: each takes what it uses when it is
 made, and changes shared state only by its owner's methods.
 """

@@ -11,7 +11,6 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Checkpoints
 
 LAST_WORDS_S = 1.0
@@ -21,12 +20,9 @@ LAST_WORDS_S = 1.0
 class Checkpointer:
     """Writes this node's checkpoints, one at a time, while the node continues."""
 
-    def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, checkpoints: Checkpoints, rounds: OuterRounds
-    ) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, checkpoints: Checkpoints, rounds: OuterRounds) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._checkpoints = checkpoints
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
@@ -63,7 +59,7 @@ class Checkpointer:
     async def settle(self) -> None:
         """Wait until the current write has ended."""
         if self._writing is not None:
-            with self._waits.waiting("checkpoint", Resource.DISK):
+            with self._node.waits.waiting("checkpoint", Resource.DISK):
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
@@ -84,7 +80,7 @@ class Checkpointer:
         node.event("info", message=f"waiting until a guardian has the weights of stage {node.index}")
         assert node.drain_by is not None, "only a node that leaves hands over"
         left_s = node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S
-        if not await self._waits.until(
+        if not await node.waits.until(
             lambda: self._is_guarded(final.round),
             "guardian",
             Resource.SWARM,
@@ -129,7 +125,7 @@ class Checkpointer:
         node = self._node
         await self.settle()
         began = node.now()
-        with self._waits.computing("copy of the state", Task.CHECKPOINT):
+        with node.waits.computing("copy of the state", Task.CHECKPOINT):
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
@@ -143,7 +139,7 @@ class Checkpointer:
         """Write a checkpoint. A failure is reported, and the node trains on: the next one may fit."""
         node, state = self._node, checkpoint.state
         try:
-            with self._waits.waiting("checkpoint", Resource.DISK, idle=True):
+            with node.waits.waiting("checkpoint", Resource.DISK, idle=True):
                 await self._checkpoints.save(checkpoint, pin=pin)
         except LocalError as error:
             node.trouble("disk", f"no checkpoint of outer round {state.round}: {error}")

@@ -7,7 +7,6 @@ from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Directory
 
 FIRST_S = 2.0
@@ -24,12 +23,9 @@ class MembershipLoop:
     `changed` is called after every reading.
     """
 
-    def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, directory: Directory, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, directory: Directory, changed: Callable[[], None]) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._directory = directory
         self._changed = changed
         self._announced: tuple[object, ...] = ()
@@ -48,7 +44,7 @@ class MembershipLoop:
             if reading:
                 await self._read()
             before = self._alarms()
-            await self._waits.until(
+            await self._node.waits.until(
                 lambda before=before: self._has_news() or self._alarms() > before,  # type: ignore[misc]
                 "time to look",
                 Resource.DIRECTORY,
@@ -59,7 +55,7 @@ class MembershipLoop:
     async def withdraw(self) -> None:
         """Tell the others that this node has left."""
         try:
-            with self._waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
+            with self._node.waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
                 await self._directory.withdraw()
         except PeerError as error:
             self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
@@ -67,7 +63,7 @@ class MembershipLoop:
     async def next_reading(self) -> None:
         """Wait for the next reading of the membership."""
         before = self._readings
-        await self._waits.until(
+        await self._node.waits.until(
             lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
         )
 
@@ -145,23 +141,24 @@ class MembershipLoop:
         node, ttl_s = self._node, self._node.config.directory.ttl_s
         self._announced, self._announced_at = self._shown(), node.now()
         try:
-            with self._waits.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
+            with node.waits.waiting("announcement", Resource.DIRECTORY, ttl_s, idle=True):
                 await self._directory.announce(node.advert, ttl_s)
         except PeerError as error:
             self._announced_at = float("-inf")
             node.event("warning", message=f"this node could not be announced: {error}")
 
     async def _read(self) -> None:
-        self._read_at = self._node.now()
+        node = self._node
+        self._read_at = node.now()
         if self._swarm.take_unlisted_call():
             self._sought_at = self._read_at
         try:
-            with self._waits.waiting("membership", Resource.DIRECTORY, self._node.config.directory.ttl_s, idle=True):
+            with node.waits.waiting("membership", Resource.DIRECTORY, node.config.directory.ttl_s, idle=True):
                 adverts = await self._directory.peers()
         except PeerError as error:
-            self._node.event("warning", message=f"the membership could not be read: {error}")
+            node.event("warning", message=f"the membership could not be read: {error}")
             return
         self._swarm.read(adverts)
         self._readings += 1
         self._changed()
-        self._waits.pulse()
+        node.waits.pulse()

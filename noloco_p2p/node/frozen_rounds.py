@@ -7,7 +7,6 @@ from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 KEPT_ROUNDS, KEPT_STEPS = 2, 4
 """How many of the newest frozen rounds stay fetchable. Of gradients it is more, because a newcomer's state is some
@@ -19,9 +18,8 @@ GIVEN_ROUNDS = 3
 class FrozenRounds:
     """Of one replica. `gives`: it may still give what its whole group wants of a round."""
 
-    def __init__(self, node: NodeState, waits: Waits, gives: Callable[[int], bool]) -> None:
+    def __init__(self, node: NodeState, gives: Callable[[int], bool]) -> None:
         self._node = node
-        self._waits = waits
         self._gives = gives
         self._kept: dict[int, FrozenRound] = {}
         self._given: dict[PeerId, tuple[float, int]] = {}
@@ -41,7 +39,7 @@ class FrozenRounds:
             given = {round for round in pulled if round >= rounds[-1] - outer.max_stale_rounds}
         older = [round for round in rounds[:-newest] if round in given][-GIVEN_ROUNDS:]
         self._kept = {round: self._kept[round] for round in (*older, *rounds[-newest:])}
-        self._waits.pulse()
+        self._node.waits.pulse()
 
     def clear(self) -> None:
         """Forget all: they are no longer of this replica's weights."""
@@ -61,7 +59,7 @@ class FrozenRounds:
         outer, round = self._node.manifest.outer, request.round
         whole_group = bool(outer.update.common) and request.weights is None
         if round is not None:
-            await self._waits.until(
+            await self._node.waits.until(
                 lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._gives(round)),
                 "outer round",
                 Resource.INNER_STEP,
@@ -80,7 +78,7 @@ class FrozenRounds:
         frozen = self._kept[at]
         self._encoding.append(frozen.round)
         try:
-            with self._waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
+            with self._node.waits.waiting("encoded snapshot", Resource.DEVICE, idle=True):
                 found = await self._node.stage.encode(frozen, request, caller)
         finally:
             self._encoding.remove(frozen.round)

@@ -16,7 +16,6 @@ from noloco_p2p.core.status import ForGuarding, Resource
 from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 WAIT_S = 3.0
@@ -36,10 +35,9 @@ of a swarm on one machine, where a pull takes milliseconds."""
 class Guardian:
     """What one node holds for other stages. It outlives `run`, which continues from it when called again."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._transport = transport
         self._held: dict[int, Snapshot] = {}
         self._last_asked: dict[int, tuple[int, int, bool]] = {}
@@ -61,10 +59,10 @@ class Guardian:
     async def run(self) -> None:
         """Once this node trains: pull after outer rounds and when the membership asks for it. Never ends."""
         node, inquiry = self._node, self._swarm.inquiry
-        await self._waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
+        await node.waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
-            await self._waits.until(lambda: False, "stage to guard", Resource.SWARM, idle=True)
+            await node.waits.until(lambda: False, "stage to guard", Resource.SWARM, idle=True)
         while True:
             self._read, seen = False, (node.advert.outer_round, inquiry.batches)
             self._drop()
@@ -73,7 +71,7 @@ class Guardian:
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             rest_s = self._rests_until - node.now()
-            await self._waits.until(
+            await node.waits.until(
                 lambda seen=seen: self._read or (node.advert.outer_round, inquiry.batches) != seen,  # type: ignore[misc]
                 "stage to guard",
                 Resource.SWARM,
@@ -189,7 +187,7 @@ class Guardian:
         self._pulled.setdefault(stage, NEVER)
         began = node.now()
         try:
-            with self._waits.waiting("weights", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
+            with node.waits.waiting("weights", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
                 theirs = await self._transport.fetch_snapshot(donor, request, deadline_s, (expected,))
         except PeerError:
             if node.now() - began >= deadline_s:

@@ -17,16 +17,14 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 
 class Inquiry:
     """What peers have answered to one node."""
 
-    def __init__(self, node: NodeState, waits: Waits, members: Members) -> None:
+    def __init__(self, node: NodeState, members: Members) -> None:
         self._node = node
-        self._waits = waits
         self._members = members
         self.exchanges = Exchanges(node.config.directory.ttl_s)
         self._to_ask: dict[PeerId, Advert] = {}
@@ -36,12 +34,12 @@ class Inquiry:
     async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
         """Ask, and note the answers; `changed` is called after every batch. Never ends."""
         while True:
-            await self._waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
+            await self._node.waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
             await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
             self._to_ask.clear()
             self.batches += 1
             changed()
-            self._waits.pulse()
+            self._node.waits.pulse()
 
     def forget(self) -> None:
         """What peers have answered is out of date, whatever this node's clock says: it has stood still."""
@@ -49,7 +47,7 @@ class Inquiry:
 
     async def _ask_one(self, transport: Transport, advert: Advert) -> None:
         said = None
-        with suppress(PeerError), self._waits.waiting("description", advert.peer_id, idle=True):
+        with suppress(PeerError), self._node.waits.waiting("description", advert.peer_id, idle=True):
             said = await transport.describe(advert)
         self.exchanges.note(advert.peer_id, said, now=self._node.now())
 
@@ -62,7 +60,7 @@ class Inquiry:
         for advert in self.unknown(adverts, since):
             if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
                 self._to_ask[advert.peer_id] = advert
-                self._waits.pulse()
+                self._node.waits.pulse()
 
     async def until_asked(self, adverts: Sequence[Advert], *, anew: bool) -> None:
         """Ask them all, at most PROBES, and wait until each has answered or timed out, which takes seconds.
@@ -76,7 +74,7 @@ class Inquiry:
             self.ask(left, since)
             return not left
 
-        await self._waits.until(all_asked, "answers", Resource.SWARM)
+        await self._node.waits.until(all_asked, "answers", Resource.SWARM)
 
     def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
         """PROBES of them, to be asked: first those that have answered, then those whose microbatches arrived, then a

@@ -13,7 +13,6 @@ from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL, MembershipLoop
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.restore import TRANSFER_DEADLINE_S, WeightRestorer
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 READINGS_BEFORE = 2
@@ -27,14 +26,12 @@ class Joining:
         self,
         node: NodeState,
         swarm: Membership,
-        waits: Waits,
         transport: Transport,
         membership_loop: MembershipLoop,
         weights: WeightRestorer,
     ) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._transport = transport
         self._membership_loop = membership_loop
         self._weights = weights
@@ -98,7 +95,7 @@ class Joining:
 
         done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
         longest_s = 3 * node.config.directory.ttl_s if done else None
-        if not await self._waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
+        if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
             node.update(step=float(manifest.steps))
             told = f"nobody has come, and this node has done all {manifest.steps} steps of the run: the run is complete"
             node.event("info", message=told)

@@ -30,7 +30,6 @@ from noloco_p2p.node.rpc_handler import RpcHandler
 from noloco_p2p.node.shutdown import Shutdown, watch_failure
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import StateDonor
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import World
 
 
@@ -45,33 +44,32 @@ class Node:
     ) -> None:
         stage, given = NO_STAGE if config.stage is None else config.stage, config.stage is not None
         advert = replace(advert, stage=stage, state="starting", settled=given, stays=given or not config.rebalance)
-        self.waits = Waits(config.limits.microbatch_deadline_s)
-        self.state = NodeState(advert, manifest, config, world.telemetry, self.waits)
-        self._pauses = Pauses(self.state, self.waits, world.local_time)
+        self.state = NodeState(advert, manifest, config, world.telemetry)
+        self._pauses = Pauses(self.state, world.local_time)
         if self.state.closed_until is not None:
             self.state.update(stage=NO_STAGE)
-        self.swarm = Membership(self.state, self.waits)
+        self.swarm = Membership(self.state)
         self._world = world
         self._incarnation = incarnation
-        self._membership_loop = MembershipLoop(self.state, self.swarm, self.waits, world.directory, self._members_read)
+        self._membership_loop = MembershipLoop(self.state, self.swarm, world.directory, self._members_read)
         self._rebalancer = Rebalancer(self.state, self.swarm)
-        self._guardian = Guardian(self.state, self.swarm, self.waits, world.transport)
+        self._guardian = Guardian(self.state, self.swarm, world.transport)
         self.handler = RpcHandler(self.state, self.swarm, self._guardian)  # for this node's transport
         self._take_duties()
         self.finished = False  # the run has ended, and this node was there until its end
 
     def _take_duties(self) -> None:
         """The duties of one stage; a node that moves begins them anew."""
-        node, swarm, waits, world = self.state, self.swarm, self.waits, self._world
-        self._dispatcher = dispatcher = Dispatcher(node, swarm, waits, world.transport)
-        self._source = MicrobatchSource(node, swarm, waits, dispatcher, world.secret, self._incarnation)
-        self._server = MicrobatchServer(node, swarm, waits, dispatcher)
-        self._rounds = OuterRounds(node, swarm, waits, world.transport)
-        weights = WeightRestorer(node, swarm, waits, world, self._rounds, self._guardian)
-        self._joining = Joining(node, swarm, waits, world.transport, self._membership_loop, weights)
-        self._shutdown = Shutdown(node, swarm, waits, dispatcher, self._rounds)
-        self._checkpointer = Checkpointer(node, swarm, waits, world.checkpoints, self._rounds)
-        self._donor = StateDonor(node, waits, self._incarnation)
+        node, swarm, world = self.state, self.swarm, self._world
+        self._dispatcher = dispatcher = Dispatcher(node, swarm, world.transport)
+        self._source = MicrobatchSource(node, swarm, dispatcher, world.secret, self._incarnation)
+        self._server = MicrobatchServer(node, swarm, dispatcher)
+        self._rounds = OuterRounds(node, swarm, world.transport)
+        weights = WeightRestorer(node, swarm, world, self._rounds, self._guardian)
+        self._joining = Joining(node, swarm, world.transport, self._membership_loop, weights)
+        self._shutdown = Shutdown(node, swarm, dispatcher, self._rounds)
+        self._checkpointer = Checkpointer(node, swarm, world.checkpoints, self._rounds)
+        self._donor = StateDonor(node, self._incarnation)
         self.handler.answer_with(self._server, self._rounds, self._donor)
 
     # === life =======================================================================================================
@@ -80,7 +78,7 @@ class Node:
         """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
         node = self.state
         inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
-        duties = self._membership_loop.run(), self._live(), watch_failure(node, self.waits), self._guardian.run()
+        duties = self._membership_loop.run(), self._live(), watch_failure(node), self._guardian.run()
         tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_hours())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +137,7 @@ class Node:
     # === the stage and its weights ==================================================================================
 
     async def _make_weights(self) -> None:
-        with self.waits.waiting("weights", Resource.DEVICE):
+        with self.state.waits.waiting("weights", Resource.DEVICE):
             stage, device = await self._world.make_stage(self.state.index)
         self.state.hold(DeviceStage(stage, device))
         await self._rounds.freeze(0)
@@ -207,7 +205,7 @@ class Node:
                 continue
             if not server.may_open():
                 # `balanced` without stage 0: there are no slots, a step could never be complete.
-                await self.waits.until(lambda: over() or node.pausing or server.may_open(), "origins", AnyReplica(0))
+                await node.waits.until(lambda: over() or node.pausing or server.may_open(), "origins", AnyReplica(0))
                 continue
             server.open()
             await server.until_ready(lambda: over() or node.pausing)
@@ -256,7 +254,7 @@ class Node:
         # Where the rule adds up gradients: those of the other replicas. The wait for them is idle time of its own.
         began += await self._rounds.before_step(self._server.close)
         label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
-        with node.span("step"), self.waits.computing("inner step"):
+        with node.span("step"), node.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
         self._pauses.look()
@@ -291,8 +289,8 @@ class Node:
         """This node at `now` on the loop's clock, without `figures`; from any thread. Every age is one of `now`."""
         return replace(
             self.state.status(now),
-            waits=self.waits.current(now),
-            serving=self.waits.served(now),
+            waits=self.state.waits.current(now),
+            serving=self.state.waits.served(now),
             seen=self.swarm.members.seen(now=now),
             deserted={stage: max(0.0, now - since) for stage, since in sorted(self.swarm.deserted.items())},
             in_flight=self._server.intake.in_flight,

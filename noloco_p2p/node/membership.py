@@ -8,7 +8,6 @@ from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 DISTRUST = "gradients"
 """The trouble of a node that has set a peer aside for its gradients, wherever it has moved since."""
@@ -34,11 +33,10 @@ class Membership:
     calls to it (`failed`, `answered`); everything else in it is changed here.
     """
 
-    def __init__(self, node: NodeState, waits: Waits) -> None:
+    def __init__(self, node: NodeState) -> None:
         self._node = node
-        self._waits = waits
         self.members = members.Members(node.me, node.config.directory.ttl_s)
-        self.inquiry = Inquiry(node, waits, self.members)
+        self.inquiry = Inquiry(node, self.members)
         self.view = StepView()
         self.heard_at = float("-inf")
         """When the last microbatch arrived, or at stage 0 the last gradient."""
@@ -109,7 +107,7 @@ class Membership:
         """A microbatch came from a peer that is not listed in the stage before. It may be new there."""
         if not self.unlisted_called:
             self.unlisted_called = True
-            self._waits.pulse()
+            self._node.waits.pulse()
 
     def take_unlisted_call(self) -> bool:
         """A reading begins. Whether such a peer has called since the one before."""
@@ -147,7 +145,7 @@ class Membership:
         if changed or (reading and found):
             node.event("deserted", stages={stage: now - since for stage, since in self.deserted.items()})
         if changed:
-            self._waits.pulse()
+            node.waits.pulse()
 
     def nobody_there(self) -> bool:
         """A later stage has no replica at all, so nothing that stage 0 sends could come back.
@@ -173,7 +171,7 @@ class Membership:
         def over() -> bool:
             return node.draining or node.pausing or not self.nobody_there()
 
-        await self._waits.until(over, "replica", AnyReplica(min(deserted)))
+        await node.waits.until(over, "replica", AnyReplica(min(deserted)))
         return not (node.draining or self.cut_short())
 
     def _later_deserted(self) -> list[int]:

@@ -32,7 +32,6 @@ from noloco_p2p.node.group_pull import GroupPull
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.vector_pull import Pull, VectorPuller
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 
@@ -61,13 +60,12 @@ class OpenRound:
 class OuterRounds:
     """The outer rounds of one replica, and the snapshots that it keeps for others."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
-        self._puller = VectorPuller(node, waits, transport)
+        self._puller = VectorPuller(node, transport)
         self._group = GroupPull(node, swarm, self._puller)
-        self.frozen = FrozenRounds(node, waits, self._group.gives)
+        self.frozen = FrozenRounds(node, self._group.gives)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
@@ -80,7 +78,7 @@ class OuterRounds:
 
     async def freeze(self, round: int) -> FrozenRound:
         """Freeze what this replica gives of `round`, and keep it for others."""
-        with self._waits.computing("snapshot"):
+        with self._node.waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
         if self._rule.common:
             mine = self._group.with_view(mine)
@@ -166,7 +164,7 @@ class OuterRounds:
             if cancel and not wait:
                 opened.pull.cancel()
             if is_there or wait or cancel:
-                with self._waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
+                with node.waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
                     await asyncio.wait([opened.pull])
                 pull = pull if opened.pull.cancelled() else opened.pull.result()
             if wait and not is_there:
@@ -180,7 +178,7 @@ class OuterRounds:
         self._open = None
         if self._pulling is not None:
             self._pulling.cancel()
-            with self._waits.waiting("outer round", Resource.SWARM):
+            with self._node.waits.waiting("outer round", Resource.SWARM):
                 await asyncio.wait([self._pulling])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
@@ -197,7 +195,7 @@ class OuterRounds:
             return
         if any(abs(one.round - mine.round) > node.manifest.outer.max_stale_rounds for one in pull.theirs):
             pull = Pull("too old")
-        with self._waits.computing("merge"):
+        with node.waits.computing("merge"):
             merged = await node.stage.merge(mine, pull.theirs, pull.counted)
         if not self._rule.gradients:
             node.publish(outer_round=max(mine.round, node.advert.outer_round))

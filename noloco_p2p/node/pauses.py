@@ -10,7 +10,6 @@ from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.join import Joining
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 LOOK_S = 5.0
 """Seconds between two looks at the clock on the wall, which may be put back or forward."""
@@ -19,9 +18,8 @@ LOOK_S = 5.0
 class Pauses:
     """Keeps `NodeState.closed_until` and `stood_still`, and pauses the node while its owner has the device."""
 
-    def __init__(self, node: NodeState, waits: Waits, local_time: Callable[[], datetime]) -> None:
+    def __init__(self, node: NodeState, local_time: Callable[[], datetime]) -> None:
         self._node = node
-        self._waits = waits
         self._local_time = local_time
         self._looked_at = self._slept_until = local_time().timestamp()
         self.look()
@@ -29,11 +27,11 @@ class Pauses:
     async def keep_hours(self) -> None:
         """Look at the clock from time to time. Never ends."""
         while True:
-            await self._waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
+            await self._node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
             pausing = self._node.pausing
             self.look()
             if self._node.pausing != pausing:
-                self._waits.pulse()
+                self._node.waits.pulse()
 
     async def until_open(self) -> None:
         """Before this node joins: until its owner's hours begin. It is not announced before."""
@@ -42,7 +40,7 @@ class Pauses:
             return
         what = f"device at {node.closed_until}"
         node.event("info", message=f"waits for its {what}, when the hours of limits.hours begin")
-        await self._waits.until(lambda: node.closed_until is None or node.draining, what, Resource.OWNER)
+        await node.waits.until(lambda: node.closed_until is None or node.draining, what, Resource.OWNER)
         if node.config.stage is not None and not node.draining:
             node.publish(stage=node.config.stage)
 
@@ -68,7 +66,7 @@ class Pauses:
         node.update(moving_to=None)
         node.enter("pause", "the owner needs the device" if until is None else f"until {until}")
         what = "device" if until is None else f"device at {until}"
-        await self._waits.until(lambda: not node.wanted_by_owner or node.draining, what, Resource.OWNER)
+        await node.waits.until(lambda: not node.wanted_by_owner or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
             if entrusted:

@@ -13,7 +13,6 @@ from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import World
 
 TRANSFER_DEADLINE_S = 1800.0
@@ -26,11 +25,10 @@ class WeightRestorer:
     """Takes weights, and at stage 0 the place in the data, from one source at a time."""
 
     def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, world: World, rounds: OuterRounds, guardian: Guardian
+        self, node: NodeState, swarm: Membership, world: World, rounds: OuterRounds, guardian: Guardian
     ) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._world = world
         self._rounds = rounds
         self._guardian = guardian
@@ -41,7 +39,7 @@ class WeightRestorer:
         """See which checkpoints this node has. Raises LocalError, except while it moves."""
         node = self._node
         try:
-            with self._waits.waiting("own checkpoints", Resource.DISK):
+            with node.waits.waiting("own checkpoints", Resource.DISK):
                 self.own = await self._world.checkpoints.held()
         except LocalError as error:
             if node.advert.state == "starting":
@@ -96,7 +94,7 @@ class WeightRestorer:
         cursor, own = self._node.cursor, self.own_of_stage()
         while checkpoint is None and cursor is None and own:
             checkpoint = await self._load(own.pop())
-        with self._waits.waiting("opened data", Resource.DATA):
+        with self._node.waits.waiting("opened data", Resource.DATA):
             batches = await self._world.make_batches(cursor if checkpoint is None else checkpoint.cursor)
         self._node.read_from(batches)
 
@@ -109,12 +107,12 @@ class WeightRestorer:
         every step that this node is behind. A clock that is further does not go back.
         """
         node = self._node
-        with self._waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
+        with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
             state = await self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         self._check_possible(state.round, state.step, donor.peer_id)
-        with self._waits.computing("restored state"):
+        with node.waits.computing("restored state"):
             await node.stage.restore(state)
         step = self._no_earlier(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
@@ -127,7 +125,7 @@ class WeightRestorer:
             self.own.remove(held)
             self.show_own()
             return False
-        with self._waits.computing("restored state"):
+        with node.waits.computing("restored state"):
             await node.stage.restore(mine.state)
         node.rng.setstate(mine.random_state)
         await self._go_on_at(mine.state.round, self._no_earlier(mine.state.step), mine.state.inner_steps)
@@ -142,11 +140,11 @@ class WeightRestorer:
             deadline_s = node.manifest.outer.deadline_s
             expected = node.stage.state.weights[node.index]
             request = SnapshotRequest(node.index, weights=expected.dtype)
-            with self._waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
+            with node.waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
                 theirs = await self._world.transport.fetch_snapshot(guardian, request, deadline_s, (expected,))
             self._check_possible(theirs.round, theirs.step, guardian.peer_id)
         assert theirs is not None, "a source without a peer is held here"
-        with self._waits.computing("adopted weights"):
+        with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
         await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
 
@@ -159,7 +157,7 @@ class WeightRestorer:
         )
 
     async def _load(self, held: Holding) -> Checkpoint | None:
-        with self._waits.waiting("checkpoint", Resource.DISK):
+        with self._node.waits.waiting("checkpoint", Resource.DISK):
             return await self._world.checkpoints.load(held)
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:

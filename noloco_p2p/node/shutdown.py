@@ -15,17 +15,18 @@ from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 EVALUATIONS_AT_ONCE = 2
 
 
-async def watch_failure(node: NodeState, waits: Waits) -> None:
+async def watch_failure(node: NodeState) -> None:
     """Ends when the node has been leaving for as long as it may. Raises what made it fail."""
     drain_s = node.config.limits.drain_s
-    await waits.until(lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True)
+    await node.waits.until(
+        lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True
+    )
     if node.error is None:
-        await waits.until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
+        await node.waits.until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
     if node.error is not None:
         raise node.error
     node.event("warning", message=f"left after {drain_s:g} s with unfinished work")
@@ -34,12 +35,9 @@ async def watch_failure(node: NodeState, waits: Waits) -> None:
 class Shutdown:
     """The evaluations of a node, and its stay after its last step."""
 
-    def __init__(
-        self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher, rounds: OuterRounds
-    ) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, dispatcher: Dispatcher, rounds: OuterRounds) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._dispatcher = dispatcher
         self._rounds = rounds
 
@@ -63,7 +61,7 @@ class Shutdown:
 
         async def one(number: int, batch: Batch) -> LossSum | None:
             nonlocal missed
-            with self._waits.waiting("place for an evaluation", Resource.DEVICE, idle=True):
+            with node.waits.waiting("place for an evaluation", Resource.DEVICE, idle=True):
                 await gate.acquire()
             try:
                 if missed:
@@ -112,7 +110,7 @@ class Shutdown:
         async def stay(
             over: Callable[[], bool], what: str, whom: Resource | AnyReplica, longest_s: float = limits.linger_s
         ) -> bool:
-            return await self._waits.until(lambda: node.draining or over(), what, whom, longest_s)
+            return await node.waits.until(lambda: node.draining or over(), what, whom, longest_s)
 
         pulled = all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s
         if node.index > 0:

@@ -33,15 +33,13 @@ class NodeState:
     cursor: Mapping[str, object] | None = None
     """How far the data had been read when this node moved from stage 0."""
 
-    def __init__(
-        self, advert: Advert, manifest: RunManifest, config: NodeConfig, telemetry: Telemetry, waits: Waits
-    ) -> None:
+    def __init__(self, advert: Advert, manifest: RunManifest, config: NodeConfig, telemetry: Telemetry) -> None:
         self.advert = advert
         self.manifest = manifest
         self.run_id = manifest.run_id
         self.config = config
         self.telemetry = telemetry
-        self._waits = waits
+        self.waits = Waits(config.limits.microbatch_deadline_s)
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
         self.inner_steps = 0
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
@@ -95,14 +93,14 @@ class NodeState:
     def publish(self, **changes: object) -> None:
         """Change what the advert says, and let whoever waits for it know at once."""
         self.update(**changes)
-        self._waits.pulse()
+        self.waits.pulse()
 
     def enter(self, event: str, reason: str = "") -> None:
         """Move to the next state on `event` (core/members.TRANSITIONS)."""
         self.update(state=membership.next_state(self.advert.state, event))
         self.stepped_at = self.now() if self.advert.state == "training" else None
         self.event("state", state=self.advert.state, reason=reason or event)
-        self._waits.pulse()
+        self.waits.pulse()
 
     def places(self) -> float:
         """Microbatches that may be in flight here: as many as memory has room for, within `limits.max_in_flight`."""
@@ -143,7 +141,7 @@ class NodeState:
         self.drain_by, self.next_stage = self.now() + self.config.limits.drain_s / 2, next_stage
         if self.advert.state != "draining":
             self.enter("drain", reason)
-        self._waits.pulse()
+        self.waits.pulse()
 
     def move(self, stage: int) -> None:
         """What was held has been finished: this node comes to another stage, like a newcomer."""
@@ -168,7 +166,7 @@ class NodeState:
     def pause(self, pausing: bool) -> None:
         """The owner says that the device is wanted, or given back; outside of the hours it is wanted in any case."""
         self._told_to_pause = pausing
-        self._waits.pulse()
+        self.waits.pulse()
 
     def close_until(self, opens_at: str | None) -> None:
         """The owner's hours begin again at this time of day; None: they are on."""
@@ -183,7 +181,7 @@ class NodeState:
         """This node cannot go on; its main task raises `error`."""
         if self.error is None:
             self.error = error
-            self._waits.pulse()
+            self.waits.pulse()
 
     def distrust(self, result: str, **fields: object) -> None:
         """What a peer sent was not taken as it came."""

@@ -12,7 +12,6 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Task
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 KEPT_S = 30.0
 """How long a copy is kept after its last use, seconds: a newcomer that was cut off comes back for the rest."""
@@ -40,9 +39,8 @@ class StateDonor:
     `incarnation` is the node's own: no two processes give a copy the same number.
     """
 
-    def __init__(self, node: NodeState, waits: Waits, incarnation: int) -> None:
+    def __init__(self, node: NodeState, incarnation: int) -> None:
         self._node = node
-        self._waits = waits
         self._incarnation = incarnation
         self._copies: list[_Copy] = []
         self._made = 0
@@ -124,7 +122,7 @@ class StateDonor:
     async def _capture(self, number: int) -> ReplicaState:
         """Reads the labels once the copy exists: all device operations before it have been counted by then."""
         node = self._node
-        with self._waits.computing("copy of the state", Task.NEWCOMER):
+        with node.waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
         round, step = node.advert.outer_round, node.advert.step
         return replace(state, number=number, round=round, step=step, inner_steps=node.inner_steps)

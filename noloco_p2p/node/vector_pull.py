@@ -7,7 +7,6 @@ from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, Snap
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 
@@ -43,9 +42,8 @@ class Pull:
 class VectorPuller:
     """Pulls for one replica."""
 
-    def __init__(self, node: NodeState, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, transport: Transport) -> None:
         self._node = node
-        self._waits = waits
         self._transport = transport
 
     async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
@@ -62,7 +60,7 @@ class VectorPuller:
             if abs(theirs.round - (request.round or 0)) > stale:
                 raise Declined(f"its round {theirs.round} is too far from {request.round}")
             nbytes += theirs.nbytes + request.nbytes
-            with self._waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
+            with node.waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
                 found = await node.stage.decode(mine, request, theirs, found)
             if found.missing is None:
                 self._report(found)
@@ -81,7 +79,7 @@ class VectorPuller:
         """The peer's answer, for my round. Raises as Transport.fetch_snapshot, Violation for another replica's."""
         deadline_s, expected = self._node.manifest.outer.deadline_s, self._node.stage.state.answer(request.lattice)
         limit_s = request.wait_s + deadline_s
-        with self._waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(round), idle=idle):
+        with self._node.waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(round), idle=idle):
             theirs = await self._transport.fetch_snapshot(peer, request, deadline_s, expected)
         if theirs.peer != peer.peer_id:
             raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")

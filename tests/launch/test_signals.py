@@ -22,7 +22,6 @@ from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.compose import SignalHandler
 from noloco_p2p.node.loop import Node
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Telemetry
 
 NODE = """
@@ -126,15 +125,15 @@ def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(mov
     told: list[bool] = []
 
     async def main() -> None:
-        telemetry, waits = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None)), Waits()
+        telemetry = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None))
         advert = Advert("me", "run", 1, ("127.0.0.1:1",), state="training")
-        state = NodeState(advert, RunManifest(), NodeConfig(), telemetry, waits)
+        state = NodeState(advert, RunManifest(), NodeConfig(), telemetry)
         if moves:
             state.drain("moving to stage 0", next_stage=0)
         signals = SignalHandler(watch_stdin=False)
         signals.node = cast(Node, SimpleNamespace(state=state, drain=lambda: Node.drain(cast(Node, signals.node))))
         os.kill(os.getpid(), signal.SIGTERM)
-        told.append(await waits.until(lambda: state.leaving, "signal", "me", 60.0))
+        told.append(await state.waits.until(lambda: state.leaving, "signal", "me", 60.0))
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60.0)
 

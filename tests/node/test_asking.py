@@ -22,6 +22,7 @@ class Node:
     routing: str = "random"
     draining: bool = False
     manifest: Any = field(init=False)
+    waits: Waits = field(default_factory=Waits)
 
     def __post_init__(self) -> None:
         self.manifest = SimpleNamespace(routing=self.routing)
@@ -37,7 +38,7 @@ def line(body_s: float | None) -> MeasuredLine:
 
 
 def asking(body_s: float | None, node: Node | None = None) -> Asking:
-    return Asking(node or Node(), Waits(), SimpleNamespace(line=line(body_s)))  # type: ignore[arg-type]
+    return Asking(node or Node(), SimpleNamespace(line=line(body_s)))  # type: ignore[arg-type]
 
 
 def most(of: Asking, tried: int = 100) -> int:

@@ -13,7 +13,6 @@ from noloco_p2p.errors import Violation
 from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.frozen_rounds import FrozenRounds
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Telemetry
 from noloco_p2p.sim.virtual_time import run
 
@@ -39,9 +38,9 @@ def kept_at(first: int) -> FrozenRounds:
     telemetry = SimpleNamespace(event=lambda kind, **fields: None)
     manifest = RunManifest()
     advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=float(first))
-    node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), waits := Waits())
+    node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
     node.hold(cast(DeviceStage, SlowStage()))
-    rounds = FrozenRounds(node, waits, lambda round: True)
+    rounds = FrozenRounds(node, lambda round: True)
     rounds.keep(frozen(first))
     return rounds
 

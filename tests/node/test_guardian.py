@@ -16,7 +16,6 @@ from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.guardian import EVERY_S, EVERY_STEPS, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Telemetry, Transport
 from noloco_p2p.sim.virtual_time import run
 
@@ -41,14 +40,13 @@ class Place:
         manifest = RunManifest(stages=STAGES, steps=100_000, outer=outer)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", outer_round=3, step=30.0)
-        self.waits = Waits()
-        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), self.waits)
-        self.swarm = Membership(self.node, self.waits)
+        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
+        self.swarm = Membership(self.node)
         self.members = self.swarm.members
         self.node.hold(
             cast(DeviceStage, SimpleNamespace(state=SimpleNamespace(weights=WEIGHTS, hidden=HIDDEN, gradient=HIDDEN)))
         )
-        self.guardian = Guardian(self.node, self.swarm, self.waits, cast(Transport, self))
+        self.guardian = Guardian(self.node, self.swarm, cast(Transport, self))
 
     async def fetch_snapshot(
         self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: TensorSpecs
@@ -77,7 +75,7 @@ class Place:
         left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
         self.members.update([*adverts, *left], now=self.node.now())
         self.guardian.membership_was_read()
-        self.waits.pulse()
+        self.node.waits.pulse()
         await asyncio.sleep(0.1)
 
     def advert(self, peer: str, stage: int, state: str = "training", *holds: Holding, round: int = 3) -> Advert:

@@ -251,10 +251,12 @@ def test_a_call_that_is_just_ending_leaves_the_others_what_their_peer_has_said()
 
     async def main() -> list[object]:
         node: Any = SimpleNamespace(
-            now=asyncio.get_running_loop().time, config=NodeConfig(limits=LimitSettings(patience_floor_s=2.0))
+            now=asyncio.get_running_loop().time,
+            config=NodeConfig(limits=LimitSettings(patience_floor_s=2.0)),
+            waits=Waits(),
         )
         transport: Any = _PeerThatGetsOn()
-        liveness = Liveness(node, Waits(), transport)
+        liveness = Liveness(node, transport)
         calls = [
             liveness.watched(peer, MicrobatchId("s0r0", 1, counter), longest_s, reply(4.0), lambda: None)
             for counter, longest_s in enumerate((2.5, 2.7))

@@ -13,7 +13,6 @@ from noloco_p2p.errors import Declined
 from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.state_donor import KEPT_S, STALE_INTERVALS, StateDonor
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Telemetry
 from noloco_p2p.sim.virtual_time import run
 
@@ -49,11 +48,11 @@ class Place:
         telemetry = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
         manifest = RunManifest(outer=OuterSettings(rule="noloco", inner_steps=M))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
-        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry), waits := Waits())
+        self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
         self.stage = FakeStage()
         self.node.hold(cast(DeviceStage, self.stage))
         self.node.inner_steps = 25
-        self.donor = StateDonor(self.node, waits, incarnation)
+        self.donor = StateDonor(self.node, incarnation)
         self.events = events
 
     async def ask(self, number: int | None = None, reads_s: float = 0.0) -> ReplicaState:

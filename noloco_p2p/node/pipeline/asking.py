@@ -10,16 +10,14 @@ from noloco_p2p.core import routing
 from noloco_p2p.core.messages import MicrobatchId
 from noloco_p2p.core.status import Resource, for_microbatch
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 
 class Asking:
     """The bodies of one node for which places have been asked, and that have not left."""
 
-    def __init__(self, node: NodeState, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, transport: Transport) -> None:
         self._node = node
-        self._waits = waits
         self._transport = transport
         self._asked: dict[object, None] = {}
         self._gone = 0
@@ -42,7 +40,7 @@ class Asking:
         why = for_microbatch(microbatch)
         while not self.may_ask():
             gone = self._gone
-            if not await self._waits.until(
+            if not await self._node.waits.until(
                 lambda gone=gone: self._gone > gone or self.may_ask(),  # type: ignore[misc]
                 "line",
                 Resource.LINE,
@@ -60,6 +58,6 @@ class Asking:
         def left() -> None:
             if self._asked.pop(key, key) is None:
                 self._gone += 1
-                self._waits.pulse()
+                self._node.waits.pulse()
 
         return left

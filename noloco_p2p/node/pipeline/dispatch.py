@@ -35,7 +35,7 @@ from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.node.pipeline.race import first_granted
 from noloco_p2p.node.pipeline.task import StageInput, StageResult
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits, to_the_end
+from noloco_p2p.node.waits import to_the_end
 from noloco_p2p.ports import Claim, Transport
 
 ALONE_SILENCES = 2.0
@@ -63,13 +63,12 @@ class RetryPolicy(Generic[R]):
 class Dispatcher:
     """Takes microbatches through this stage and the later ones."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._transport = transport
-        self._asking = Asking(node, waits, transport)
-        self.liveness = Liveness(node, waits, transport)
+        self._asking = Asking(node, transport)
+        self.liveness = Liveness(node, transport)
         self.given_up = False
         """The node has moved to another stage: what is still under way here must not go on from there."""
         self.evaluated = 0
@@ -90,12 +89,12 @@ class Dispatcher:
         node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
         if node.last:
             task.reply_soon()
-            with node.span("backward"), self._waits.computing("backward", why):
+            with node.span("backward"), node.waits.computing("backward", why):
                 done = await to_the_end(stage.loss_backward(task.microbatch, task.inputs, task.targets, task.mask))
             return StageResult(done)
-        with node.span("forward"), self._waits.computing("forward", why):
+        with node.span("forward"), node.waits.computing("forward", why):
             graph, hidden = await stage.forward(task.inputs, task.mask)
-        self._waits.pulse()  # there may be memory for more now
+        node.waits.pulse()  # there may be memory for more now
         try:
             result = await self._there_and_back(graph, replace(task, inputs=hidden), left_s)
         except BaseException:
@@ -113,7 +112,7 @@ class Dispatcher:
         while True:
             gradient, peer = await self._deliver(output, self._training, left_s)
             try:
-                with node.span("backward"), self._waits.computing("backward", why):
+                with node.span("backward"), node.waits.computing("backward", why):
                     # What the device has been given counts: it must not stay uncounted if the caller goes away now.
                     done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
                 return StageResult(done, peer, gradient)
@@ -132,7 +131,7 @@ class Dispatcher:
         """The loss of a held-out microbatch. Raises Declined: nobody evaluated it in time, or the node has moved."""
         if self.given_up:
             raise Declined(f"{self._node.replica} held another stage when this microbatch was sent")
-        with self._waits.computing("evaluation", for_microbatch(task.microbatch)):
+        with self._node.waits.computing("evaluation", for_microbatch(task.microbatch)):
             result = await self._node.stage.evaluate(task.inputs, task.targets, task.mask)
         self.evaluated += 1
         if isinstance(result, LossSum):
@@ -151,7 +150,7 @@ class Dispatcher:
         node = self._node
         # My answer must still reach my caller, or it takes me for hung.
         budget_s = node.config.limits.microbatch_deadline_s if left_s is None else (1 - ANSWER_SHARE) * left_s
-        with self._waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
+        with node.waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
             while True:
                 try:
                     return await self._try_replicas(output, policy, budget_s)
@@ -222,7 +221,7 @@ class Dispatcher:
     ) -> R:
         """One call to one replica."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
-        with self._waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
+        with self._node.waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
             reply = policy.send(peer, activation, replace(claim, asked=header_first))
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
@@ -289,7 +288,7 @@ class Dispatcher:
 
     async def _pause(self, heard: Attempts) -> None:
         """Let time pass, then every replica may be asked again."""
-        with self._waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
+        with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.begin_anew()
 

@@ -5,16 +5,14 @@ from noloco_p2p.core.nonfinite import LONGEST_STREAK, REASON, NonFiniteStreak
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 
 class FiniteWatch:
     """Of one node."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits) -> None:
+    def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._streak = NonFiniteStreak()
 
     async def ended(self, finite: bool, peer: PeerId) -> None:
@@ -23,7 +21,7 @@ class FiniteWatch:
         node, peers = self._node, self._streak.record(finite, peer)
         if not peers:
             return
-        with self._waits.computing("soundness check"):
+        with node.waits.computing("soundness check"):
             sound = await node.stage.is_sound()
         others = sorted(peers - {node.me})
         if not (sound and others):

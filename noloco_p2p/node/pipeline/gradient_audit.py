@@ -8,7 +8,6 @@ from noloco_p2p.core.status import Resource, for_microbatch
 from noloco_p2p.node.membership import DISTRUST, Membership
 from noloco_p2p.node.pipeline.task import StageResult
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 
 class _TwinReply(NamedTuple):
@@ -28,10 +27,9 @@ class Twins:
 class GradientAudit:
     """Of one node of stage 0, with its `World.secret`."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, secret: int | None) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, secret: int | None) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._pairs = GradientPairs(secret)
 
     def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
@@ -60,7 +58,7 @@ class GradientAudit:
 
     async def _compare(self, one: _TwinReply, other: _TwinReply) -> None:
         node = self._node
-        with self._waits.waiting("compared gradients", Resource.DEVICE, why=for_microbatch(other.microbatch)):
+        with node.waits.waiting("compared gradients", Resource.DEVICE, why=for_microbatch(other.microbatch)):
             likeness = await node.stage.compare(one.gradient, other.gradient)
         outlier, dissenter = self._pairs.observe(one.route, other.route, likeness.apart)
         for each, norm in zip((one, other), likeness.norms, strict=True):

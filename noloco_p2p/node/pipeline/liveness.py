@@ -15,7 +15,6 @@ from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId, Progress
 from noloco_p2p.core.timeouts import AdaptiveTimeout
 from noloco_p2p.errors import Busy, PeerError, Stalled, Unreachable
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Transport
 
 ASKED_PER_SILENCE = 2
@@ -71,9 +70,8 @@ class _WatchedCall:
 class Liveness:
     """Watches the calls that one node has in flight."""
 
-    def __init__(self, node: NodeState, waits: Waits, transport: Transport) -> None:
+    def __init__(self, node: NodeState, transport: Transport) -> None:
         self._node = node
-        self._waits = waits
         self._transport = transport
         self._calls: dict[_WatchedCall, None] = {}
         self._answers = AdaptiveTimeout()
@@ -144,7 +142,7 @@ class Liveness:
         began, floor_s = self._node.now(), self._node.config.limits.patience_floor_s
         silence_s = self._answers.deadline_s(floor_s) or floor_s
         try:
-            with self._waits.waiting("progress", peer.peer_id, silence_s):
+            with self._node.waits.waiting("progress", peer.peer_id, silence_s):
                 reports = await self._transport.progress(peer, [call.microbatch for call in asked], silence_s)
         except Busy:
             return

@@ -20,7 +20,6 @@ from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
 from noloco_p2p.node.pipeline.task import StageInput, StageResult
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Body
 
 SILENT_READINGS = 2
@@ -45,15 +44,14 @@ class _ServedCall:
 class MicrobatchServer:
     """Serves `propagate` and `evaluate` for one node of a later stage."""
 
-    def __init__(self, node: NodeState, swarm: Membership, waits: Waits, dispatcher: Dispatcher) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, dispatcher: Dispatcher) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._dispatcher = dispatcher
         self.intake: Intake[Gradient] = Intake(node.places)
         self._calls: dict[AttemptKey, _ServedCall] = {}
         self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
-        self._watch = FiniteWatch(node, swarm, waits)
+        self._watch = FiniteWatch(node, swarm)
         self._timeout = AdaptiveTimeout()
         self._given_up: dict[PeerId, float] = {}
         """Origins that were silent for too long, and since when."""
@@ -81,8 +79,8 @@ class MicrobatchServer:
         node, began, limits = self._node, self._node.now(), self._node.config.limits
         silence_s = self._timeout.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
         silence_s = silence_s or limits.microbatch_deadline_s
-        with self._waits.waiting("microbatches", AnyReplica(node.index - 1)):
-            while not await self._waits.until(
+        with node.waits.waiting("microbatches", AnyReplica(node.index - 1)):
+            while not await node.waits.until(
                 lambda: self.intake.ready or over(), "sign of life", AnyReplica(0), silence_s, idle=True
             ):
                 since = node.now() - (silence_s or 0.0)
@@ -97,7 +95,7 @@ class MicrobatchServer:
 
     async def until_empty(self) -> None:
         """After `close`: until what was admitted has ended."""
-        await self._waits.until(lambda: self.intake.in_flight == 0, "admitted microbatches", Resource.INNER_STEP)
+        await self._node.waits.until(lambda: self.intake.in_flight == 0, "admitted microbatches", Resource.INNER_STEP)
 
     def close(self) -> None:
         """Answer Busy from now on, and flush the waiting line with Busy."""
@@ -109,7 +107,7 @@ class MicrobatchServer:
         """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
         if self.intake.missing_origins:
             self._admit(self.intake.drop_slots(self._has_left))
-            self._waits.pulse()
+            self._node.waits.pulse()
 
     def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which.
@@ -177,7 +175,7 @@ class MicrobatchServer:
         if header.origin.step > node.step:
             self.drop_departed()
         self._gauge()
-        with self._waits.serving(caller, for_microbatch(header.microbatch)):
+        with node.waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call, body)
 
     def _ended(self, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
@@ -189,7 +187,7 @@ class MicrobatchServer:
     def _forget(self, key: AttemptKey) -> None:
         del self._calls[key]
         self._gauge()
-        self._waits.pulse()
+        self._node.waits.pulse()
 
     async def _wait(self, call: _ServedCall, body: Body) -> Gradient:
         """One caller's wait. The call ends when its last caller is gone, or the one whose body is still to come."""
@@ -245,32 +243,32 @@ class MicrobatchServer:
             self._forget(key)
 
     async def _receive(self, caller: PeerId, header: Header, body: Body) -> Activation:
-        with self._waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
+        with self._node.waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
             return await body()
 
     async def _turn(self, event: asyncio.Event, header: Header, what: str) -> None:
         """Wait in line while this node's device gets on; else Busy, before the caller takes this node for hung."""
-        longest_s, why = WAIT_SHARE * header.time_left_s, for_microbatch(header.microbatch)
-        with self._waits.waiting(what, Resource.INNER_STEP, longest_s, why):
+        longest_s, why, waits = WAIT_SHARE * header.time_left_s, for_microbatch(header.microbatch), self._node.waits
+        with waits.waiting(what, Resource.INNER_STEP, longest_s, why):
             while not event.is_set():
-                operations = self._waits.operations
+                operations = waits.operations
                 try:
                     async with asyncio.timeout(longest_s):
                         await event.wait()
                 except TimeoutError:
-                    if operations == self._waits.operations:
+                    if operations == waits.operations:
                         raise Busy(f"{self._node.replica} has not reached this step yet") from None
 
     def progress(self, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
         """See ports.Handler."""
         bodies = dict(self._evaluating.values()) | {key.microbatch: call.body for key, call in self._calls.items()}
-        operations, stuck_s = self._waits.operations, self._waits.stuck_s(self._node.now())
+        waits, now = self._node.waits, self._node.now()
 
         def events(one: MicrobatchId) -> int:
             # What the next stage says is a claim, and may be any number; only that it changes matters.
-            return (operations + bodies[one].received + self._dispatcher.liveness.events(one)) % wire.REPLYING
+            return (waits.operations + bodies[one].received + self._dispatcher.liveness.events(one)) % wire.REPLYING
 
-        return [Progress(events(one), stuck_s) if one in bodies else None for one in microbatches]
+        return [Progress(events(one), waits.stuck_s(now)) if one in bodies else None for one in microbatches]
 
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
@@ -291,7 +289,7 @@ class MicrobatchServer:
         key = object()
         self._evaluating[key] = header.microbatch, body
         try:
-            with self._waits.serving(caller, for_microbatch(header.microbatch)):
+            with self._node.waits.serving(caller, for_microbatch(header.microbatch)):
                 activation = await self._receive(caller, header, body)
                 return await self._dispatcher.evaluate(StageInput.of(activation), header.time_left_s)
         finally:

@@ -12,7 +12,6 @@ from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
 from noloco_p2p.node.pipeline.gradient_audit import GradientAudit, Twins
 from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.waits import Waits
 
 
 class MicrobatchSource:
@@ -22,23 +21,21 @@ class MicrobatchSource:
         self,
         node: NodeState,
         swarm: Membership,
-        waits: Waits,
         dispatcher: Dispatcher,
         secret: int | None,
         incarnation: int,
     ) -> None:
         self._node = node
         self._swarm = swarm
-        self._waits = waits
         self._dispatcher = dispatcher
         self._incarnation = incarnation
         self._counter = 0
-        self._audit = GradientAudit(node, swarm, waits, secret)
+        self._audit = GradientAudit(node, swarm, secret)
         self._first: Twins | None = None
         """Of the microbatch that has just begun; the next one has its data."""
         self._put_off: deque[tuple[MicrobatchId, Batch]] = deque()
         """Begun, and cut short by a pause: the first ones after it."""
-        self._watch = FiniteWatch(node, swarm, waits)
+        self._watch = FiniteWatch(node, swarm)
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
         """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended.
@@ -51,11 +48,11 @@ class MicrobatchSource:
 
         def ended(flight: asyncio.Task[None]) -> None:
             under_way.remove(flight)
-            self._waits.pulse()
+            node.waits.pulse()
 
         async with asyncio.TaskGroup() as flights:
             for index in range(node.manifest.microbatches_per_step):
-                await self._waits.until(lambda: len(under_way) < node.places(), "place in flight", Resource.INNER_STEP)
+                await node.waits.until(lambda: len(under_way) < node.places(), "place in flight", Resource.INNER_STEP)
                 if node.draining or self._swarm.cut_short():
                     break
                 microbatch, batch, twins = await self._next()
@@ -76,7 +73,7 @@ class MicrobatchSource:
             self._first = None
             return microbatch, twins.batch, twins
         assert self._node.batches is not None, "stage 0 has data"
-        with self._waits.waiting("batch", Resource.DATA):
+        with self._node.waits.waiting("batch", Resource.DATA):
             batch = await self._node.batches.next()
         self._first = self._audit.twins(microbatch, batch)
         return microbatch, batch, self._first
