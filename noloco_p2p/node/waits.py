@@ -7,7 +7,7 @@ A wait for something inside this node goes through `until`, and every change tha
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from dataclasses import replace
 from typing import TypeVar
 
 from noloco_p2p.core.messages import PeerId
@@ -27,7 +27,8 @@ class Waits:
 
     def __init__(self, patience_s: float | None = None) -> None:
         self._computing_s = None if patience_s is None else patience_s / OPERATIONS_PER_DEADLINE
-        self._open: dict[Waiting, None] = {}
+        self._open: dict[object, tuple[float, Wait]] = {}
+        """Since when on the loop's clock, and the wait as it was then."""
         self._computing: dict[object, float] = {}
         """Operations that the device was asked for and has not ended, oldest first: since when."""
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
@@ -40,6 +41,7 @@ class Waits:
         self._ended_at = 0.0
         """When the last one did."""
 
+    @contextmanager
     def waiting(
         self,
         what: str,
@@ -48,9 +50,14 @@ class Waits:
         why: Purpose | None = None,
         *,
         idle: bool = False,
-    ) -> "Waiting":
+    ) -> Iterator[None]:
         """A `with` around an await; the arguments are those of core.status.Wait."""
-        return Waiting(self._open, (what, whom, deadline_s, why, idle))
+        key = object()
+        self._open[key] = asyncio.get_running_loop().time(), Wait(what, whom, 0.0, deadline_s, why, idle)
+        try:
+            yield
+        finally:
+            del self._open[key]
 
     @contextmanager
     def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
@@ -129,40 +136,13 @@ class Waits:
 
     def current(self, now: float) -> tuple[Wait, ...]:
         """All open waits, longest first; `now` is on the loop's clock."""
-        waits = [wait.as_wait(now) for wait in tuple(self._open)]
+        waits = [replace(wait, since_s=max(0.0, now - began)) for began, wait in self._open.copy().values()]
         return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
 
     def served(self, now: float) -> tuple[Serving, ...]:
         """The calls of peers in hand, longest first; `now` is on the loop's clock."""
         calls = sorted(self._calls.copy().values(), key=lambda call: (call[2], call[0], str(call[1])))
         return tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls)
-
-
-class Waiting:
-    """One wait, from the beginning of its `with` to the end."""
-
-    __slots__ = ("_began", "_named", "_open")
-
-    def __init__(
-        self, open: "dict[Waiting, None]", named: tuple[str, WaitTarget, float | None, Purpose | None, bool]
-    ) -> None:
-        self._open = open
-        self._named = named
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = asyncio.get_running_loop().time()
-        self._open[self] = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del self._open[self]
-
-    def as_wait(self, now: float) -> Wait:
-        """This wait as others read it."""
-        what, whom, deadline_s, why, idle = self._named
-        return Wait(what, whom, max(0.0, now - self._began), deadline_s, why, idle)
 
 
 async def to_the_end(awaitable: Awaitable[R]) -> R:

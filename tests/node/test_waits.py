@@ -78,7 +78,7 @@ THE_ONE_PLACE = {
     ("state.py", "asyncio.shield"),
     ("loop.py", "asyncio.wait"),  # for the four tasks of the node
     # Calls to the next stage, whose waits the dispatcher names.
-    ("liveness.py", "call.bound"),
+    ("liveness.py", "bound"),
     ("liveness.py", "reply"),
     ("race.py", "asyncio.wait"),
     ("race.py", "call"),

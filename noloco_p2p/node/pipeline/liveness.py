@@ -8,6 +8,7 @@ failed peer takes the blame.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -30,35 +31,22 @@ queue with bodies, of which nothing is known there."""
 R = TypeVar("R")
 
 
+@dataclass(slots=True, eq=False)
 class _WatchedCall:
     """A call in flight, as its caller sees it. Times are the loop's."""
 
-    __slots__ = (
-        "began",
-        "bound",
-        "events",
-        "failure",
-        "longest_s",
-        "microbatch",
-        "peer",
-        "progressed",
-        "unknown_since",
-    )
-
-    def __init__(
-        self, peer: Advert, microbatch: MicrobatchId, longest_s: float, progressed: Callable[[], None], now: float
-    ) -> None:
-        self.peer = peer
-        self.microbatch = microbatch
-        self.longest_s = longest_s
-        self.progressed = progressed
-        self.began = now
-        self.unknown_since: float | None = None
-        """Since when the peer says that it does not have it in hand, and gets on with nothing else of ours."""
-        self.events: int | None = None
-        """What it last said of its progress. To know of a call is none: a peer that fails all of them gets nowhere."""
-        self.failure: PeerError | None = None
-        self.bound = asyncio.timeout(longest_s)
+    peer: Advert
+    microbatch: MicrobatchId
+    longest_s: float
+    progressed: Callable[[], None]
+    began: float
+    bound: asyncio.Timeout
+    """Of `longest_s` from its beginning, or from the last progress."""
+    unknown_since: float | None = None
+    """Since when the peer says that it does not have it in hand, and gets on with nothing else of ours."""
+    events: int | None = None
+    """What it last said of its progress. To know of a call is none: a peer that fails all of them gets nowhere."""
+    failure: PeerError | None = None
 
     def fail(self, failure: PeerError, now: float) -> None:
         """End it, unless it is already ending."""
@@ -94,12 +82,13 @@ class Liveness:
         Raises what the call raises, Unreachable when the peer is silent, stuck or has lost the call, and Stalled when
         the time is up.
         """
-        call = _WatchedCall(peer, microbatch, longest_s, progressed, self._node.now())
+        bound = asyncio.timeout(longest_s)
+        call = _WatchedCall(peer, microbatch, longest_s, progressed, self._node.now(), bound)
         self._calls[call] = None
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
         try:
-            async with call.bound:
+            async with bound:
                 return await reply
         except TimeoutError:
             raise call.failure or Stalled(f"{peer.peer_id} made no progress for {longest_s:.3g} s") from None
