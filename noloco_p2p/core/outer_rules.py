@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from noloco_p2p.core import outer_update
+from noloco_p2p.core.outer_update import mean, total
 from noloco_p2p.core.tiles import Transform, Untransformed
 
 RuleName = Literal["noloco", "averaged", "gossip", "diloco", "dct", "sync"]
@@ -115,7 +116,7 @@ class Averaged(OuterRule):
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
         """δ ← mean (α·δ + β·Δ), φ ← mean φ + δ."""
-        slow, momentum = (_mean(values) for values in zip(*members, strict=True))
+        slow, momentum = (mean(values) for values in zip(*members, strict=True))
         slow = slow + momentum
         return {"slow": slow, "momentum": momentum, "fast": slow}
 
@@ -150,7 +151,7 @@ class Gossip(OuterRule):
         if not others:
             return {"fast": own["fast"]}
         weight = self.gamma / (1 + lag / self.inner_steps)
-        return {"fast": own["fast"] + (_mean(others) - members[mine][0]) * weight}
+        return {"fast": own["fast"] + (mean(others) - members[mine][0]) * weight}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class Diloco(OuterRule):
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
         """δ ← α·δ + mean Δ, φ ← φ + β·(mean Δ + α·δ)."""
-        delta = _mean([offer[0] for offer in members])
+        delta = mean([offer[0] for offer in members])
         momentum = own["momentum"] * self.alpha + delta
         slow = own["slow"] + (delta + momentum * self.alpha) * self.beta
         return {"slow": slow, "momentum": momentum, "fast": slow}
@@ -199,7 +200,7 @@ class Dct(Diloco):
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
         """δ ← α·δ + Δ − q + mean q, φ ← φ + β·(mean q)."""
-        shared = _mean([offer[0] for offer in members])
+        shared = mean([offer[0] for offer in members])
         (sent,) = members[mine] if mine >= 0 else self.offer(own)
         slow = own["slow"] + self.transform.inverse(shared) * self.beta
         return {"slow": slow, "momentum": self._momentum(own) - sent + shared, "fast": slow}
@@ -222,18 +223,7 @@ class Sync(OuterRule):
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
         """`gradient`: the sum over all."""
-        return {"gradient": _sum([offer[0] for offer in members])}
-
-
-def _sum(values: Sequence[Any]) -> Any:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    return _sum(values) / len(values)
+        return {"gradient": total([offer[0] for offer in members])}
 
 
 _PAIRS: Mapping[str, Any] = {"codec": "full", "max_stale_rounds": 2, "overlap": True}

@@ -7,64 +7,49 @@ gradient *ascent* for its own Δ = θ − φ; its proofs (eq. 32) and its code u
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Protocol, TypeVar
+from functools import reduce
+from operator import add
+from typing import Any
 
-
-class Vector(Protocol):
-    """What N1 needs of a value: a number, a fraction, or an array or tensor of any shape."""
-
-    def __add__(self, other: Any, /) -> Any:
-        """Element by element."""
-        ...
-
-    def __sub__(self, other: Any, /) -> Any:
-        """Element by element."""
-        ...
-
-    def __mul__(self, factor: Any, /) -> Any:
-        """By a scalar."""
-        ...
-
-    def __truediv__(self, divisor: Any, /) -> Any:
-        """By a whole number."""
-        ...
-
-
-V = TypeVar("V", bound=Vector)
+Vector = Any
+"""A number, a fraction, or an array or tensor of any shape."""
 Scalar = float | Fraction
 
 
-def round_vector(phi: V, delta: V, *, beta: Scalar, gamma: Scalar) -> V:
+def total(vectors: Sequence[Vector]) -> Vector:
+    """Their sum, from the first to the last."""
+    return reduce(add, vectors)
+
+
+def mean(vectors: Sequence[Vector]) -> Vector:
+    """Of one or more."""
+    return total(vectors) / len(vectors)
+
+
+def round_vector(phi: Vector, delta: Vector, *, beta: Scalar, gamma: Scalar) -> Vector:
     """u = β·Δ + γ·φ: all that N1 needs of a member of the group. *Derived*, exact for any β and γ."""
-    vector: V = delta * beta + phi * gamma
-    return vector
+    return delta * beta + phi * gamma
 
 
-def outer_step(phi: V, momentum: V, vectors: Sequence[V], *, alpha: Scalar, gamma: Scalar) -> tuple[V, V]:
+def outer_step(
+    phi: Vector, momentum: Vector, vectors: Sequence[Vector], *, alpha: Scalar, gamma: Scalar
+) -> tuple[Vector, Vector]:
     """N1 and N2 for one replica: (φ after, δ after). θ after is φ after. No argument is changed.
 
     `phi` and `momentum` are φ_i and δ_i; `vectors` is u_j of every member of the group, mine included, in any order; a
     group of mine alone is plain momentum. The sum of two does not depend on their order, so the two of a pair round
-    alike: equal φ and δ stay equal bit for bit. Raises ValueError for an empty group.
+    alike: equal φ and δ stay equal bit for bit.
     """
-    if not vectors:
-        raise ValueError("a group holds at least the replica itself")
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    momentum_after: V = momentum * alpha + (total / len(vectors) - phi * gamma)
-    phi_after: V = phi + momentum_after
-    return phi_after, momentum_after
+    momentum_after = momentum * alpha + (mean(vectors) - phi * gamma)
+    return phi + momentum_after, momentum_after
 
 
-def carried_over(phi_after: V, theta: V, frozen: V) -> V:
+def carried_over(phi_after: Vector, theta: Vector, frozen: Vector) -> Vector:
     """N3: θ after a round that was frozen at θ_f = `frozen`, while the replica trained on to `theta`.
 
     What it trained meanwhile stays in θ, and so in the Δ of the next round: neither lost nor counted twice.
     """
-    trained: V = theta - frozen
-    after: V = phi_after + trained
-    return after
+    return phi_after + (theta - frozen)
 
 
 def largest_gamma(*, alpha: float, group: int = 2) -> float:

@@ -103,11 +103,6 @@ def test_an_equal_pair_stays_equal_bit_for_bit_in_floats(phi: float, momentum: f
     assert [x.hex() for x in one] == [x.hex() for x in other]
 
 
-def test_an_empty_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least the replica itself"):
-        outer_step(1.0, 0.0, [], alpha=0.5, gamma=0.7)
-
-
 @pytest.mark.parametrize(
     ("alpha", "group", "bound"), [(0.0, 2, 2.0), (0.5, 2, 1.5), (0.9, 2, 0.38), (0.5, 4, 1.5 / 0.75)]
 )

@@ -402,7 +402,7 @@ def away_from_the_partner(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_of_the_pair(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(outer_rules, "_mean", lambda values: values[0] * 1)
+    patch.setattr(outer_rules, "mean", lambda values: values[0] * 1)
 
 
 @pytest.mark.parametrize(
