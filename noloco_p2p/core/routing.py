@@ -11,9 +11,10 @@ sender and receiver as random as with `random`.
 """
 
 import math
-import random
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
 
 from noloco_p2p.core.messages import Origin, PeerId
 from noloco_p2p.core.seeds import generator
@@ -25,6 +26,20 @@ FASTEST = 8.0
 microbatches."""
 SLOWEST = 1 / 64
 """And at least so: it must not be left without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The membership that an inner step of `me` started with: groups that are sorted by id, with `me` in its own."""
+
+    me: PeerId
+    origins: tuple[PeerId, ...] = ()
+    mates: tuple[PeerId, ...] = ()
+    following: tuple[PeerId, ...] = ()
+    shares: Mapping[PeerId, float] = field(default_factory=dict)
+    """Under `weighted`, the share of each of `following` in the speed of its stage."""
+    my_share: float | None = None
+    """My share in the speed of my stage; None under the other policies."""
 
 
 def target(microbatches_per_step: int, origins_count: int, replicas_count: int, share: float | None = None) -> int:
@@ -53,14 +68,14 @@ def odds(speeds: Mapping[PeerId, float]) -> dict[PeerId, float]:
     return {peer: ratio / total for peer, ratio in ratios.items()}
 
 
-def drawn(usable: Sequence[PeerId], odds: Mapping[PeerId, float], rng: random.Random) -> PeerId:
+def drawn(usable: Sequence[PeerId], odds: Mapping[PeerId, float], rng: Random) -> PeerId:
     """One of `usable`, by its odds. One that came after the step began has none: it counts as their mean."""
     peers = sorted(usable)
     mean = 1 / len(odds) if odds else 1.0
     return rng.choices(peers, [odds.get(peer, mean) for peer in peers])[0]
 
 
-def candidate_sets(count: int, size: int, usable: Sequence[PeerId], rng: random.Random) -> list[list[PeerId]]:
+def candidate_sets(count: int, size: int, usable: Sequence[PeerId], rng: Random) -> list[list[PeerId]]:
     """`count` sets of `size` different replicas, or of all if there are fewer, drawn without replacement.
 
     All of `usable` are drawn before any is drawn again, so that the microbatches of a step are spread over them.
@@ -87,67 +102,40 @@ def balanced_owner(seed: int, stage: int, step: int, slot: int, replicas: Sequen
     return _permutation(seed, stage, step, block, replicas)[place]
 
 
-def balanced_slots(
-    seed: int,
-    stage: int,
-    step: int,
-    microbatches: int,
-    origins: Sequence[PeerId],
-    replicas: Sequence[PeerId],
-    me: PeerId,
-) -> frozenset[tuple[PeerId, int]]:
-    """The (origin, index) of the microbatches of `step` that `me` serves at `stage`; their number is its target.
+def balanced_slots(seed: int, stage: int, step: int, microbatches: int, view: StepView) -> set[tuple[PeerId, int]]:
+    """The (origin, index) of the microbatches of `step` that `view.me` serves at `stage`; their number is its target.
 
     `microbatches` is the count that each origin begins in a step. Over all replicas these are all pairs, once each.
     """
-    ranked = sorted(set(origins))
-    width = len(set(replicas))
-    labels = [(origin, index) for index in range(microbatches) for origin in ranked]
+    width = len(view.mates)
+    labels = [(origin, index) for index in range(microbatches) for origin in view.origins]
     mine: set[tuple[PeerId, int]] = set()
     for start in range(0, len(labels), width):
-        order = _permutation(seed, stage, step, start // width, replicas)
-        mine.update(label for owner, label in zip(order, labels[start : start + width], strict=False) if owner == me)
-    return frozenset(mine)
+        order = _permutation(seed, stage, step, start // width, view.mates)
+        block = zip(order, labels[start : start + width], strict=False)
+        mine.update(label for owner, label in block if owner == view.me)
+    return mine
 
 
 def next_hop(
-    policy: str,
-    seed: int,
-    stage: int,
-    origin: Origin,
-    origins: Sequence[PeerId],
-    me: PeerId,
-    peers_of_my_stage: Sequence[PeerId],
-    replicas: Sequence[PeerId],
-    usable: Sequence[PeerId],
-    shares: Mapping[PeerId, float],
-    rng: random.Random,
+    policy: str, seed: int, stage: int, origin: Origin, view: StepView, usable: Sequence[PeerId], rng: Random
 ) -> tuple[PeerId, str]:
     """The replica of `stage` to send to, and why: `random`, `weighted`, `owner`, `fixed` or `fallback`.
 
-    `replicas` is the stage's membership that the step started with and `shares` their `odds`, `usable` those that are
-    live and not set aside (not empty; ValueError). `balanced` and `fixed` name one of `replicas`; when that one is not
-    usable, or the origin was no member when the step started, the choice falls back to `random`: uniform over `usable`.
+    `usable` are the replicas that are live and not set aside, at least one. `balanced` and `fixed` name one of those
+    that the step started with; when that one is not usable, or the origin was no member then, the choice falls back to
+    `random`: uniform over `usable`.
     """
-    if not usable:
-        raise ValueError("next_hop needs at least one usable replica")
+    if policy == "random":
+        return rng.choice(sorted(usable)), "random"
+    if policy == "weighted":
+        return drawn(usable, view.shares, rng), "weighted"
     wanted: PeerId | None = None
-    match policy:
-        case "random":
-            return rng.choice(sorted(usable)), "random"
-        case "weighted":
-            return drawn(usable, shares, rng), "weighted"
-        case "balanced":
-            reason, ranked = "owner", sorted(set(origins))
-            if origin.peer in ranked and replicas:
-                slot = origin.index * len(ranked) + ranked.index(origin.peer)
-                wanted = balanced_owner(seed, stage, origin.step, slot, replicas)
-        case "fixed":
-            reason, ordered, mates = "fixed", sorted(set(replicas)), sorted({*peers_of_my_stage, me})
-            if ordered:
-                wanted = ordered[mates.index(me) % len(ordered)]
-        case _:
-            raise ValueError(f"no routing policy {policy!r}")
+    if view.following and policy == "fixed":
+        wanted = view.following[view.mates.index(view.me) % len(view.following)]
+    elif view.following and origin.peer in view.origins:
+        slot = origin.index * len(view.origins) + view.origins.index(origin.peer)
+        wanted = balanced_owner(seed, stage, origin.step, slot, view.following)
     if wanted is not None and wanted in usable:
-        return wanted, reason
+        return wanted, "fixed" if policy == "fixed" else "owner"
     return rng.choice(sorted(usable)), "fallback"

@@ -1,7 +1,7 @@
 """What a node knows about the others (ARCHITECTURE.md, "Membership")."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from noloco_p2p.core import members, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
@@ -11,19 +11,6 @@ from noloco_p2p.node.state import NodeState
 
 DISTRUST = "gradients"
 """The trouble of a node that has set a peer aside for its gradients, wherever it has moved since."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """The membership that an inner step started with, each group sorted by id, this node included where it belongs."""
-
-    origins: tuple[PeerId, ...] = ()
-    mates: tuple[PeerId, ...] = ()
-    following: tuple[PeerId, ...] = ()
-    shares: Mapping[PeerId, float] = field(default_factory=dict)
-    """Under `weighted`, the share of each of `following` in the speed of its stage."""
-    my_share: float | None = None
-    """My share in the speed of my stage; None under the other policies."""
 
 
 class Membership:
@@ -37,7 +24,7 @@ class Membership:
         self._node = node
         self.members = members.Members(node.me, node.config.directory.ttl_s)
         self.inquiry = Inquiry(node, self.members)
-        self.view = StepView()
+        self.view = routing.StepView(node.me)
         self.heard_at = float("-inf")
         """When the last microbatch arrived, or at stage 0 the last gradient."""
         self.deserted: dict[int, float] = {}
@@ -88,7 +75,7 @@ class Membership:
             found = {advert.peer_id: advert.capacity_per_s for advert in self.members.of_stage(stage, members.READY)}
             return found | ({node.me: node.advert.capacity_per_s} if stage == node.index else {})
 
-        self.view = StepView(ids(0), ids(node.index), ids(node.index + 1))
+        self.view = routing.StepView(node.me, ids(0), ids(node.index), ids(node.index + 1))
         if node.manifest.routing == "weighted":
             shares, mine = routing.odds(speeds(node.index + 1)), routing.odds(speeds(node.index))[node.me]
             self.view = replace(self.view, shares=shares, my_share=mine)

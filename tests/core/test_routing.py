@@ -13,6 +13,7 @@ from noloco_p2p.core.messages import Origin
 from noloco_p2p.core.routing import (
     FASTEST,
     SLOWEST,
+    StepView,
     balanced_owner,
     balanced_slots,
     candidate_sets,
@@ -38,8 +39,8 @@ def _hop(
     rng: random.Random | None = None,
     shares: dict[str, float] | None = None,
 ) -> tuple[str, str]:
-    origins, replicas, rng = _peers("o", 3), _peers("r", 4), rng or random.Random(0)
-    return next_hop(policy, seed, 1, origin, origins, me, origins[::-1], replicas[::-1], usable, shares or {}, rng)
+    origins, replicas, rng = (*_peers("o", 3),), (*_peers("r", 4),), rng or random.Random(0)
+    return next_hop(policy, seed, 1, origin, StepView(me, origins, origins, replicas, shares or {}), usable, rng)
 
 
 @given(seeds, small, small, st.integers(min_value=0, max_value=50))
@@ -55,7 +56,8 @@ def test_balanced_slots_share_all_microbatches_out_within_one_of_each_other(
     seed: int, step: int, microbatches: int, origin_count: int, replica_count: int
 ) -> None:
     origins, replicas = _peers("o", origin_count), _peers("r", replica_count)
-    held = [balanced_slots(seed, 1, step, microbatches, origins[::-1], replicas[::-1], me) for me in replicas]
+    views = [StepView(me, (*origins,), (*replicas,)) for me in replicas]
+    held = [balanced_slots(seed, 1, step, microbatches, view) for view in views]
     together = Counter(label for slots in held for label in slots)
     assert together == Counter((o, i) for o in origins for i in range(microbatches))
     assert max(map(len, held)) - min(map(len, held)) <= 1
@@ -167,19 +169,8 @@ def test_fixed_is_my_rank_modulo_the_count() -> None:
     usable = _peers("r", 4)
     assert [_hop("fixed", origin, usable, me=f"o{i}", seed=i)[0] for i in range(3)] == ["r0", "r1", "r2"]
     assert _hop("fixed", origin, ["r2"]) == ("r2", "fallback")
-    assert next_hop(
-        "fixed", 1, 1, origin, ["a"], "c", ["a", "b", "c"], ["r", "s"], ["r", "s"], {}, random.Random(0)
-    ) == (
-        "r",
-        "fixed",
-    )
-
-
-def test_nobody_usable_and_unknown_policies_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one usable"):
-        _hop("random", Origin("o0", 1, 0), [])
-    with pytest.raises(ValueError, match="no routing policy 'best'"):
-        _hop("best", Origin("o0", 1, 0), ["r0"])
+    view = StepView("c", ("a",), ("a", "b", "c"), ("r", "s"))
+    assert next_hop("fixed", 1, 1, origin, view, ["r", "s"], random.Random(0)) == ("r", "fixed")
 
 
 @pytest.mark.parametrize(

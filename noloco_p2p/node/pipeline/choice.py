@@ -127,19 +127,9 @@ class ReplicaChoice:
 
     def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
         """One of `usable`, which are not none, by the run's policy."""
-        node, view = self._node, self._swarm.view
+        node, run = self._node, self._node.manifest
         chosen, reason = routing.next_hop(
-            node.manifest.routing,
-            node.manifest.seed,
-            node.index + 1,
-            origin,
-            view.origins,
-            node.me,
-            view.mates,
-            view.following,
-            usable,
-            view.shares,
-            node.rng,
+            run.routing, run.seed, node.index + 1, origin, self._swarm.view, usable, node.rng
         )
         if reason == "fallback" and not heard.fell_back:
             heard.fell_back = True

@@ -109,7 +109,7 @@ class MicrobatchServer:
             self._admit(self.intake.drop_slots(self._has_left))
             self._node.waits.pulse()
 
-    def _target(self) -> tuple[int, frozenset[tuple[PeerId, int]] | None]:
+    def _target(self) -> tuple[int, set[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` which.
 
         After the last step there are no slots any more; origins that came late are served as they come.
@@ -119,9 +119,7 @@ class MicrobatchServer:
         count = routing.target(manifest.microbatches_per_step, origins, len(view.mates), view.my_share)
         if manifest.routing != "balanced" or node.step >= manifest.steps:
             return count, None
-        due = routing.balanced_slots(
-            manifest.seed, node.index, node.step, manifest.microbatches_per_step, view.origins, view.mates, node.me
-        )
+        due = routing.balanced_slots(manifest.seed, node.index, node.step, manifest.microbatches_per_step, view)
         return len(due), due
 
     def _admit(self, keys: list[AttemptKey]) -> None:
