@@ -178,15 +178,8 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
         from noloco_p2p.compute.hardware import set_threads
 
         set_threads(node.threads)
-        return make_torch_stage(
-            manifest,
-            index,
-            peer_id,
-            device=node.device,
-            audit_dir=node.audit.dir,
-            audit_weights=node.audit.weights,
-            recompute=node.compute.recompute,
-        )
+        recompute = node.compute.recompute
+        return make_torch_stage(manifest, index, peer_id, device=node.device, audit=node.audit, recompute=recompute)
 
     try:
         stage = await device.call(Operation.OUTER, make)

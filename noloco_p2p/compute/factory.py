@@ -21,7 +21,7 @@ from noloco_p2p.compute.host_memory import free_host_bytes, microbatch_bytes
 from noloco_p2p.compute.host_tensor import DTYPES
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import AuditSettings, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
 
@@ -53,8 +53,7 @@ def make_torch_stage(
     peer_id: PeerId,
     *,
     device: str = "cpu",
-    audit_dir: str | None = None,
-    audit_weights: bool = True,
+    audit: AuditSettings | None = None,
     recompute: bool = False,
     self_test: bool = True,
 ) -> TorchStage:
@@ -71,11 +70,11 @@ def make_torch_stage(
     check_fits(manifest, index, chosen)
     if self_test:
         check_architecture(config, manifest.stages, dtype)
-    audit = None if audit_dir is None else _make_audit(Path(audit_dir), peer_id, audit_weights)
+    files = None if audit is None or audit.dir is None else _make_audit(Path(audit.dir), peer_id, audit.weights)
     part = make_stage_module(config, index, manifest.stages, seed=manifest.seed, dtype=dtype)
-    if audit is not None:
-        audit.initial(part.parameters)
-    stage = TorchStage(part, manifest, peer_id, chosen, audit, recompute)
+    if files is not None:
+        files.initial(part.parameters)
+    stage = TorchStage(part, manifest, peer_id, chosen, files, recompute)
     if self_test:
         _check_computes(stage, config.model_type)
     return stage

@@ -13,6 +13,7 @@ from stages import make_batch, make_manifest, make_stages, microbatch, run_micro
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.factory import make_torch_stage
+from noloco_p2p.config import AuditSettings
 from noloco_p2p.core.stage_values import StepLabel
 from noloco_p2p.errors import LocalError
 
@@ -22,7 +23,7 @@ KEY = "origin-0000000000000007-"
 def test_a_round_is_on_record(tmp_path: Path) -> None:
     manifest = make_manifest()
     stage, last = (
-        make_torch_stage(manifest, index, peer, audit_dir=str(tmp_path / "audit"), self_test=False)
+        make_torch_stage(manifest, index, peer, audit=AuditSettings(dir=str(tmp_path / "audit")), self_test=False)
         for index, peer in enumerate(("me", "next"))
     )
     other = make_stages(manifest, "other")
@@ -69,7 +70,7 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
 
 
 def test_initial_weights_are_on_record(tmp_path: Path) -> None:
-    stage = make_torch_stage(make_manifest(), 1, "me", audit_dir=str(tmp_path), self_test=False)
+    stage = make_torch_stage(make_manifest(), 1, "me", audit=AuditSettings(dir=str(tmp_path)), self_test=False)
     initial = weights([stage])
     record = load_file(tmp_path / "initial-me.safetensors")
     assert record.keys() == initial.keys()
@@ -78,14 +79,17 @@ def test_initial_weights_are_on_record(tmp_path: Path) -> None:
 
 def test_a_node_that_moves_does_not_write_over_the_weights_that_it_began_with(tmp_path: Path) -> None:
     began, _ = [
-        make_torch_stage(make_manifest(), index, "me", audit_dir=str(tmp_path), self_test=False) for index in (1, 0)
+        make_torch_stage(make_manifest(), index, "me", audit=AuditSettings(dir=str(tmp_path)), self_test=False)
+        for index in (1, 0)
     ]
     assert load_file(tmp_path / "initial-me.safetensors").keys() == weights([began]).keys()
 
 
 def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
     stages = [
-        make_torch_stage(make_manifest(), index, f"peer{index}", audit_dir=str(tmp_path), self_test=False)
+        make_torch_stage(
+            make_manifest(), index, f"peer{index}", audit=AuditSettings(dir=str(tmp_path)), self_test=False
+        )
         for index in range(2)
     ]
     batches = {microbatch(3): make_batch(3), microbatch(1): make_batch(1, padded=2)}
@@ -117,7 +121,7 @@ def test_inner_steps_and_batches_are_on_record(tmp_path: Path) -> None:
 
 
 def test_without_weights_there_are_inner_steps_only(tmp_path: Path) -> None:
-    stages = make_stages(make_manifest(), audit_dir=str(tmp_path), audit_weights=False)
+    stages = make_stages(make_manifest(), audit=AuditSettings(dir=str(tmp_path), weights=False))
     run_microbatch(stages, make_batch(1), microbatch(1))
     stages[0].inner_step(StepLabel(1, 0, 0.25, {}, {microbatch(1): make_batch(1)}))
     stages[0].merge(stages[0].snapshot(1, 1))
@@ -125,18 +129,18 @@ def test_without_weights_there_are_inner_steps_only(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    stages = make_stages(make_manifest(), audit_dir=str(tmp_path))
+    stages = make_stages(make_manifest(), audit=AuditSettings(dir=str(tmp_path)))
     os.symlink("/dev/full", tmp_path / "steps-me.jsonl")
     with pytest.raises(LocalError, match=r"the audit cannot write .*steps-me.jsonl: No space left on device; free"):
         stages[0].inner_step(StepLabel(1, 0, 0.25, {}))
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(LocalError, match=r"audit.dir: cannot make .*file"):
-        make_torch_stage(make_manifest(), 0, "me", audit_dir=str(blocked), self_test=False)
+        make_torch_stage(make_manifest(), 0, "me", audit=AuditSettings(dir=str(blocked)), self_test=False)
 
 
 def test_a_directory_that_vanishes_is_one_line(tmp_path: Path) -> None:
-    stages = make_stages(make_manifest(), audit_dir=str(tmp_path / "audit"))
+    stages = make_stages(make_manifest(), audit=AuditSettings(dir=str(tmp_path / "audit")))
     for path in (tmp_path / "audit").iterdir():
         path.unlink()
     (tmp_path / "audit").rmdir()

@@ -23,7 +23,15 @@ from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import EvaluationSettings, InnerSettings, ModelSettings, OuterSettings, RunManifest, WireSettings
+from noloco_p2p.config import (
+    AuditSettings,
+    EvaluationSettings,
+    InnerSettings,
+    ModelSettings,
+    OuterSettings,
+    RunManifest,
+    WireSettings,
+)
 from noloco_p2p.core import guard, outer_rules, outer_update
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.core.lattice_format import OuterCodec
@@ -69,7 +77,7 @@ def lockstep(
 
 def audited(audit: Path) -> StageFactory:
     def make(manifest: RunManifest, index: int, peer: PeerId) -> Stage:
-        return make_torch_stage(manifest, index, peer, audit_dir=str(audit), self_test=False)
+        return make_torch_stage(manifest, index, peer, audit=AuditSettings(dir=str(audit)), self_test=False)
 
     return make
 

@@ -12,7 +12,7 @@ import torch
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.hardware import set_threads
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import AuditSettings, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES, Batch, HostTensor, LossSum, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
@@ -153,7 +153,7 @@ def _run(plan: TrainingPlan) -> "FinishedTraining":
     dealt = DealtStreams(plan, read)
 
     def make_stage(manifest: RunManifest, index: int, peer: PeerId) -> InstrumentedStage:
-        stage = make_torch_stage(manifest, index, peer, audit_dir=plan.audit_dir, self_test=False)
+        stage = make_torch_stage(manifest, index, peer, audit=AuditSettings(dir=plan.audit_dir), self_test=False)
         return InstrumentedStage(stage, monitor, peer)
 
     def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> StreamBatches:
