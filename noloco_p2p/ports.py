@@ -31,7 +31,7 @@ from noloco_p2p.core.messages import (
     ReplicaState,
 )
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
-from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult, TensorSpecs
+from noloco_p2p.core.stage_values import Contribution, StageState, StepLabel, StepResult, TensorSpecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,10 @@ class Stage(Protocol):
         what was there `before`, which is used up. `mine` is what the bounds of the request are of.
         """
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
         """The outer rule and N3 (METHOD.md, "Outer rules") with the newest frozen round and others', or alone.
 
+        Returns the replica std, estimated from θ before the merge (METHOD.md, "Measures"); None when alone.
         Not `counted`: with the others' only, of whom there are some. Of gradients, the coming inner step takes the sum.
         No graph is open. Inner steps taken since then stay in θ. Audited if there is an audit.
         """

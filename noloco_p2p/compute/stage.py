@@ -31,7 +31,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.guard import NormClip
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import GUARDED_DTYPE, FrozenRound, PartnerVector, Snapshot, round_group
-from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
+from noloco_p2p.core.stage_values import Contribution, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
 
 IGNORED = -100
@@ -178,23 +178,23 @@ class TorchStage:
         gradients = self._sums.flat() if self._outer.rule.gradients else None
         return self._codec.frozen(self._peer_id, (round, step, self._inner_steps), self._outer, gradients)
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
         """The outer rule and N3, as in the port; the optimizer's moments stay."""
         self._graphs.weights_change()
         spreads = [self._codec.pair_std(mine, one) for one in theirs]
         self._outer.met(theirs)
         group = round_group(mine, theirs, counted)
         vectors = list(map(host_tensor.to_torch, group.vectors))
-        result = MergeResult(fmean(spreads) if spreads else None)
+        replica_std = fmean(spreads) if spreads else None
         if self._outer.rule.gradients:
             self._sums.replace(*self._outer.added_up(vectors))
-            return result
+            return replica_std
         record = None if self._audit is None else self._outer.record(mine, theirs)
         self._outer.merge(vectors, group.mine, host_tensor.to_torch(mine.weights), group.lag)
         if self._audit is not None and record is not None:
             record |= {f"{kind}_after": named for kind, named in self._outer.kinds.items()} | self._optimizer.moments()
             self._audit.round(mine.round, theirs, (mine.inner_steps, self._inner_steps), record, self._manifest.outer)
-        return result
+        return replica_std
 
     def adopt(self, theirs: Snapshot) -> None:
         """Take over another replica's θ_f, with δ = 0 and a fresh optimizer, as in the port."""

@@ -79,11 +79,3 @@ class StepResult:
     """L2 norm over this stage before clipping; 0.0 without tokens."""
     busy_s: float
     """Seconds that the device worked since the previous inner step."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergeResult:
-    """What an outer round did to this replica."""
-
-    replica_std: float | None
-    """Estimated from θ before the merge (METHOD.md, "Measures"), None when alone."""

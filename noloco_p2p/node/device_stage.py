@@ -7,7 +7,7 @@ from functools import partial
 from noloco_p2p.core.gradient_pairs import GradientLikeness
 from noloco_p2p.core.messages import Gradient, HostTensor, LossSum, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
-from noloco_p2p.core.stage_values import Contribution, MergeResult, StepLabel, StepResult
+from noloco_p2p.core.stage_values import Contribution, StepLabel, StepResult
 from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
 
@@ -83,7 +83,7 @@ class DeviceStage:
         """As in the port. Runs beside the device."""
         return await self._device.beside(partial(self._open_stage().decode, mine, request, theirs, before))
 
-    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector], counted: bool = True) -> float | None:
         """As in the port."""
         return await self._device.call(Operation.OUTER, partial(self._open_stage().merge, mine, theirs, counted))
 

@@ -196,7 +196,7 @@ class OuterRounds:
         if any(abs(one.round - mine.round) > node.manifest.outer.max_stale_rounds for one in pull.theirs):
             pull = Pull("too old")
         with node.waits.computing("merge"):
-            merged = await node.stage.merge(mine, pull.theirs, pull.counted)
+            replica_std = await node.stage.merge(mine, pull.theirs, pull.counted)
         if not self._rule.gradients:
             node.publish(outer_round=max(mine.round, node.advert.outer_round))
         found = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
@@ -210,8 +210,8 @@ class OuterRounds:
             bytes=pull.nbytes,
             **{name: n for name, n in found.items() if n},
         )
-        if merged.replica_std is not None:
-            node.event("replica_std", value=merged.replica_std)
+        if replica_std is not None:
+            node.event("replica_std", value=replica_std)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 

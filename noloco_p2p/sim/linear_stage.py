@@ -25,7 +25,7 @@ from noloco_p2p.core.outer_update import carried_over
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest, pair_std, round_group
 from noloco_p2p.core.spent_ids import SpentIds
-from noloco_p2p.core.stage_values import Contribution, MergeResult, StageState, StepLabel, StepResult
+from noloco_p2p.core.stage_values import Contribution, StageState, StepLabel, StepResult
 from noloco_p2p.errors import Violation
 from noloco_p2p.sim.batches import IGNORED
 
@@ -174,7 +174,7 @@ class LinearStage:
         vector, sample = theirs.tensors
         return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
         """See `ports.Stage`."""
         group, frozen = round_group(mine, theirs, counted), mine.weights.data.cast("d")
         vectors = [list(vector.data.cast("d")) for vector in group.vectors]
@@ -192,7 +192,7 @@ class LinearStage:
                 self.kept[kind][at] = after[kind]
         self.version += 1
         squares = [sum((a - b) ** 2 for a, b in zip(frozen, one.sample.data.cast("d"), strict=True)) for one in theirs]
-        return MergeResult(fmean(pair_std(square, len(NAMES)) for square in squares) if squares else None)
+        return fmean(pair_std(square, len(NAMES)) for square in squares) if squares else None
 
     def adopt(self, theirs: Snapshot) -> None:
         """See `ports.Stage`."""

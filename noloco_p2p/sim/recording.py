@@ -8,7 +8,7 @@ from operator import add, sub
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
-from noloco_p2p.core.stage_values import MergeResult, StepLabel, StepResult
+from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
 Values = tuple[float, ...]
@@ -177,7 +177,7 @@ class RecordingStage(LinearStage):
         counted, lineage = len(self.counted), lineage or frozenset()
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.theta,), found, lineage, counted))
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
         """Records the call."""
         frozen = self._at_freeze[mine.round]
         for one in theirs:

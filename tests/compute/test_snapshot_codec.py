@@ -51,7 +51,7 @@ def test_the_pair_compares_the_same_coordinates_also_of_another_round() -> None:
         places = list(sampled_coordinates(0, 0, their_round, count))
         assert 1024 == len(places) < count
         expected = (0.5 * float(gap[places].square().sum()) / (2 * len(places))) ** 0.5
-        found.append(one.merge(one.snapshot(4, 40), [theirs]).replica_std)
+        found.append(one.merge(one.snapshot(4, 40), [theirs]))
         assert found[-1] == pytest.approx(expected, rel=1e-12)
         one = moved("me", 0.0)
     assert found[0] != found[1]

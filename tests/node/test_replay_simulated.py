@@ -38,7 +38,7 @@ from noloco_p2p.core.lattice_format import OuterCodec
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.outer_rules import Gossip, RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
-from noloco_p2p.core.stage_values import Contribution, MergeResult
+from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.ports import Stage
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.transport import SimTransport
@@ -379,7 +379,7 @@ def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
 def adam_reset(patch: pytest.MonkeyPatch) -> None:
     right = TorchStage.merge
 
-    def merge(self: TorchStage, mine: FrozenRound, *rest: Any) -> MergeResult:
+    def merge(self: TorchStage, mine: FrozenRound, *rest: Any) -> float | None:
         result = right(self, mine, *rest)
         self._optimizer.reset()
         return result

@@ -16,7 +16,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import PeerId, ReplicaState
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
-from noloco_p2p.core.stage_values import MergeResult, StageState, StepLabel, StepResult
+from noloco_p2p.core.stage_values import StageState, StepLabel, StepResult
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 
 KEPT_ROUNDS = 5
@@ -125,7 +125,7 @@ class InstrumentedStage:
             self._measure(round)
         return taken
 
-    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> MergeResult:
+    def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
         """Merges only what the plan lets through."""
         pulled = [self._monitor.pulled(self._me, mine, one) for one in theirs]
         return self.stage.merge(mine, [one for one in pulled if one is not None], counted)
