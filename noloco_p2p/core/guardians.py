@@ -46,15 +46,7 @@ def _score(seed: int, stage: int, peer: PeerId) -> int:
     return generator(seed, "guardian", stage, peer).getrandbits(64)
 
 
-def holders(stage: int, adverts: Iterable[Advert], up_to_round: int | None = None) -> list[tuple[Advert, Holding]]:
-    """Everything that anybody lists of `stage`, newest first (round, then step, then lowest id).
-
-    `up_to_round` leaves out what is newer.
-    """
-    found = [
-        (advert, held)
-        for advert in adverts
-        for held in advert.holds
-        if held.stage == stage and (up_to_round is None or held.round <= up_to_round)
-    ]
+def holders(stage: int, adverts: Iterable[Advert]) -> list[tuple[Advert, Holding]]:
+    """Everything that anybody lists of `stage`, newest first (round, then step, then lowest id)."""
+    found = [(advert, held) for advert in adverts for held in advert.holds if held.stage == stage]
     return sorted(found, key=lambda entry: (-entry[1].round, -entry[1].step, entry[0].peer_id))

@@ -88,5 +88,4 @@ def test_holders_come_newest_first() -> None:
     d = advert("d", 2, "training", Holding(0, 5, 20))
     expected = [("c", 5, 21), ("b", 5, 20), ("d", 5, 20), ("a", 4, 16), ("c", 3, 12)]
     assert [(who.peer_id, h.round, h.step) for who, h in holders(0, [d, c, b, a])] == expected
-    assert [(who.peer_id, h.round) for who, h in holders(0, [a, b, c, d], up_to_round=4)] == [("a", 4), ("c", 3)]
     assert holders(1, [a, b, c, replace(d, holds=())]) == []
