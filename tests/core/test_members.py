@@ -7,7 +7,6 @@ import pytest
 
 from noloco_p2p.core.members import STATES, TRAINING, TRANSITIONS, Members, lacking, next_state
 from noloco_p2p.core.messages import Advert, Origin
-from noloco_p2p.core.nonfinite import LONGEST_STREAK, NonFiniteStreak
 
 EVENTS = sorted({event for _, event in TRANSITIONS})
 
@@ -154,16 +153,6 @@ def test_lacking_names_what_is_missing() -> None:
     me = advert("me", 1, "waiting")
     assert lacking(me, others, 2, 2, {"waiting"}) == {0: 1, 1: 1}
     assert lacking(me, others, 2, 1, {"waiting"}) == {}
-
-
-def test_ten_non_finite_in_a_row_name_their_peers() -> None:
-    streak = NonFiniteStreak()
-    for _ in range(2):
-        for peer in ["a", *["b"] * (LONGEST_STREAK - 2)]:
-            assert streak.record(False, peer) == set()
-        assert streak.record(False, "a") == {"a", "b"}, "and it begins anew"
-    for turn in range(3 * LONGEST_STREAK):
-        assert streak.record(turn % LONGEST_STREAK == 0, "a") == set()
 
 
 def used(members: Members, *, now: float) -> list[str]:

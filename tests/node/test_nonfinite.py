@@ -17,9 +17,9 @@ from noloco_p2p.config import (
     RunManifest,
 )
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
-from noloco_p2p.core.nonfinite import LONGEST_STREAK
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError, Violation
+from noloco_p2p.node.pipeline.finite_watch import LONGEST_STREAK
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
