@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
-from noloco_p2p.core.lattice_format import (
-    BOUND_ZERO,
-    CHUNK,
-    LARGEST_BOUND,
-    LEAST_BOUND,
-    PLAIN,
-    LatticeRequest,
-)
+from noloco_p2p.core.lattice_format import BOUND_ZERO, CHUNK, LARGEST_BOUND, LEAST_BOUND, PLAIN, LatticeRequest
 
 SAFETY, DECAY = 1.25, 0.7
 """A bound over the largest recent distance, and the factor by which that shrinks per round. Figures: METHOD.md."""

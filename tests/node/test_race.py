@@ -1,7 +1,8 @@
 """Of several replicas that are asked, one gets the body."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from noloco_p2p.errors import Busy, PeerError, Unreachable, Violation
 from noloco_p2p.node.pipeline.race import first_granted
 from noloco_p2p.ports import Claim
 
-Call = Callable[[Claim], Awaitable[str]]
+Call = Callable[[Claim], Coroutine[Any, Any, str]]
 
 
 class Peers:

@@ -15,16 +15,7 @@ from typing import Generic, TypeVar
 
 from noloco_p2p.core import routing
 from noloco_p2p.core.line_rate import Sending
-from noloco_p2p.core.messages import (
-    Activation,
-    Advert,
-    Gradient,
-    Header,
-    LossSum,
-    MicrobatchId,
-    Origin,
-    PeerId,
-)
+from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, LossSum, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica, for_microbatch
 from noloco_p2p.core.timeouts import ANSWER_SHARE, attempt_s
 from noloco_p2p.errors import Busy, Declined, PeerError, Stalled, Unreachable, Violation
@@ -197,7 +188,7 @@ class Dispatcher:
             )
             call = partial(self._call, policy, activation, header_first, progressed)
             calls = {peer.peer_id: partial(call, peer) for peer in peers}
-            left = self._asking.begin() if asks else _nothing
+            left = self._asking.begin() if asks else (lambda: None)
             try:
                 with node.span("send") if policy.trains else nullcontext():
                     answer = await first_granted(calls, partial(self._note_failure, heard), left, output.reply_soon)
@@ -291,7 +282,3 @@ class Dispatcher:
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.begin_anew()
-
-
-def _nothing() -> None:
-    """What a body that nobody asked for does when it has left."""

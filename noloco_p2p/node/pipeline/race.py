@@ -1,9 +1,9 @@
 """Several replicas are asked for a place, and the first that has one gets the microbatch."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import PeerError
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 async def first_granted(
-    calls: Mapping[PeerId, Callable[[Claim], Awaitable[R]]],
+    calls: Mapping[PeerId, Callable[[Claim], Coroutine[Any, Any, R]]],
     note: Callable[[PeerId, PeerError], None],
     left: Callable[[], None],
     replying: Callable[[], None] = lambda: None,
@@ -43,7 +43,7 @@ async def first_granted(
 
     try:
         for peer, call in calls.items():
-            tasks[peer] = asyncio.create_task(_run(call, Claim(partial(claim, peer), left, replying)))
+            tasks[peer] = asyncio.create_task(call(Claim(partial(claim, peer), left, replying)))
         open = dict(tasks)
         while open:
             await asyncio.wait(open.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +62,3 @@ async def first_granted(
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-
-
-async def _run(call: Callable[[Claim], Awaitable[R]], claim: Claim) -> R:
-    return await call(claim)

@@ -25,17 +25,8 @@ class StageInput:
     @classmethod
     def of(cls, sent: Activation, reply_soon: Callable[[], None] = lambda: None) -> "StageInput":
         """At a later stage: of what the one before has sent."""
-        header = sent.header
-        return cls(
-            header.microbatch,
-            header.origin,
-            sent.hidden,
-            sent.targets,
-            sent.mask,
-            header.label,
-            header.avoid,
-            reply_soon,
-        )
+        header, tensors = sent.header, (sent.hidden, sent.targets, sent.mask)
+        return cls(header.microbatch, header.origin, *tensors, header.label, header.avoid, reply_soon)
 
 
 class StageResult(NamedTuple):
