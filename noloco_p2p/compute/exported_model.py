@@ -9,7 +9,6 @@ Shape legend: B microbatch, T sequence, V vocabulary.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,11 +54,8 @@ def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
 def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
     """θ_f of a snapshot. Raises Violation as `replica_tensors.checked`."""
     (flat,) = replica_tensors.checked(snapshot.tensors, (flat_weights(parameters),), f"the weights of {snapshot.peer}")
-    ends = accumulate(prod(spec.shape) for spec in parameters)
-    return {
-        spec.name: flat[end - prod(spec.shape) : end].view(spec.shape)
-        for spec, end in zip(parameters, ends, strict=True)
-    }
+    parts = torch.split(flat, [prod(spec.shape) for spec in parameters])
+    return {spec.name: part.view(spec.shape) for spec, part in zip(parameters, parts, strict=True)}
 
 
 def flat_weights(parameters: Sequence[TensorSpec]) -> TensorSpec:

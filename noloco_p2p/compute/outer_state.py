@@ -7,7 +7,6 @@ another; on the host under a rule whose results all replicas have in common, bit
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,11 +52,8 @@ class OuterState:
 
     def by_name(self, flat: Tensor) -> ByName:
         """The parameters of a flat vector, as views of it."""
-        ends = accumulate(theta.numel() for theta in self._fast.values())
-        return {
-            name: flat[end - theta.numel() : end].view(theta.shape)
-            for (name, theta), end in zip(self._fast.items(), ends, strict=True)
-        }
+        parts = torch.split(flat, [theta.numel() for theta in self._fast.values()])
+        return {name: part.view(theta.shape) for (name, theta), part in zip(self._fast.items(), parts, strict=True)}
 
     def freeze(self, gradients: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(what is offered, θ_f) of this round, both flat, where rounds are computed; nothing writes to them later.
