@@ -79,14 +79,9 @@ class Checkpointer:
         final = await self._rounds.freeze(node.advert.outer_round + 1)
         node.event("info", message=f"waiting until a guardian has the weights of stage {node.index}")
         assert node.drain_by is not None, "only a node that leaves hands over"
-        left_s = node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S
-        if not await node.waits.until(
-            lambda: self._is_guarded(final.round),
-            "guardian",
-            Resource.SWARM,
-            max(0.0, left_s),
-            why=ForRound(final.round),
-        ):
+        left_s = max(0.0, node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S)
+        why = ForRound(final.round)
+        if not await node.waits.until(lambda: self._is_guarded(why.round), "guardian", Resource.SWARM, left_s, why=why):
             node.event("warning", message="leaving although no guardian has pulled its weights")
 
     async def entrust(self) -> bool:
