@@ -22,7 +22,6 @@ from noloco_p2p.config.node_config import (
     DirectorySettings,
     LimitSettings,
     ListenSettings,
-    NodeComputeSettings,
     NodeConfig,
 )
 from noloco_p2p.config.outer_settings import OuterSettings
@@ -39,7 +38,6 @@ __all__ = [
     "LimitSettings",
     "ListenSettings",
     "ModelSettings",
-    "NodeComputeSettings",
     "NodeConfig",
     "OuterSettings",
     "Positive",
