@@ -15,12 +15,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_p2p"
-CODE_LINES = 32_487
+CODE_LINES = 31_990
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
 """What trains, without what measures, watches and launches it."""
-KERNEL_LINES = 14_777
+KERNEL_LINES = 14_520
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
@@ -30,6 +30,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 BROAD: dict[str, str] = {
     "cli/exits.py:run_app": "the last resort: a bug ends with one line, or a traceback with --debug",
     "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
+    "sim/device.py:SimDevice._perform": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
     "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",

@@ -161,7 +161,7 @@ def _may_hold(condition: Callable[[], bool]) -> bool:
     """True also where it raises: it does so again in the task that waits, and there it belongs."""
     try:
         return condition()
-    except Exception:
+    except Exception:  # noqa: BLE001 - see above
         return True
 
 

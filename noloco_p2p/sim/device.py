@@ -128,7 +128,7 @@ class SimDevice:
         self._busy_s += took_s
         try:
             result = work()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised in whoever waits for the call
             if not done.cancelled():
                 done.set_exception(error)
         else:
