@@ -144,32 +144,56 @@ def test_ddp_and_fsdp_are_one_process_on_the_joined_batch(trained: list[dict[str
         assert loss == pytest.approx(float(plain.loss(HELD_OUT).detach()), abs=1e-9)
 
 
-def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
-    """Nesterov: v ← 0.9·v + g, φ ← φ − 0.7·(g + 0.9·v), where g is the mean of φ − θ."""
+def after_diloco(met: tuple[bool, ...] = (True, True)) -> list[Plain]:
+    """The replicas at the end. Nesterov: v ← 0.9·v + g, φ ← φ − 0.7·(g + 0.9·v).
+
+    g is the mean of φ − θ over all, or of a round in which they have not `met`, each one's own.
+    """
     replicas = [Plain() for _ in range(RANKS)]
-    slow = {name: theta.detach().clone() for name, theta in replicas[0].theta.items()}
-    momentum = {name: torch.zeros_like(theta) for name, theta in slow.items()}
+    slow = [{name: theta.detach().clone() for name, theta in replica.theta.items()} for replica in replicas]
+    momentum = [{name: torch.zeros_like(theta) for name, theta in phi.items()} for phi in slow]
+    rounds = dict(zip((3, 4), met, strict=True))
     for step in range(1, STEPS + 1):
         for rank, replica in enumerate(replicas):
             replica.step(step, microbatches(step, rank))
-        if step not in (3, 4):
+        if step not in rounds:
             continue
         with torch.no_grad():
-            for name, phi in slow.items():
-                g = sum(phi - replica.theta[name] for replica in replicas) / RANKS
-                momentum[name] = 0.9 * momentum[name] + g
-                phi -= 0.7 * (g + 0.9 * momentum[name])
-                for replica in replicas:
-                    replica.theta[name].copy_(phi)
-    for rank in range(RANKS):
+            for name in slow[0]:
+                own = [phi[name] - replica.theta[name] for phi, replica in zip(slow, replicas, strict=True)]
+                for rank, replica in enumerate(replicas):
+                    g = sum(own) / RANKS if rounds[step] else own[rank]
+                    momentum[rank][name] = 0.9 * momentum[rank][name] + g
+                    slow[rank][name] -= 0.7 * (g + 0.9 * momentum[rank][name])
+                    replica.theta[name].copy_(slow[rank][name])
+    return replicas
+
+
+def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
+    replicas = after_diloco()
+    expected = float(replicas[0].loss(HELD_OUT).detach())
+    for rank, replica in enumerate(replicas):
         weights, loss = trained[rank]["diloco"]
-        assert distance(weights, slow) < 1e-9
-        assert loss == pytest.approx(float(replicas[0].loss(HELD_OUT).detach()), abs=1e-9)
-        for kind in ("opendiloco", "opendiloco-nowait"):
-            weights, rounded_loss = trained[rank][kind]
-            assert distance(weights, slow) < 1e-4, "the pseudo-gradients travel in float16"
-            assert rounded_loss == pytest.approx(loss, abs=1e-4)
-    assert distance(trained[0]["ddp"][0], slow) > 1e-2, "the kinds differ by more than what is told apart"
+        assert distance(weights, replica.theta) < 1e-9
+        assert loss == pytest.approx(expected, abs=1e-9)
+        weights, loss = trained[rank]["opendiloco"]
+        assert distance(weights, replica.theta) < 1e-4, "the pseudo-gradients travel in float16"
+        assert loss == pytest.approx(expected, abs=1e-4)
+    assert distance(trained[0]["ddp"][0], replicas[0].theta) > 1e-2, "the kinds differ by more than what is told apart"
+
+
+def test_opendiloco_without_waiting_goes_on_alone_where_the_other_is_late(
+    trained: list[dict[str, tuple[Weights, float]]],
+) -> None:
+    """On a quiet machine nobody is."""
+    outcomes = [after_diloco(met) for met in product((True, False), repeat=2)]
+    for rank in range(RANKS):
+        weights, loss = trained[rank]["opendiloco-nowait"]
+        apart, found = min(
+            ((distance(weights, replicas[rank].theta), replicas[rank]) for replicas in outcomes), key=lambda one: one[0]
+        )
+        assert apart < 1e-4
+        assert loss == pytest.approx(float(found.loss(HELD_OUT).detach()), abs=1e-4)
 
 
 def descendants(pid: int) -> list[int]:
