@@ -1,9 +1,10 @@
 """Experiment convergence: the methods read the same tokens, their rates are found by one rule, the report stands."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
+from soak import soak
 
 from noloco_p2p.core.snapshots import FEWEST_SAMPLED
 from noloco_p2p.lab.experiments import convergence
@@ -12,22 +13,23 @@ from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 TINY = {"hidden": 16, "layers": 2, "steps": 2}
+SIX = ("parallel", "noloco", "gossip", "gossip-int4", "gossip-int4-2", "apart")
 
 
+@pytest.mark.parametrize("methods", [SIX, *soak([METHODS])])
 def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gradient(
-    monkeypatch: pytest.MonkeyPatch,
+    methods: Collection[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convergence, "QUICK", TINY)
     monkeypatch.setattr(convergence, "HELD_OUT", 1)
     first = {case.settings["method"]: case for case in cases(quick=True)[::-1]}
-    first = {method: first[method] for method in METHODS}
-    found = {method: measure(case) for method, case in first.items()}
-    assert list(found) == list(METHODS)
+    assert first.keys() == METHODS.keys()
+    found = {method: measure(first[method]) for method in methods}
     assert {figures["tokens"] for figures in found.values()} == {TINY["steps"] * REPLICAS * 4 * 64}
     steps = {method: figures["optimizer_steps"] for method, figures in found.items()}
-    assert steps == dict.fromkeys(METHODS, TINY["steps"])
+    assert steps == dict.fromkeys(methods, TINY["steps"])
     # Nothing has been merged or averaged before the first step ends: the same batches at the same weights.
-    firsts = [found[method]["curve"][0][1] for method in METHODS]
+    firsts = [figures["curve"][0][1] for figures in found.values()]
     assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
     assert len(found["apart"]["final_losses"]) == REPLICAS
     assert len(set(found["apart"]["final_losses"])) == REPLICAS
