@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import SMALL, NodeProcess, node_processes, settings, wait_until
+from processes import PACED, SMALL, NodeProcess, node_processes, settings, wait_until
 from real_prometheus import SHIPPED, Prometheus, promtool, running_prometheus
 
 from noloco_p2p.core.members import STATES
@@ -124,11 +124,11 @@ def test_the_dashboards_know_all_states_and_results() -> None:
 def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_path: Path) -> None:
     """2 × 2 nodes; nobody but the first one is named to Prometheus. One is killed on the way."""
     with node_processes(tmp_path) as nodes:
-        a = nodes.start("--stage", "0", *RUN, *LOCAL, own_dir="a")
+        a = nodes.start("--stage", "0", *RUN, *LOCAL, command=PACED, own_dir="a")
         discovery_url = a.endpoints().metrics.replace("/metrics", "/sd")
         with running_prometheus(tmp_path / "prometheus", discovery_url) as prometheus:
             others = [
-                nodes.start("--join", a.endpoints().join[0], "--stage", stage, *LOCAL, own_dir=name)
+                nodes.start("--join", a.endpoints().join[0], "--stage", stage, *LOCAL, command=PACED, own_dir=name)
                 for name, stage in (("b", "0"), ("c", "1"), ("d", "1"))
             ]
             alive, d = [a, *others[:2]], others[2]

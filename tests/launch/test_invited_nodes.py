@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings
+from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
 
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
@@ -45,7 +45,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         key = tmp_path / "root.key"
         assert str(key) in said(nodes, "key", "new", str(key))
         assert key.stat().st_mode & 0o777 == 0o600
-        first = nodes.start(*SMALL, *ENDLESS, "--key", str(key), "--stage", "0", own_dir="first")
+        first = nodes.start(*SMALL, *ENDLESS, "--key", str(key), "--stage", "0", command=PACED, own_dir="first")
         address = first.endpoints().join[0]
         printed = said(nodes, "invite", "--dir", str(first.dir), "--uses", "1", "--for", "2h", "--stage", "1")
         words = shlex.split(printed)
@@ -55,7 +55,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         [shown] = re.findall("^join +noloco-node --join (\\S+)$", first.printed(), re.MULTILINE)
         assert shown.startswith(f"{address}/invite/"), "it is enough for newcomers"
         assert "/invite/" not in (first.dir / "endpoints.json").read_text()
-        invited = nodes.start(*words[1:], own_dir="invited")
+        invited = nodes.start(*words[1:], command=PACED, own_dir="invited")
         first.wait_for_steps(2)
         assert invited.total("microbatches_total", result="done") > 0
         endpoints = invited.endpoints()
@@ -90,7 +90,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         invited.process.wait()
         seen = {report.peer: report.status is not None for report in asyncio.run(read())}
         assert seen == {endpoints.peer_id: False, first.endpoints().peer_id: True}, "top goes over to another node"
-        again = nodes.start("--join", address, own_dir="invited")
+        again = nodes.start("--join", address, command=PACED, own_dir="invited")
         again.wait_for_steps(1)
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
         printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))

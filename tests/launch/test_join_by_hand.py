@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-from processes import SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
+from processes import PACED, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.observe.health_check import ask
@@ -65,7 +65,7 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
 def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[NodeProcess]]:
     """The nodes of each stage; the first of stage 0 is the first of all. Returns once it trains."""
     made: list[list[NodeProcess]] = [[] for _ in counts]
-    made[0].append(nodes.start(*SMALL, *LOCAL, *more, "--stage", "0", own_dir="0-0"))
+    made[0].append(nodes.start(*SMALL, *LOCAL, *more, "--stage", "0", command=PACED, own_dir="0-0"))
     address = made[0][0].endpoints().join[0]
     for stage, count in enumerate(counts):
         for replica in range(len(made[stage]), count):
@@ -77,6 +77,7 @@ def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[
                     str(stage),
                     "--watch-stdin",
                     *LOCAL,
+                    command=PACED,
                     own_dir=f"{stage}-{replica}",
                     pipe_stdin=True,
                 )
@@ -88,7 +89,7 @@ def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[
 
 def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
-        (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="240"))
+        (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="80"))
         assert [ask(node.dir, None, tmp_path) for node in nodes.started] == [(True, "ok")] * 4
         # Killed first, early in the run: leaving takes a while, in which a fast swarm comes to its end.
         dies.process.send_signal(signal.SIGKILL)
@@ -103,7 +104,7 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         nodes.nothing_left()
         summary = stays.summary()
         assert summary["state"] == serves.summary()["state"] == "finished"
-        assert summary["outer_rounds"] == 60
+        assert summary["outer_rounds"] == 20
         assert summary["rerouted"] > 0, "what the killed replica had was sent to the other one"
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from machine import in_time
-from processes import NOLOCO, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
+from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
 from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 from noloco_p2p.node.pauses import LOOK_S
@@ -20,7 +20,7 @@ STOPPED_S = 2 * LOOK_S + 1.0
 
 def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
     """A node in its own directory, there before or not."""
-    return nodes.start(*arguments, own_dir=name)
+    return nodes.start(*arguments, command=PACED, own_dir=name)
 
 
 def address_of(node: NodeProcess) -> str:
@@ -37,7 +37,7 @@ def two_by_two(nodes: Nodes, *more: str) -> dict[str, NodeProcess]:
     return swarm
 
 
-def goes_on(node: NodeProcess, steps: int = 10) -> None:
+def goes_on(node: NodeProcess, steps: int = 5) -> None:
     """It takes so many more inner steps."""
     node.wait_for_steps(int(node.total("inner_steps_total")) + steps)
 
@@ -74,7 +74,7 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
         c.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         for node in (a, b, d):
-            goes_on(node, 20)
+            goes_on(node, 10)
         assert in_time(time.monotonic() - began, 40), "a hung node holds the others up"
         wait_until(lambda: time.monotonic() - began > STOPPED_S, "the end of the stop")
         c.process.send_signal(signal.SIGCONT)
@@ -85,7 +85,7 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
         b.process.send_signal(signal.SIGUSR1)
         logged(b, "paused: the owner needs the device")
         held = b.total("inner_steps_total")
-        goes_on(a, 20)
+        goes_on(a, 10)
         assert b.total("inner_steps_total") == held
         b.process.send_signal(signal.SIGUSR2)
         logged(b, "training: the device is back")
@@ -114,7 +114,7 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
         round = int(logged(c, r"outer round (\d+)\), weights from: guardian")[1])
         assert round == guarded, "not the newest weights that its guardian holds"
         logged(a, "stage 1 has a replica again")
-        goes_on(a, 20)
+        goes_on(a, 10)
         assert a.total("dropped_total") == 0, a.logged()
         c.wait_for(lambda: bool(rounds_in(tmp_path / "c")), "a checkpoint")
 
@@ -141,7 +141,7 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
 
 def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path: Path) -> None:
     """Two stages with one replica each, killed in the middle, at different moments."""
-    steps = 80
+    steps = 48
     run = [
         *settings(steps=str(steps), start_replicas="1", routing="balanced", evaluation__every_steps="null"),
         *SMALL,

@@ -206,9 +206,6 @@ def pair() -> Iterator[Pair]:
         second = start("second", "--join", first.endpoints().join[0], *settings(checkpoint__every_steps="1"))
         for node in (first, second):
             node.wait_for_steps(1)
-            for thread in Path(f"/proc/{node.process.pid}/task").iterdir():
-                with suppress(ProcessLookupError):  # a thread that has just ended
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)  # they train as fast as they can
         yield Pair(first, second)
 
 

@@ -1,4 +1,4 @@
-"""`noloco-node` whose wall clock is ahead by what a file says, seconds: for tests of clocks that are wrong.
+"""A paced `noloco-node` whose wall clock is ahead by what a file says, seconds: for tests of clocks that are wrong.
 
 Run it as a script: the file, then the arguments of `noloco-node`. An empty or missing file is a right clock.
 """
@@ -6,6 +6,8 @@ Run it as a script: the file, then the arguments of `noloco-node`. An empty or m
 import sys
 import time
 from pathlib import Path
+
+from paced_node import pace
 
 from noloco_p2p.cli.node import main
 
@@ -21,4 +23,5 @@ if __name__ == "__main__":
             return right_time()
 
     time.time = wrong_time
+    pace()
     main()

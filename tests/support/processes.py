@@ -23,6 +23,8 @@ from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.fork_server_process import ForkedProcess
 
 NODE = (sys.executable, "-m", "noloco_p2p.cli.node")
+PACED = (sys.executable, str(Path(__file__).with_name("paced_node.py")))
+"""A node that rests after each inner step: for whatever takes a while beside training."""
 NOLOCO = (sys.executable, str(Path(__file__).with_name("warm_noloco.py")))
 """`noloco` for `Nodes.start`; the nodes that it starts are forked too."""
 LONGEST_S = 120.0
