@@ -15,7 +15,7 @@ from test_behind_nat import in_namespace
 pytestmark = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
 
 
-@pytest.mark.parametrize("how", ["closed", *soak([""])])
+@pytest.mark.parametrize("how", soak(["closed", ""]))
 def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
     """It holds the last stage, so the public node dials it: at the router, or over a link if the router lies."""
     with node_processes(tmp_path) as nodes, internet() as net:

@@ -40,7 +40,7 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
         by_file.wait_for(
             lambda: "reading the file again" in by_file.logged(), "word that the address of before is dead"
         )
-        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals, fresh=True)
+        first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"
         assert len(pasted) == 2, "nothing but the address"

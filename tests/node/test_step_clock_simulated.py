@@ -11,7 +11,7 @@ from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
-CASES = [(0.012, 1), *soak([(0.012, 2), (0.012, 3), (0.1, 1), (0.1, 2), (0.1, 3)])]
+CASES = [(0.1, 1), *soak([(0.1, 2), (0.1, 3), (0.012, 1), (0.012, 2), (0.012, 3)])]
 
 
 @pytest.mark.parametrize(("microbatch_s", "seed"), CASES)
