@@ -17,7 +17,9 @@ from machine import at_most
 
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.dht import daemon_restarts
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
+from noloco_p2p.io.dht.libp2p import Stream
 from noloco_p2p.launch.node_probe import scrape
 
 
@@ -169,5 +171,48 @@ def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: 
             assert a.libp2p.join_addresses == [address]
             assert a.troubles[-1] is not None
             assert "started again 2 times" in a.troubles[-1]
+
+    run(scenario)
+
+
+def test_one_that_dies_again_while_it_is_restarted_takes_streams_after_the_next_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            callers: list[str] = []
+
+            async def note(caller: str, _: Stream) -> None:
+                callers.append(caller)
+
+            for name in ("one", "other"):
+                await a.serve_streams(name, note)
+            start = a._start
+
+            async def start_and_die() -> None:
+                await start()
+                os.kill(a.p2p._child.pid, signal.SIGKILL)
+                await asyncio.wait([a.failed])
+
+            monkeypatch.setattr(a, "_start", start_and_die)
+            with pytest.raises(LocalError):
+                await a.restart()
+            monkeypatch.undo()
+            await a.restart()
+
+            async def linked() -> bool:
+                with suppress(Unreachable):  # b's daemon has met the dead one, and dials it again after a while
+                    await b.dial(JoinAddress.parse(a.join_addresses[0]))
+                    return True
+                return False
+
+            await until(linked)
+            for name in ("one", "other"):
+                await b.open_stream(a.peer_id, name)
+
+            async def both_are_noted() -> bool:
+                return callers == [b.peer_id] * 2
+
+            await until(both_are_noted)
 
     run(scenario)
