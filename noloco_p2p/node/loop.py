@@ -237,6 +237,7 @@ class Node:
                 node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be earlier.
 
     def _members_read(self) -> None:
+        self._pauses.members_read(self.swarm.members)
         self._server.drop_departed()
         self._rebalancer.consider()
         self._guardian.membership_was_read()

@@ -1,10 +1,13 @@
 """When the owner has the device: told so, or outside of the hours that the owner gives (`limits.hours`). And what
-follows when this node has stood still: its machine slept, or its process was stopped."""
+follows when this node has stood still: its machine slept, its process was stopped, or it was cut off from the
+others."""
 
 from collections.abc import Callable
 from datetime import datetime
+from math import inf
 
 from noloco_p2p.core import hours
+from noloco_p2p.core.members import TRAINED, Members
 from noloco_p2p.core.status import Resource
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.join import Joining
@@ -22,6 +25,7 @@ class Pauses:
         self._node = node
         self._local_time = local_time
         self._looked_at = self._slept_until = local_time().timestamp()
+        self._saw_mates_at = -inf
         self.look()
 
     async def keep_hours(self) -> None:
@@ -86,8 +90,25 @@ class Pauses:
         node.close_until(hours.closed_until(node.config.limits.hours, local_time))
         now = local_time.timestamp()
         still_s, self._looked_at = now - self._looked_at, now
-        speed, m = node.advert.steps_per_s, node.manifest.outer.inner_steps
-        if still_s > max(2 * LOOK_S, m / speed if speed else 0.0):
+        if still_s > self._longest_s():
             node.event("info", message=f"stood still for {still_s:.0f} s, as if the machine had slept")
             self._slept_until = now
             node.stand_still(True)
+
+    def members_read(self, members: Members) -> None:
+        """The membership has been read. If it shows other replicas of this stage again, after none for longer than
+        adverts live, and this node took no inner step meanwhile, it was cut off from them: that is a standstill, too.
+        """
+        node, now = self._node, self._node.now()
+        if not members.of_stage(node.advert.stage, TRAINED):
+            return
+        away_s, self._saw_mates_at = now - self._saw_mates_at, now
+        idle_s = 0.0 if node.stepped_at is None else now - node.stepped_at
+        if away_s > node.config.directory.ttl_s and idle_s > self._longest_s():
+            node.event("info", message=f"took no inner step for {idle_s:.0f} s, cut off from the others")
+            node.stand_still(True)
+
+    def _longest_s(self) -> float:
+        """What is no standstill yet: two looks, or an outer interval as far as one is known."""
+        speed, m = self._node.advert.steps_per_s, self._node.manifest.outer.inner_steps
+        return max(2 * LOOK_S, m / speed if speed else 0.0)

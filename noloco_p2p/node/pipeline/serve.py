@@ -59,9 +59,10 @@ class MicrobatchServer:
     # --- the node's own steps ---------------------------------------------------------------------------------------
 
     def may_open(self) -> bool:
-        """Fix the membership of the coming step. Under `balanced` it has slots only while stage 0 is there."""
+        """Fix the membership of the coming step. Under `balanced` it has slots only while an origin is there and heard:
+        else whoever is cut off from stage 0 would take empty steps, far ahead of the others."""
         self._swarm.fix_view()
-        return self._node.manifest.routing != "balanced" or bool(self._swarm.view.origins)
+        return self._node.manifest.routing != "balanced" or not all(map(self._is_silent, self._swarm.view.origins))
 
     def open(self) -> None:
         """Begin to admit into the coming inner step."""
@@ -135,14 +136,17 @@ class MicrobatchServer:
         advert, at = self._swarm.members.get(origin), self._swarm.members.last_sign(origin)
         return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
 
+    def _is_silent(self, origin: PeerId) -> bool:
+        """It was given up, and has not been heard since."""
+        return origin in self._given_up and not self._was_heard(origin, self._given_up[origin])
+
     def _has_left(self, origin: PeerId) -> bool:
         """Nothing of it will come any more in this step."""
-        if origin in self._given_up and not self._was_heard(origin, self._given_up[origin]):
-            return True
         advert, reached = self._swarm.members.get(origin), self._swarm.members.step_of(origin)
         # An origin that pauses is not at work: it has begun nothing that is still under way.
         at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
-        return not at_work or (reached is not None and int(reached) > self._node.step)
+        passed = reached is not None and int(reached) > self._node.step
+        return passed or not at_work or self._is_silent(origin)
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler; the header has been checked."""
@@ -170,6 +174,8 @@ class MicrobatchServer:
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(call, task))
         self._swarm.heard(header.origin)
+        if header.origin.peer in self._given_up:
+            node.waits.pulse()
         if header.origin.step > node.step:
             self.drop_departed()
         self._gauge()

@@ -1,0 +1,36 @@
+"""A node that the network cuts off from all others, for much longer than a microbatch may take."""
+
+import pytest
+from lawful import check
+from test_standstill_simulated import FROM_S, WOKEN_S, between, stopped
+
+from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault
+from noloco_p2p.sim.process import Outcome
+
+LONG_S = WOKEN_S - FROM_S
+
+
+def cut_off(peer: PeerId, routing: str) -> Outcome:
+    return check(stopped(Fault(FROM_S, "split", (peer,), LONG_S), routing=routing, steps=90))
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_who_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
+    outcome = cut_off(peer, routing)
+    [came] = outcome.trace.of("resumed")
+    assert (came.peer, came.get("source")) == (peer, "peer")
+    assert WOKEN_S < came.at_s < WOKEN_S + 10.0
+    assert len(between(outcome, "inner_step", peer, WOKEN_S, came.at_s)) <= 1, "it ends what it had begun"
+    assert not between(outcome, "outer_round", peer, WOKEN_S, came.at_s)
+    assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+def test_who_hears_nothing_of_any_origin_takes_no_empty_steps(routing: str) -> None:
+    outcome = cut_off("s1r1", routing)
+    steps = between(outcome, "inner_step", "s1r1", FROM_S + 2.0, WOKEN_S)
+    assert len(steps) <= 1, "the one of which the slots were given up"
+    after = between(outcome, "inner_step", "s1r1", WOKEN_S, WOKEN_S + 30.0)
+    assert sum(int(str(step.get("tokens"))) for step in after) > 0
