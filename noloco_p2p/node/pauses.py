@@ -96,8 +96,8 @@ class Pauses:
             node.stand_still(True)
 
     def members_read(self, members: Members) -> None:
-        """The membership has been read. If it shows other replicas of this stage again, after none for longer than
-        adverts live, and this node took no inner step meanwhile, it was cut off from them: that is a standstill, too.
+        """The membership has been read. If it shows other replicas of this stage again, and had shown none for longer
+        than adverts live, and this node took no inner step meanwhile, it was cut off from them: a standstill, too.
         """
         node, now = self._node, self._node.now()
         if not members.of_stage(node.advert.stage, TRAINED):
