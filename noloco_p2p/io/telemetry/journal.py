@@ -10,16 +10,19 @@ Its files are bounded. DIR/events.jsonl is the newest; when it is full it become
 would be .8 is gone. All together hold at most FILES × FILE_BYTES (32 MiB). Whatever happens to the disk costs lines.
 """
 
+import errno
+import io
 import json
 import logging
+import logging.handlers
 import math
 import os
-import stat
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from noloco_p2p.io.telemetry.counters import TALLIES, RunCounters
 from noloco_p2p.io.telemetry.log import BackgroundHandler, RepeatLimiter
@@ -173,8 +176,7 @@ class FileJournal(Journal):
     """The journal of a node's directory. `open` begins it; nothing of it waits for the disk or raises because of it."""
 
     def __init__(self, directory: Path, counters: RunCounters) -> None:
-        files = EventFiles(directory)
-        self._background = BackgroundHandler(lambda record: files.write(record.msg), QUEUE_LINES, "journal")
+        self._background = BackgroundHandler(EventFiles(directory), QUEUE_LINES, "journal")
         super().__init__(lambda line: self._background.emit(logging.makeLogRecord({"msg": line})), counters)
 
     def open(self, **fields: object) -> None:
@@ -217,61 +219,73 @@ def _rounded(value: float) -> float | None:
     return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
 
 
-class EventFiles:
+class EventFiles(logging.handlers.RotatingFileHandler):
     """Appends lines, each in one `write` of the system: a process that is killed loses none that it had written.
 
-    Used by one thread. Not a handler of `logging`: at the end of the process that would wait for it while a disk hangs.
+    Used by one thread. It has no lock: at the end of the process `logging` would wait for it while a disk hangs.
     """
 
     def __init__(
         self, directory: Path, file_bytes: int = FILE_BYTES, files: int = FILES, now: Clock = time.monotonic
     ) -> None:
-        self._paths = [directory / NAME, *(directory / f"{NAME}.{number}" for number in range(1, files))]
-        """The newest first."""
-        self._file_bytes = file_bytes
+        super().__init__(directory / NAME, maxBytes=file_bytes, backupCount=files - 1, encoding="ascii", delay=True)
         self._now = now
         self._retry_at = -math.inf
-        self._file = -1
-        """Descriptor of the newest; -1: it is not open."""
 
     def write(self, line: str) -> None:
         """Append a line, given without its end and shorter than a file; it is lost while nothing can be written."""
-        if self._now() < self._retry_at:
-            return
-        try:
-            self._append(line.encode("ascii") + b"\n")
-        except OSError:
-            self._retry_at = self._now() + RETRY_S
-            self.close()
+        self.emit(logging.makeLogRecord({"msg": line}))
 
-    def close(self) -> None:
-        """Close the file; the next line opens it again."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `write`."""
+        if self._now() >= self._retry_at:
+            if self.stream is not None and not os.path.exists(self.baseFilename):
+                self.close()  # the directory was removed, and may be there again
+            super().emit(record)
 
-    def _append(self, data: bytes) -> None:
-        if self._file < 0 or not self._paths[0].exists():  # the directory was removed, and may be there again
-            self._open()
-        newest = os.fstat(self._file)
-        if stat.S_ISREG(newest.st_mode) and newest.st_size + len(data) > self._file_bytes:
-            for newer, older in reversed(list(pairwise(self._paths))):
-                if newer.exists():
-                    newer.replace(older)
-            self._open()
-        self._put(data)
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
+        """Never for what is no regular file, which has no position that Python 3.13 could ask for."""
+        return os.path.isfile(self.baseFilename) and bool(super().shouldRollover(record))
 
-    def _open(self) -> None:
+    def createLock(self) -> None:  # noqa: N802
+        """One that is no lock, see above."""
+        self.lock = _NoLock()  # type: ignore[assignment]
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Write nothing for a while; what is opened then may end within a line, see `_open`."""
+        self._retry_at = self._now() + RETRY_S
         self.close()
-        # Open for reading too: for the last byte, and because a pipe that is opened to write only waits for a reader.
-        self._file = os.open(self._paths[0], os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        size = os.fstat(self._file).st_size
-        if size > 0 and os.pread(self._file, 1, size - 1) != b"\n":
-            self._put(b"\n")  # the process was killed, or the disk was full, within the last line
 
-    def _put(self, data: bytes) -> None:
-        if os.write(self._file, data) < len(data):
-            raise OSError("the disk became full within the data")
+    def _open(self) -> io.TextIOWrapper:
+        # Open for reading too: for the last byte, and because a pipe that is opened to write only waits for a reader.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        file = _WholeWrites(os.open(self.baseFilename, flags, 0o666), "w")
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.write(b"\n")  # the process was killed, or the disk was full, within the last line
+        except OSError:
+            file.close()
+            raise
+        return io.TextIOWrapper(file, encoding="ascii", write_through=True)
+
+
+class _NoLock(nullcontext[None]):
+    """False: `logging` does not take it. From Python 3.13 on it enters it all the same."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _WholeWrites(io.FileIO):
+    """A file that is full within a line raises, as it does before one: what is written later needs a new line."""
+
+    def write(self, data: Any, /) -> int:
+        """See `io.RawIOBase`."""
+        written = super().write(data)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written
 
 
 def oldest_first(directory: Path) -> list[Path]:
