@@ -118,6 +118,7 @@ def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
         async with kept(tmp_path / "a") as a:
             control = a.libp2p.p2p._client.control
             os.kill(a.libp2p.p2p._child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, a.libp2p.p2p._child.pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands
             call = asyncio.create_task(a.libp2p.call(STRANGER, "a question that it never reads", b"", 60.0))
             for _ in range(20):
                 await asyncio.sleep(0)
