@@ -94,6 +94,16 @@ def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_it_is_no_relay_for_strangers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            for service in ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/autonat/1.0.0"):
+                with pytest.raises(Unreachable, match="protocols not supported"):
+                    await b.open_stream(a.peer_id, service)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("ready", [False, True])
 def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hivemind.p2p import P2P
