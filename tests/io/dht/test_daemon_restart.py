@@ -110,6 +110,11 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
     run(scenario)
 
 
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands
+
+
 def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
     bugs = list[dict[str, Any]]()
 
@@ -117,8 +122,7 @@ def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
         async with kept(tmp_path / "a") as a:
             control = a.libp2p.p2p._client.control
-            os.kill(a.libp2p.p2p._child.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, a.libp2p.p2p._child.pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands
+            stop(a.libp2p.p2p._child.pid)
             call = asyncio.create_task(a.libp2p.call(STRANGER, "a question that it never reads", b"", 60.0))
             for _ in range(20):
                 await asyncio.sleep(0)
