@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.p2p_daemon import MEMORY_BYTES
 
-PAUSES_S = (0.0, 2.0, 8.0)
-"""Pause before each restart, seconds. A daemon that needs one more without having recovered is given up."""
+PAUSES_S = (0.0, 2.0, 8.0, 60.0)
+"""Pause before each restart until one has recovered, seconds; the last pause before all further ones. A daemon that
+fails to start that often in a row is given up, but not one that dies after each start: a stranger can cause that."""
 RECOVERED_S = 60.0
 """A restarted daemon that has lived this long has recovered."""
 
@@ -15,7 +17,7 @@ RECOVERED_S = 60.0
 async def keep(
     libp2p: Libp2pDaemon, restart: Callable[[], Awaitable[str]], trouble: Callable[[str | None], None]
 ) -> None:
-    """Restart the daemon whenever it dies. Ends only with a LocalError: it could not be kept alive.
+    """Restart the daemon whenever it dies. Ends only with a LocalError: it cannot be started.
 
     `restart` returns why there is still no daemon, or an empty text. `trouble` is told what is wrong, from the death
     until RECOVERED_S after the restart, and then None.
@@ -28,14 +30,17 @@ async def keep(
             trouble(None)
             continue
         died = cut_off = str(libp2p.failed.exception())
+        failures = 0
         while cut_off:
-            if starts == len(PAUSES_S):
+            if failures == len(PAUSES_S):
                 raise LocalError(f"{cut_off}; it was {_again(starts)}: start this node again")
             trouble(f"{cut_off}; it is being started again: this node is cut off from the directory")
-            await asyncio.sleep(PAUSES_S[starts])
+            await asyncio.sleep(PAUSES_S[min(starts, len(PAUSES_S) - 1)])
             starts += 1
+            failures += 1
             cut_off = await restart()
-        trouble(f"{died}; {_again(starts)}: find out what kills it (a lack of memory? see dmesg)")
+        cause = f"a lack of memory, of which it gets {MEMORY_BYTES >> 30} GiB? See dmesg"
+        trouble(f"{died}; {_again(starts)}: find out what kills it ({cause})")
 
 
 def _again(starts: int) -> str:

@@ -24,6 +24,8 @@ START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 SOCKETS_MIN_AGE_S = 60.0
+MEMORY_BYTES = 1 << 30
+"""Most memory that a daemon gets. It needs a tenth with hundreds of links, but keeps whatever strangers give it."""
 _SETTINGS = Path(__file__).with_name("p2pd.json")
 """No circuit relay. The daemon's argument for it, `-relay=0`, has no effect: its own default, which is to relay for
 everybody, wins. Without one it also starts with a quarter of the CPU time, in half the memory."""
@@ -132,8 +134,12 @@ def _own_group(extra: Sequence[str], started: list[Any], said: deque[str]) -> An
 
         @staticmethod
         def _make_process_args(*args: Any, **options: Any) -> list[str]:
-            program = "import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])"
-            return [sys.executable, "-I", "-S", "-c", program, *P2P._make_process_args(*args, **options), *extra]
+            program = (
+                "import os, resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2); "
+                "os.setpgrp(); os.execv(sys.argv[2], sys.argv[2:])"
+            )
+            command = [*P2P._make_process_args(*args, **options), *extra]
+            return [sys.executable, "-I", "-S", "-c", program, str(MEMORY_BYTES), *command]
 
     return OwnGroup
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import base58
 import pytest
 from daemons import STRANGER, Node, daemon, node, run, until
 from machine import at_most
 
 from noloco_p2p.errors import LocalError, Unreachable
-from noloco_p2p.io.dht import daemon_restarts
+from noloco_p2p.io.dht import daemon_restarts, p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
 from noloco_p2p.io.dht.libp2p import Stream
@@ -110,6 +111,36 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
     run(scenario)
 
 
+def provider_record(peer: bytes) -> bytes:
+    """A message of libp2p's own DHT that has the daemon keep, for a day or two, that this peer has something."""
+
+    def field(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    address = bytes([4, 127, 0, 0, 1, 6, 16, 32])  # /ip4/127.0.0.1/tcp/4128
+    key, who = os.urandom(80), field(1, peer) + field(2, address)
+    message = b"\x08\x02" + field(2, key) + field(9, who)
+    return bytes([len(message) & 127 | 128, len(message) >> 7]) + message
+
+
+def test_a_stranger_fills_no_more_memory_than_a_daemon_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p_daemon, "MEMORY_BYTES", 128 << 20)
+
+    async def scenario() -> None:
+        async with kept(tmp_path / "a") as a, daemon(tmp_path / "b", join=[a.address]) as b:
+            _, writer = await b.open_stream(a.libp2p.peer_id, "/ipfs/kad/1.0.0")
+            failed, me = a.libp2p.failed, base58.b58decode(b.peer_id)
+            with suppress(ConnectionError, LocalError):
+                while not writer.is_closing():
+                    writer.write(b"".join(provider_record(me) for _ in range(1000)))
+                    await writer.drain()
+                await asyncio.shield(failed)
+            await a.back()
+            assert "has died (exit code 2); started again 1 time" in str(a.troubles[-1])
+
+    run(scenario)
+
+
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands
@@ -137,36 +168,37 @@ def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
     assert not bugs
 
 
-def test_a_daemon_that_dies_again_and_again_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_dies_again_and_again_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
-            for _ in daemon_restarts.PAUSES_S:
+            for _ in range(len(daemon_restarts.PAUSES_S) + 1):
                 await a.kill()
                 await a.back()
-            await a.kill()
-            with pytest.raises(LocalError, match="started again 2 times") as caught:
-                await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
-            assert "\n" not in str(caught.value)
-            with pytest.raises(Unreachable):
-                await a.directory.peers()
+            assert "started again 3 times" in str(a.troubles[-1])
+            assert not a.keeping.done()
 
     run(scenario)
 
 
-def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def listener(a: Kept) -> socket.socket:
+    """One that has the port of a daemon that is dead."""
+    other = socket.socket()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.bind(("127.0.0.1", int(a.address.split("/")[4])))
+    other.listen()
+    return other
+
+
+def test_a_daemon_that_cannot_start_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.3, 1.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
             address = a.address
-            port = int(address.split("/")[4])
             await a.kill()
-            with socket.socket() as other:
-                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                other.bind(("127.0.0.1", port))
-                other.listen()
+            with listener(a):
 
                 async def tried() -> bool:
                     return any("in use" in (trouble or "") for trouble in a.troubles)
@@ -176,6 +208,14 @@ def test_a_daemon_that_cannot_start_is_tried_again(tmp_path: Path, monkeypatch: 
             assert a.libp2p.join_addresses == [address]
             assert a.troubles[-1] is not None
             assert "started again 2 times" in a.troubles[-1]
+
+            monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
+            await a.kill()
+            with listener(a), pytest.raises(LocalError, match="in use.*it was started again 4 times") as caught:
+                await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
+            assert "\n" not in str(caught.value)
+            with pytest.raises(Unreachable):
+                await a.directory.peers()
 
     run(scenario)
 
