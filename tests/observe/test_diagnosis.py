@@ -279,7 +279,8 @@ def test_a_stage_whose_only_replica_is_paused() -> None:
     found = _found(nodes)[0]
     assert (found.name, found.peer) == ("stage-empty", peer(1, 0))
     assert "12D3…xS1R0 is paused" in found.sentence
-    assert "resume" in found.advice
+    assert "noloco resume --dir DIR" in found.advice, "as the command line has it"
+    assert "noloco resume --dir DIR" in next(f.advice for f in _found(nodes) if f.name == "paused")
     nodes["S1R0"] = with_status(nodes["S1R0"], closed_until="22:00")
     assert "until 22:00" in _found(nodes)[0].advice
 

@@ -121,7 +121,7 @@ def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterat
         sentence = f"{swarm.name(peer)} is paused until {status.closed_until} of its local time"
         yield at_node("ok", "paused", peer, sentence, "nothing to do: its owner's hours (limits.hours) begin then")
     elif status.advert.state == "paused":
-        yield at_node("ok", "paused", peer, f"{swarm.name(peer)} is paused", "noloco resume DIR on its machine")
+        yield at_node("ok", "paused", peer, f"{swarm.name(peer)} is paused", "noloco resume --dir DIR on its machine")
     elif status.advert.state == "draining":
         yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
 
@@ -252,7 +252,7 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
         if times := sorted(time for time in begins if time is not None):
             advice = f"wait until {times[0]}, when the hours of its owner begin, or start another node"
         else:
-            advice = "noloco resume DIR on its machine, or start another node" if paused else "wait for it"
+            advice = "noloco resume --dir DIR on its machine, or start another node" if paused else "wait for it"
     peer = blamed[0] if len(blamed) == 1 else None
     return Cause(Finding("error", "stage-empty", peer, f"stage {stage} has {lasted}{why}", advice), AnyReplica(stage))
 
