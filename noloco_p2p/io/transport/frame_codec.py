@@ -98,8 +98,6 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
         while at < len(raw):
             begin = at
             found, at = _read_varint(raw, at)
-            if len(frames) > wire.MOST_FRAMES or len(head) > MOST_HEADS:
-                raise Violation(f"a message has more than {wire.MOST_FRAMES} frames, or {MOST_HEADS} other fields")
             if found & 7 != LENGTH_DELIMITED:
                 raise Violation("a message holds a field that no message of this protocol has")
             at, end = _read_size(raw, at, len(raw))
@@ -108,6 +106,8 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             else:
                 head.append(view[begin:end])
             at = end
+            if len(frames) > wire.MOST_FRAMES or len(head) > MOST_HEADS:
+                raise Violation(f"a message has more than {wire.MOST_FRAMES} frames, or {MOST_HEADS} other fields")
         if sum(map(len, head)) > HEAD_BYTES.get(kind.DESCRIPTOR.name, len(raw)):
             raise Violation(f"a {kind.DESCRIPTOR.name} of {len(raw)} bytes has too long a header")
         return kind.FromString(b"".join(head)), frames

@@ -575,6 +575,9 @@ def test_a_message_full_of_next_to_nothing_is_refused_soon(
     with pytest.raises(Violation, match="frames, or"):
         frame_codec.unpacked(one * ((4 << 20) // len(one)), kind)
     assert len(looked) <= 2 * (wire.MOST_FRAMES + 2)
+    most = wire.MOST_FRAMES if inner else frame_codec.MOST_HEADS
+    with pytest.raises(Violation, match="frames, or"):
+        frame_codec.unpacked(one * (most + 1), kind)
 
 
 def test_so_many_tensors_without_values_still_travel() -> None:
