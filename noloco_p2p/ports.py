@@ -69,9 +69,9 @@ class Body(Protocol):
 class Handler(Protocol):
     """What a transport calls when a peer calls this node; implemented by `node.rpc_handler`.
 
-    `caller` is the peer id as the caller declares it. Every method may raise Busy, Declined or Violation, which the
-    caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug and reaches
-    the caller as Declined. The handler is cancelled when its caller is gone or its deadline has passed.
+    `caller` is the peer id that the caller's certificate proves. Every method may raise Busy, Declined or Violation,
+    which the caller's transport raises again on the other side (a Violation with `ours` set); anything else is a bug
+    and reaches the caller as Declined. The handler is cancelled when its caller is gone or its deadline has passed.
     """
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:

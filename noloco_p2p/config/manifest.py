@@ -118,7 +118,7 @@ class EvaluationSettings(Settings):
     """Validation on held-out data."""
 
     every_steps: Positive | None = 250
-    """Steps between evaluations; none: only one, at the end."""
+    """Inner steps between evaluations; none: only one, at the end."""
     microbatches: Positive = 16
     """Held-out microbatches per evaluation; every node uses the same ones."""
 

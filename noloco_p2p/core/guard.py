@@ -24,7 +24,7 @@ WINDOW, FEWEST = 16, 3
 UNKNOWN = 0.5
 """With fewer distances, the radius is this share of the norm of one's own group."""
 FURTHEST = 1.5
-"""A vector is also refused beyond so many norms of one's own. The same vector with the other sign is two norms away."""
+"""A vector that would be clipped is refused beyond so many norms of one's own. With the other sign it is two away."""
 
 LARGEST_NORM, NORMS_KEPT = 3.0, 64
 """A returning gradient is clipped to so many times the median norm of the last NORMS_KEPT."""

@@ -104,7 +104,7 @@ class Header:
     digest: int = 0
     """Digest over the tensors (64 bits). Filled in by the sending transport, verified by the receiving one."""
     patient: bool = False
-    """The sender would rather wait in line for a place than hear Busy: it has no better replica to ask."""
+    """The sender would rather wait in line for a place than hear Busy."""
     label: bytes = b""
     """Shows that the origin has begun the microbatch. Filled in by the origin's transport."""
     avoid: tuple[PeerId, ...] = ()

@@ -60,7 +60,7 @@ class OuterRule(Protocol):
 
         `members` are the offers of the group, this replica's at place `mine`, in an order that all of them share. Under
         a rule that takes from all, the replica itself may be none of them: then `mine` is −1.
-        `lag`: how many inner steps apart the others' were frozen, the mean. No argument is changed.
+        `lag`: how many steps of the clock apart the others' were frozen, the mean. No argument is changed.
         """
 
 

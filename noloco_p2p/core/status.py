@@ -248,7 +248,7 @@ class Status:
     since_step_s: float | None = None
     """Since the last inner step ended, or training began; None while not training."""
     in_flight: int = 0
-    """Microbatches admitted, or under way."""
+    """Microbatches admitted here that have not ended; stage 0 admits none."""
     places: int | None = None
     """Microbatches that may be in flight here at once, by memory and settings; None: any number."""
     waiting: int = 0

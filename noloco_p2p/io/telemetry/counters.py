@@ -95,7 +95,7 @@ LAST_VALUES = (
         "replica_std", "replica_std", "value", "Standard deviation of the weights between replicas of this stage."
     ),
     LastValue("gauge", "parameters", "parameters", "Parameters of the stage that this node holds."),
-    LastValue("gauge", "in_flight", "in_flight", "Autograd graphs held."),
+    LastValue("gauge", "in_flight", "in_flight", "Microbatches admitted here (later stages) that have not ended."),
     LastValue("gauge", "waiting", "waiting", "Microbatches waiting to be admitted."),
     LastValue("line", "upload_bytes_per_second", "up_bytes_per_s", "Upload rate, measured on bodies."),
     LastValue("line", "download_bytes_per_second", "down_bytes_per_s", "Download rate, measured on bodies."),
