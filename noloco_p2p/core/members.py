@@ -96,7 +96,7 @@ class Members:
         """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
 
     def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
-        """A reading of the directory. Returns how many joined and left. A reading without others removes nobody."""
+        """A reading of the directory. Returns how many joined and left. An empty one removes only those long gone."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
