@@ -223,7 +223,7 @@ def loss_sum(model: Any, weights: Tensors, batch: Tensors) -> torch.Tensor:
 
 
 def learning_rate(t: int, manifest: Manifest) -> float:
-    """Method.md §2: step t, from 1: linear warm-up, then a cosine over the remaining steps."""
+    """METHOD.md, "Inner step": step t, from 1: linear warm-up, then a cosine over the remaining steps."""
     inner, steps = manifest["inner"], manifest["steps"]
     peak, final = inner["peak_learning_rate"], inner["final_fraction"]
     warmup = min(inner["warmup_steps"], steps // 10)
@@ -236,7 +236,7 @@ def learning_rate(t: int, manifest: Manifest) -> float:
 def inner_step(
     line: InnerStep, peer: str, replica: Replica, gradients: dict[str, Tensors], manifest: Manifest, report: Report
 ) -> None:
-    """Method.md §2: the sum over the microbatches, divided once by the tokens, clipped over the stage, then a step."""
+    """METHOD.md, "Inner step": the sum over the microbatches, divided by the tokens, clipped, then a step."""
     inner, rate = manifest["inner"], learning_rate(line.inner_step, manifest)
     what = f"inner step {line.inner_step}, {peer} (stage {replica.stage})"
     agree = math.isclose(rate, line.learning_rate, rel_tol=1e-12)
