@@ -33,7 +33,14 @@ STATE_COLOURS = {
     "left": "gray",
 }
 """The states in their order, `core.members.STATES`."""
-RESULT_COLOURS = {"partner": "green", "stale": "yellow", "other": "orange", "alone": "red"}
+RESULT_COLOURS = {
+    "partner": "green",
+    "stale": "yellow",
+    "other": "orange",
+    "all": "green",
+    "some": "yellow",
+    "alone": "red",
+}
 CAUSE_COLOURS = {"gradients": "blue", "microbatches": "purple", "partner": "orange"}
 
 

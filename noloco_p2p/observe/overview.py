@@ -14,7 +14,8 @@ from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
 from noloco_p2p.observe.diagnosis.swarm_view import STAGES_LIMIT, most_common
 
-ROUND_RESULTS = ("partner", "stale", "other", "alone")
+ROUNDS = ("partner", "stale", "other", "alone"), ("all", "some", "alone")
+"""Results of outer rounds of rules that take from one peer, and of those that take from all replicas."""
 NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     "step": lambda status: status.advert.step,
     "inner_steps": lambda status: status.inner_steps,

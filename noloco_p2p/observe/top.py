@@ -18,7 +18,7 @@ from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plain, plural, short_id
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
-from noloco_p2p.observe.overview import ROUND_RESULTS, Overview, Row, overview
+from noloco_p2p.observe.overview import ROUNDS, Overview, Row, overview
 
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
@@ -30,7 +30,7 @@ WIDE = 120
 """Columns from which the nodes' hosts are shown."""
 HOST_CHARACTERS = 24
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
-LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {'/'.join(ROUND_RESULTS)}; pwait: for partners"
+LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: for partners"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
 """Asks all nodes anew each time. Raises PeerError: no node answers."""
@@ -178,13 +178,13 @@ def cells(node: Row) -> tuple[str, ...]:
     place = (short_id(node["peer"]), DASH if stage is None else str(stage), state)
     if not node["answers"]:
         return *place, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node['failure'])}"
-    wait = node["waits_for"]
+    wait, results = node["waits_for"], ROUNDS[any(map(node["rounds"].get, ("all", "some")))]
     return (
         *place,
         _whole(node["step"]),
         _whole(node["inner_steps"]),
         compact(node["tokens_per_s"]) if stage == 0 else _fixed(node["microbatches_per_s"], ".1f"),
-        "/".join(compact(node["rounds"].get(result)) for result in ROUND_RESULTS),
+        "/".join(compact(node["rounds"].get(result)) for result in results),
         _short(node["partner_wait_s"]),
         compact(node["bytes_per_s"]),
         _fixed(node["replica_std"], ".1e"),

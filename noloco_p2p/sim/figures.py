@@ -22,8 +22,9 @@ Counts = dict[str, int]
 """By name."""
 
 PERCENTILES = (50, 95)
-ROUND_RESULTS = ("partner", "stale", "other", "alone")
-"""Outer rounds by source: the partner at the same round, the partner at another round, another replica, nobody."""
+ROUND_RESULTS = ("partner", "stale", "other", "all", "some", "alone")
+"""Outer rounds by source: the partner at the same round, the partner at another round, another replica; under rules
+that take from all replicas, all or some of them; nobody."""
 
 
 @dataclass(frozen=True, slots=True)

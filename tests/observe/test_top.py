@@ -65,6 +65,14 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     assert rows[8][5] == "10.0", "a later stage is shown in microbatches/s"
 
 
+def test_rounds_with_all_replicas_are_shown_as_such() -> None:
+    nodes = {name: with_figures(one, rounds={"all": 11, "some": 2, "alone": 1}) for name, one in swarm(1, 1).items()}
+    drawn = _drawn(_overview(nodes))
+    (row,) = (row.split() for row in drawn if row.startswith("12D3…"))
+    assert row[top.COLUMNS.index("rounds")] == "11/2/1"
+    assert "all/some/alone" in " ".join(drawn[-2:])
+
+
 def test_a_wide_screen_has_the_host_of_each_node() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], metrics="")

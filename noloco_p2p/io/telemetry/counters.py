@@ -114,7 +114,7 @@ EVENTS = {
 """Kind of event → what is counted of it."""
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
-    "outer_rounds": ("partner", "stale", "other", "alone"),
+    "outer_rounds": ("partner", "stale", "other", "all", "some", "alone"),
     "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
     "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
     "dropped": ("violation", "busy", "cancelled", "leaving", "paused", "declined"),
