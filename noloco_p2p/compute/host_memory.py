@@ -10,7 +10,7 @@ from noloco_p2p.humanize import size_text
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 """On Linux; the latter is cgroup version 2, of the container of this process."""
 SURE_COPIES = 4
-"""Multiples of the weights on the host, the minimum for any node on any device: φ, δ, u and θ_f of one round."""
+"""Multiples of the weights on the host, on any device: at least frozen rounds, a partner's vector, and a checkpoint."""
 
 
 def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:

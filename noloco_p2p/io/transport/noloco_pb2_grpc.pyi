@@ -3,8 +3,8 @@
 isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
-Who calls, and in which run, is in the certificate of its connection. Every call carries the metadata
-`noloco-protocol` (the version of this file, "9"), and a deadline. Tensors travel as chunks of at most 1 MiB, in order
+Who calls, and in which run, is in the certificate of its connection. Every call has a deadline, and all but Warm carry
+the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, in order
 where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
 what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
 
