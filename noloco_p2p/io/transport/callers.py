@@ -61,7 +61,7 @@ OF_RELAYED = 4
 
 
 def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
-    """What every call of a node carries. `wanted_bytes`: the tensor bytes per message that it asks for; 0: any size."""
+    """What all calls but `Warm` carry. `wanted_bytes`: the tensor bytes per message that it asks for; 0: any size."""
     wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
     return ("noloco-protocol", PROTOCOL), *wanted
 
