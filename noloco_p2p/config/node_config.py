@@ -75,7 +75,7 @@ class CheckpointSettings(Settings):
     """The checkpoints that the node writes into its directory."""
 
     every_steps: Positive | None = 50
-    """Steps between checkpoints, each at the next merge of an outer round; none: no checkpoints."""
+    """Steps between checkpoints, each at the next outer round; none: no checkpoints."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 3
     """Number of checkpoints kept."""
 

@@ -27,7 +27,7 @@ class Checkpointer:
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
         self._seen = 0
-        """The newest merged outer round at the last check."""
+        """The newest outer round done at the last check."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
         self._alarms, self._calm = node.alarms, True
@@ -40,10 +40,10 @@ class Checkpointer:
         self._newest_step = node.step
 
     async def save_if_due(self) -> None:
-        """Save after the first merge at or beyond each multiple of `every_steps`, and at the end.
+        """Save after the first round done at or beyond each multiple of `every_steps`, and at the end.
 
-        Called between inner steps. Only merged rounds count: an open one is due again for a node that resumes from the
-        checkpoint.
+        Called between inner steps. An open round does not count, unless the rule is `lasting`: it is due again for a
+        node that resumes from the checkpoint.
         """
         node, every = self._node, self._node.config.checkpoint.every_steps
         manifest = node.manifest
