@@ -40,7 +40,7 @@ class Attempts:
     """The last one, in words."""
 
     def begin_anew(self) -> None:
-        """After a pause every replica may be asked again."""
+        """After a pause: those that were busy may be asked again, or all if none was."""
         longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
         self.pause_s = min(2 * self.pause_s, longest_s)
         if not self.busy:

@@ -278,7 +278,7 @@ class Dispatcher:
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
     async def _pause(self, heard: Attempts) -> None:
-        """Let time pass, then every replica may be asked again."""
+        """Let time pass before replicas are asked again."""
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.begin_anew()
