@@ -16,7 +16,7 @@ from noloco_p2p.node.state import NodeState
 KEPT_S = 30.0
 """How long a copy is kept after its last use, seconds: a newcomer that was cut off comes back for the rest."""
 MOST_COPIES = 2
-"""A copy is five times the weights: one that somebody still reads, and a fresh one."""
+"""A copy is up to five times the weights: one that somebody still reads, and a fresh one."""
 STALE_INTERVALS = 2
 """Outer intervals by which a copy may lag behind before the next newcomer gets a fresh one."""
 
