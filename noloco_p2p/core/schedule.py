@@ -41,7 +41,7 @@ def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | Non
 def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
     """The clock after an inner step: step + 1 + ¼·(median − step − ½), never backwards, never above `steps`.
 
-    Without `pull` (`balanced` runs), or when no stage-0 replica is known to train, it is step + 1.
+    Without `pull` (`balanced`, and rules of gradients), or when no stage-0 replica is known to train, it is step + 1.
     """
     correction = 0.25 * (median - step - 0.5) if pull and median is not None else 0.0
     return min(float(steps), max(step, step + 1.0 + correction))
