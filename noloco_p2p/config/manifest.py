@@ -163,7 +163,7 @@ class RunManifest(Settings):
     wire: WireSettings = WireSettings()
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
-    """Element type of weights, the optimizer's moments, φ, δ and what travels for a round."""
+    """Element type of weights, the optimizer's moments, φ, δ, and vectors under `outer.codec` `full`."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """Validation."""
     security: SecuritySettings = SecuritySettings()

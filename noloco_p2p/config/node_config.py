@@ -34,7 +34,7 @@ class DirectorySettings(Settings):
     ttl_s: Seconds = 30.0
     """Lifetime of an advert in the DHT, seconds; it is renewed every third of this."""
     refresh_s: Seconds = 5.0
-    """Longest time between two readings of the membership, seconds; an outer interval where that is shorter."""
+    """Longest time between two readings of the membership, seconds; at stage 0 an outer interval if shorter."""
 
 
 class LimitSettings(Settings):
@@ -49,7 +49,7 @@ class LimitSettings(Settings):
     patience_floor_s: Seconds = 2.0
     """Shortest silence after which a peer that serves a call counts as gone, seconds."""
     drain_s: Seconds = 20.0
-    """Longest time to finish the microbatches in hand when the node has to leave, seconds."""
+    """Longest time that leaving takes, seconds: half for the microbatches in hand, the rest to hand over weights."""
     upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Most that this node sends over gRPC, Mbit/s over any 10 s (DHT traffic does not count); none: no limit."""
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
@@ -77,7 +77,7 @@ class CheckpointSettings(Settings):
     every_steps: Positive | None = 50
     """Steps between checkpoints, each at the next outer round; none: no checkpoints."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 3
-    """Number of checkpoints kept."""
+    """Number of newest checkpoints kept; one more may stay (ARCHITECTURE.md, "Checkpoints")."""
 
 
 class AuditSettings(Settings):
