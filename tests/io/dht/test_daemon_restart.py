@@ -211,7 +211,7 @@ def test_a_daemon_that_cannot_start_is_tried_a_few_times(tmp_path: Path, monkeyp
 
             monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
             await a.kill()
-            with listener(a), pytest.raises(LocalError, match="in use.*it was started again 4 times") as caught:
+            with listener(a), pytest.raises(LocalError, match=r"in use.*it was started again 4 times") as caught:
                 await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
             assert "\n" not in str(caught.value)
             with pytest.raises(Unreachable):
