@@ -22,7 +22,8 @@ class ListenSettings(Settings):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """TCP port on which the libp2p daemon serves its own /metrics; 0 picks one; none: no such page."""
+    """TCP port on which the libp2p daemon serves its own /metrics, and Go's profiler to all who ask; 0 picks one; none:
+    neither."""
     upnp: bool = True
     """Whether a node at a private IPv4 address asks its home router, over UPnP, to map `dht_port` and `grpc_port`: in a
     members-only run, and in an open one that it joins at a public address."""
