@@ -123,7 +123,8 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
 def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Name → path of the files that the globs match. Raises ConfigError for a glob that matches none.
 
-    A file is named by its path relative to the part of the glob without wildcards.
+    A file is named by its path relative to the part of the glob without wildcards; a "+" follows where another file,
+    of an earlier glob, has that name.
     """
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")
@@ -135,7 +136,11 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         paths = [Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
         if not paths:
             raise ConfigError(f"data_files: no file matches {pattern}")
-        found.update({Path(*path.parts[fixed:]).as_posix(): path for path in paths})
+        for path in paths:
+            name = Path(*path.parts[fixed:]).as_posix()
+            while name in found and not found[name].samefile(path):
+                name += "+"
+            found[name] = path
     return found
 
 

@@ -219,6 +219,15 @@ def test_a_file_is_held_out_by_the_checksum_of_its_relative_path(tmp_path: Path)
     assert held_out
 
 
+def test_files_of_equal_names_in_several_folders_are_all_read(tmp_path: Path) -> None:
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(folder)
+    found = corpora.matching_files((*(str(tmp_path / folder / "*.txt") for folder in "abc"), f"{tmp_path}/a/../b/x.txt"))
+    assert [found[name].read_text() for name in sorted(found)] == ["a", "b", "c"]
+    assert next(iter(found)) == "x.txt"
+
+
 def test_packed_text_is_read_whole_in_blocks_of_lines(tmp_path: Path) -> None:
     trained, held_out = one_pass("rows", write_packed(tmp_path))
     lines = {text.encode() for i in range(2) for n in range(60 * LINES) if (text := f"<{i}:{n:05}>")}
