@@ -135,6 +135,10 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
         paths = [Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
         if not paths:
+            if os.path.isdir(expanded):
+                raise ConfigError(
+                    f"data_files: {pattern} is a directory: name its files, such as {pattern.rstrip('/')}/*"
+                )
             raise ConfigError(f"data_files: no file matches {pattern}")
         for path in paths:
             name = Path(*path.parts[fixed:]).as_posix()

@@ -68,6 +68,8 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
     """Raises LocalError where `datasets`, or what it reads with, fails."""
     try:
         yield
+    except StopIteration as error:  # `datasets`, for JSON without a row
+        raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except (*READ_ERRORS, ImportError) as error:
         raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
 
@@ -78,8 +80,13 @@ def text_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokeni
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
-    end = np.int32(tokenizer.eos)
-    return lambda row: TokenizedDocument(np.append(tokenizer.encode((row["text"] or "").encode()), end))
+    def encode(row: Row) -> TokenizedDocument:
+        text = row["text"] or ""
+        if not isinstance(text, str):
+            raise ValueError(f"the text of a row is {text!r:.60}")
+        return TokenizedDocument(np.append(tokenizer.encode(text.encode()), np.int32(tokenizer.eos)))
+
+    return encode
 
 
 def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument]:
@@ -92,7 +99,7 @@ def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument
 
 def is_plain_text(path: Path) -> bool:
     """It can be entered anywhere, and is all text."""
-    return path.suffix not in {*COMPRESSED, *LAYOUTS}
+    return path.suffix.lower() not in {*COMPRESSED, *LAYOUTS}
 
 
 def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: int) -> StreamCorpus:
@@ -131,8 +138,8 @@ def _local(files: list[str], columns: list[str]) -> Any:
     """The rows of local files, read as their endings say."""
     import datasets
 
-    plain = (path.with_suffix("") if path.suffix in COMPRESSED else path for path in map(Path, files))
-    readers = {LAYOUTS.get(path.suffix, "text") for path in plain}
+    plain = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path for path in map(Path, files))
+    readers = {LAYOUTS.get(path.suffix.lower(), "text") for path in plain}
     if len(readers) > 1:
         raise ConfigError(f"data_files: files of several kinds ({', '.join(sorted(readers))}) match: name those of one")
     reader = readers.pop()

@@ -223,7 +223,9 @@ def test_files_of_equal_names_in_several_folders_are_all_read(tmp_path: Path) ->
     for folder in "abc":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text(folder)
-    found = corpora.matching_files((*(str(tmp_path / folder / "*.txt") for folder in "abc"), f"{tmp_path}/a/../b/x.txt"))
+    found = corpora.matching_files(
+        (*(str(tmp_path / folder / "*.txt") for folder in "abc"), f"{tmp_path}/a/../b/x.txt")
+    )
     assert [found[name].read_text() for name in sorted(found)] == ["a", "b", "c"]
     assert next(iter(found)) == "x.txt"
 
@@ -393,6 +395,7 @@ def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
     glob = str(tmp_path / "nothing-*.txt")
     cases: list[tuple[RunManifest, NodeConfig, str]] = [
         (manifest("text"), NodeConfig(data_files=(glob,)), "no file matches .*nothing-"),
+        (manifest("text"), NodeConfig(data_files=(str(tmp_path),)), "is a directory: name its files, such as .*/\\*"),
         (manifest("text"), NodeConfig(), "needs data_files"),
         (manifest("c4"), NodeConfig(), "needs data_files, or data.dataset"),
         (manifest("stdlib"), NodeConfig(data_files=(glob,)), "set data.kind: text"),
@@ -405,6 +408,16 @@ def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             make_batches(settings, config, "peer")
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("x.jsonl", "", "it is empty"), ("x.jsonl", '{"text": 7}\n', "is 7"), ("X.JSONL", '{"b": 7}\n', "Column name")],
+)
+def test_rows_without_text_are_told(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(LocalError, match=message):
+        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / name),)), "peer")
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
