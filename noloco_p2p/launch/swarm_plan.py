@@ -175,11 +175,15 @@ def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:
-    """The newest outer round from which every stage that has a checkpoint can go on, and the least step there."""
+    """The newest outer round from which every stage that has a checkpoint can go on, and the least step there.
+
+    A stage goes on from what it has nearest to that round, as in core/resume.py.
+    """
     holdings = list(held)
     round = least_newest(holdings)
     if round is None:
         return None
-    usable = [holding for holding in holdings if holding.round <= round]
-    stages = {holding.stage for holding in holdings}
-    return ResumePoint(round, min(max((h.step for h in usable if h.stage == stage), default=0) for stage in stages))
+    nearest: dict[int, Holding] = {}
+    for holding in sorted(holdings, key=lambda h: (abs(round - h.round), h.round > round, -h.step)):
+        nearest.setdefault(holding.stage, holding)
+    return ResumePoint(round, min(holding.step for holding in nearest.values()))

@@ -164,7 +164,8 @@ def test_a_node_that_still_runs_is_waited_for(tmp_path: Path, monkeypatch: pytes
         ([], None),
         ([Holding(0, 3, 30), Holding(0, 4, 41), Holding(1, 4, 40)], ResumePoint(4, 40)),
         ([Holding(0, 5, 50), Holding(0, 4, 41), Holding(1, 4, 44), Holding(1, 3, 30)], ResumePoint(4, 41)),
-        ([Holding(0, 6, 60), Holding(0, 5, 52), Holding(1, 4, 44)], ResumePoint(4, 0)),
+        ([Holding(0, 6, 60), Holding(0, 5, 52), Holding(1, 4, 44)], ResumePoint(4, 44)),
+        ([Holding(0, 3, 4), Holding(1, 4, 4)], ResumePoint(3, 4)),
     ],
 )
 def test_a_run_goes_on_from_the_newest_round_of_which_every_stage_has_something(
