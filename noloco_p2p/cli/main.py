@@ -14,7 +14,7 @@ from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
-from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, WithArguments
+from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, SwarmAddresses, WithArguments
 from noloco_p2p.cli.watch import TRACKERS, Tracker, diagnose_machine, track_run, watch, write_report
 
 app = Typer(
@@ -122,9 +122,7 @@ def docs() -> None:
 @app.command("export")
 def export_model(
     out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],
-    join: Annotated[
-        list[str] | None, Option(metavar="ADDR", help="Address of a node of a running swarm; repeatable.")
-    ] = None,
+    join: SwarmAddresses = None,
     from_: Annotated[
         list[Path] | None,
         Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),

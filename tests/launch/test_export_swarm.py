@@ -97,7 +97,8 @@ def test_the_newest_round_that_all_can_give(tmp_path: Path) -> None:
         members[3].dead = True
         said: list[str] = []
         async with swarm(tmp_path, members) as address:
-            found = await from_swarm([address], one=False, say=said.append)
+            (tmp_path / "address").write_text(address)
+            found = await from_swarm([f"@{tmp_path / 'address'}"], one=False, say=said.append)
         assert (found.manifest, found.round) == (MANIFEST, 5)
         assert [{r.peer for r in mine} for mine in found.stages] == [
             {members[0].peer, members[1].peer},
