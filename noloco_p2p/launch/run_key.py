@@ -116,8 +116,11 @@ def _members_run(node_dir: Path) -> RunManifest:
 
 def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519PrivateKey:
     """The run's key, from the file that was named, or beside or above the node's directory. Raises ConfigError."""
-    places = [key] if key is not None else [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
-    root = read(next((place for place in places if place.exists()), places[0]))
+    places = [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
+    place = key or next(filter(Path.exists, places), None)
+    if place is None:
+        raise ConfigError(f"the run's key is none of {', '.join(map(str, places))}: name it with --key")
+    root = read(place)
     if public_half(root) != manifest.security.root_key:
         raise ConfigError("the key is not that of this run: name the file given to --key when the run was started")
     return root

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
 
+from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.identity import KEY, Identity
@@ -182,3 +183,8 @@ def test_a_key_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
 def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no node has run"):
         run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=None)
+    manifest = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "my.key")))
+    (tmp_path / "node").mkdir()
+    run_files.store_manifest(tmp_path / "node", manifest)
+    with pytest.raises(ConfigError, match="the run's key is none of .*root.key.*: name it with --key"):
+        run_key.revoke(tmp_path / "node", None, ["peer"])
