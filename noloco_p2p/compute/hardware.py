@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import ConfigError, LocalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,15 @@ class DeviceInfo:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting; `auto` is CUDA if available. Raises LocalError: this machine does not have it."""
+    """The device of a setting; `auto` is CUDA if available. Raises ConfigError: there is no such; LocalError: not here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: '{name}' is none of cpu, cuda, cuda:1, …, auto")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

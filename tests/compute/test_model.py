@@ -175,4 +175,7 @@ def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LocalError, match="device: cuda:1 is not here"):
         pick_device("cuda:1")
+    for name in ("gpu", "cpu:x", "meta"):
+        with pytest.raises(ConfigError, match=f"device: '{name}' is none of"):
+            pick_device(name)
     assert pick_device("auto") == torch.device("cpu")
