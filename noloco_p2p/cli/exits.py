@@ -13,6 +13,8 @@ from noloco_p2p.humanize import plain
 DEBUG = "--debug"
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
+LACKING = "strict", "surrogateescape"
+"""How Python's stdout treats letters that the locale lacks; the second one in the locale C."""
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
@@ -21,7 +23,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack letters that we print
     try:
         code = app(prog_name=name, args=[a for a in arguments if a != DEBUG], standalone_mode=False)
@@ -30,12 +32,12 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             raise
         fail(str(error), USER_ERROR)
     except usage_error as error:
-        text = str(getattr(error, "format_message", error.__str__)()).rstrip(".").replace("Value error, ", "")
+        text = str(getattr(error, "format_message", error.__str__)())
         if text.startswith("Usage:"):  # a group of commands without one: this is its help
             print(text)
             sys.exit(0)
         place = getattr(getattr(error, "ctx", None), "command_path", name)
-        fail(f"{text}; see {place} --help", USER_ERROR)
+        fail(f"{text.rstrip('.').replace('Value error, ', '')}; see {place} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:  # the last resort: a bug ends with one line, or a traceback with --debug

@@ -26,9 +26,9 @@ from noloco_p2p.launch.swarm_display import COLUMNS, Display, current_row, deser
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy", "pydantic", "yaml")
 
 
-def noloco(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "noloco_p2p.cli.main", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    command, env = [sys.executable, "-m", "noloco_p2p.cli.main", *arguments], {**os.environ, **variables}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,19 @@ def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expec
     assert not (tmp_path / "noloco-runs").exists()
 
 
+def test_a_locale_that_lacks_a_letter_stops_no_command(tmp_path: Path) -> None:
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = noloco("configs", cwd=tmp_path, **ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u2026" in done.stdout
+
+
 def test_without_a_command_it_helps(tmp_path: Path) -> None:
     for words, begins in (([], "Usage: noloco ["), (["bench"], "Usage: noloco bench"), (["-h"], "Usage: noloco [")):
         done = noloco(*words, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(begins)
+        assert done.stdout.endswith(".\n")
     assert noloco("--version", cwd=tmp_path).stdout == f"{__version__}\n"
 
 
