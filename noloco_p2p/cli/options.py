@@ -11,7 +11,7 @@ ConfigFile = Annotated[
     Option(metavar="FILE|NAME", help="YAML file with settings of run and nodes, or one of noloco configs by its name."),
 ]
 NodeDir = Annotated[Path, Option(metavar="DIR", help="Directory of the node, or that of noloco swarm: all its nodes.")]
-ExportDir = Annotated[Path, Argument(metavar="OUT", help="Directory that noloco export wrote.")]
+ExportDir = Annotated[Path, Argument(metavar="MODEL", help="Directory that noloco export wrote.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="A setting, such as seed=1; repeatable.")
 ]
@@ -30,7 +30,7 @@ class WithArguments(TyperCommand):
     """A command whose help names arguments like options, by their metavars; versions of Typer add types or brackets."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Of the usage line: OUT is required, [NAME] optional, PEER... repeatable."""
+        """Of the usage line: MODEL is required, [NAME] optional, PEER... repeatable."""
         arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
         names = [f"{one.metavar}{'...' if one.nargs != 1 else ''}" for one in arguments]
         named = zip(arguments, names, strict=True)
