@@ -65,10 +65,9 @@ def current_row(node: NodeProcess) -> Row:
     summary = None if node.exit_code is None else node.summary
     if summary is None:
         return row(node)
-    loss = row(node).get("loss") if summary["final_loss"] is None else summary["final_loss"]
     counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"]}
     counts |= {"step": summary.get("step")}
-    return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": loss}
+    return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": summary["final_loss"]}
 
 
 def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:

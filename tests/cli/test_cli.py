@@ -185,6 +185,9 @@ def test_a_row_comes_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert current_row(node) == line("0-1", 0), "it has not been started: the summary is of an earlier run"
     monkeypatch.setattr(NodeProcess, "exit_code", 0)
     assert current_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
+    last = written(tmp_path, 1, 1, inner_steps=5, outer_rounds=4, final_loss=None, step=9)
+    last.readings.append(reading(12.0, 4.0, 3000.0))
+    assert current_row(last)["loss"] is None, "the loss that was read last is of an earlier step"
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
