@@ -161,8 +161,11 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises ConfigError unless `out` can be written to without loss."""
+    """Raises ConfigError unless `out` can be written to, and without loss."""
     homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--out {out}: nothing can be written to {nearest}: name another directory")
 
 
 @contextlib.contextmanager

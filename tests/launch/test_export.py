@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch.export import read_record, recorded_data, run_export
+from noloco_p2p.launch.export import read_record, recorded_data, refuse_existing, run_export
 from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
 
@@ -292,3 +293,12 @@ def test_data_files_are_the_texts_in_a_record(tmp_path: Path, written: str, file
     for name in ("noloco.json", LOCAL):
         (tmp_path / name).write_text(f'{{"data_files": {written}}}')
     assert recorded_data(tmp_path) == local_files([tmp_path]).data_files == files
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_existing(tmp_path / "new" / "model")
+    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: nothing can be written to {tmp_path}: name"):
+        refuse_existing(tmp_path / "new" / "model")
