@@ -16,7 +16,7 @@ def finetune_model(
     out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],
     learning_rate: Annotated[
         float | None,
-        Option(metavar="X", min=0, help="Peak after the warm-up; default: a tenth of the run's, 1e-4 after muon."),
+        Option(metavar="X", min=0, help="Peak after the warm-up; default: the run's / 10, 1e-4 after muon."),
     ] = None,
     batch_size: Annotated[int, Option(metavar="N", min=1, help="Examples per optimizer step.")] = 32,
     epochs: Annotated[int, Option(metavar="N", min=1, help="Passes over the examples.")] = 3,

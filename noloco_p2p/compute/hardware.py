@@ -27,7 +27,7 @@ class DeviceInfo:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting; `auto` is CUDA if available. Raises ConfigError: there is no such; LocalError: not here."""
+    """The device of a setting; `auto` is CUDA if available. Raises ConfigError (no device), LocalError (not here)."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
