@@ -8,7 +8,7 @@ from pathlib import Path
 
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.humanize import plain
-from noloco_p2p.launch.export import run_export
+from noloco_p2p.launch.export import TOKENIZER, run_export
 
 LINES, WIDTH = 4, 76
 SAMPLE_TOKENS = 240
@@ -27,6 +27,8 @@ def sample_lines(run_dir: Path) -> list[str]:
         with tempfile.TemporaryDirectory(prefix="noloco-sample-") as home:
             model = Path(home) / "model"
             run_export((), [run_dir], model, merge="one", replicas=False, tokenizer_dir=None, say=lambda _: None)
+            if not (model / TOKENIZER).exists():
+                return ["no sample: the run read token ids: noloco export --tokenizer-dir DIR adds their tokenizer"]
             from noloco_p2p.launch.evaluation import run_generate
 
             text = run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu")

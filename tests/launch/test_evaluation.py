@@ -153,6 +153,12 @@ def test_a_sample_does_nothing_to_the_terminal(tmp_path: Path) -> None:
     assert all(line.isprintable() and line.strip() for line in lines)
 
 
+def test_a_run_on_token_ids_has_no_sample_and_says_why(tmp_path: Path) -> None:
+    save_swarm(small_run().model_copy(update={"data": DataSettings(kind="parquet")}), tmp_path, [1, 1])
+    [line] = sample_lines(tmp_path)
+    assert line == "no sample: the run read token ids: noloco export --tokenizer-dir DIR adds their tokenizer"
+
+
 def test_what_comes_next_is_what_can_be_done(tmp_path: Path) -> None:
     said: list[str] = []
     say_what_next(tmp_path, said.append)
