@@ -122,7 +122,7 @@ def _describe(overrides: "Overrides") -> None:
     for stage in sizes:
         device, host = stage.device_bytes / 2**30, stage.host_bytes / 2**30
         print(
-            f"stage {stage.index}: {stage.layers} layers, {stage.parameters:,} parameters, "
+            f"stage {stage.index}: {plural(stage.layers, 'layer')}, {stage.parameters:,} parameters, "
             f"{device:.2f} GiB on the device, {host:.2f} GiB on the host"
         )
 

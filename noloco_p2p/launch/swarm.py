@@ -17,6 +17,7 @@ from typing import Any
 
 from noloco_p2p.core import hours
 from noloco_p2p.errors import LocalError
+from noloco_p2p.humanize import plural
 from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
@@ -176,7 +177,7 @@ class LocalSwarm:
             return "importing torch"
         there = [node for node in self._nodes if node.endpoints is not None]
         if len(there) < len(self._nodes):
-            return f"starting {len(self._nodes)} nodes: {len(there)} of {len(self._nodes)}"
+            return f"starting {plural(len(self._nodes), 'node')}: {len(there)} of {len(self._nodes)}"
         ready = {node.stage for node in self._nodes if row(node).get("state") not in (None, "starting")}
         missing = [str(stage) for stage in range(self._plan.manifest.stages) if stage not in ready]
         return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
@@ -273,7 +274,8 @@ def run_swarm(
         plan.write(run_dir)
         m = plan.manifest
         display = Display(m.steps, plain)
-        display.say(f"{m.stages} stages × {m.start_replicas} replicas, {m.steps} steps, in {run_dir}")
+        size = f"{plural(m.stages, 'stage')} × {plural(m.start_replicas, 'replica')}, {m.steps} steps"
+        display.say(f"{size}, in {run_dir}")
         if resumed is not None:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
