@@ -131,9 +131,11 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
+        named = os.path.isfile(expanded)  # though its name may look like a glob
         parts = Path(expanded).parts
-        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-        paths = [Path(name) for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part) and not named), len(parts) - 1)
+        matches = [expanded] if named else glob.glob(expanded, recursive=True)
+        paths = [Path(name) for name in matches if os.path.isfile(name)]
         if not paths:
             if os.path.isdir(expanded):
                 raise ConfigError(

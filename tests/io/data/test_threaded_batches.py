@@ -230,6 +230,13 @@ def test_files_of_equal_names_in_several_folders_are_all_read(tmp_path: Path) ->
     assert next(iter(found)) == "x.txt"
 
 
+def test_a_file_may_be_named_like_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "[v1]").mkdir()
+    path = tmp_path / "[v1]" / "a?.txt"
+    path.touch()
+    assert corpora.matching_files((str(path),)) == {"a?.txt": path}
+
+
 def test_packed_text_is_read_whole_in_blocks_of_lines(tmp_path: Path) -> None:
     trained, held_out = one_pass("rows", write_packed(tmp_path))
     lines = {text.encode() for i in range(2) for n in range(60 * LINES) if (text := f"<{i}:{n:05}>")}
