@@ -115,8 +115,9 @@ class Joining:
             node.enter("synced", reason)
         return True
 
-    async def catch_up(self) -> None:
-        """After a pause: copy a living replica if the stage is ahead by more than one outer interval.
+    async def catch_up(self) -> bool:
+        """After a pause: copy a living replica if the stage is ahead by more than one outer interval; returns whether
+        it did.
 
         They say so themselves. The network may be down at first, so one that is silent is asked again for a while.
         """
@@ -131,9 +132,12 @@ class Joining:
             if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
                 break
         ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
+        if ahead:
+            await self._know_the_clock()  # of all stages: half of this one may have been cut off, too
         for source in resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else ():
             if await self._weights.restore(source):
-                return
+                return True
+        return False
 
     async def take_over(self, ahead: Sequence[PeerId]) -> None:
         """Copy one of those that a round has shown to be ahead; if none gives its state, the next round tells."""

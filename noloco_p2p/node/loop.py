@@ -237,7 +237,6 @@ class Node:
                 node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be earlier.
 
     def _members_read(self) -> None:
-        self._pauses.members_read(self.swarm.members)
         self._server.drop_departed()
         self._rebalancer.consider()
         self._guardian.membership_was_read()
@@ -259,6 +258,7 @@ class Node:
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
         self._pauses.look()
+        self._pauses.stepped(result.microbatches)
         node.finish_inner_step(result, self.swarm.inquiry.clocks(), self._world.transport.line)
         idle_s = max(0.0, node.now() - began - result.busy_s)
         node.event("idle", cause="gradients" if node.index == 0 else "microbatches", seconds=idle_s)

@@ -4,10 +4,8 @@ others."""
 
 from collections.abc import Callable
 from datetime import datetime
-from math import inf
 
 from noloco_p2p.core import hours
-from noloco_p2p.core.members import TRAINED, Members
 from noloco_p2p.core.status import Resource
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.join import Joining
@@ -16,6 +14,8 @@ from noloco_p2p.node.state import NodeState
 
 LOOK_S = 5.0
 """Seconds between two looks at the clock on the wall, which may be put back or forward."""
+UNLUCKY_STEPS = 8
+"""For so many inner steps a replica of a later stage may be sent nothing by chance."""
 
 
 class Pauses:
@@ -25,7 +25,9 @@ class Pauses:
         self._node = node
         self._local_time = local_time
         self._looked_at = self._slept_until = local_time().timestamp()
-        self._saw_mates_at = -inf
+        self._trained: tuple[float, float] | None = None
+        """When the last inner step with microbatches ended, on the loop's clock, and the seconds spent in evaluations
+        until then. None: there was none yet with these weights."""
         self.look()
 
     async def keep_hours(self) -> None:
@@ -59,7 +61,8 @@ class Pauses:
             slept_until = None
             while slept_until != self._slept_until:
                 slept_until = self._slept_until
-                await joining.catch_up()
+                if await joining.catch_up():
+                    self._trained = None
             node.stand_still(False)
             return
         await rounds.forget()
@@ -73,6 +76,7 @@ class Pauses:
         await node.waits.until(lambda: not node.wanted_by_owner or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
+            self._trained = None
             if entrusted:
                 # What was frozen for the guardians has the number of a round that is yet to come.
                 await rounds.go_on_from(node.advert.outer_round)
@@ -95,20 +99,25 @@ class Pauses:
             self._slept_until = now
             node.stand_still(True)
 
-    def members_read(self, members: Members) -> None:
-        """The membership has been read. If it shows other replicas of this stage again, and had shown none for longer
-        than adverts live, and this node took no inner step meanwhile, it was cut off from them: a standstill, too.
+    def stepped(self, microbatches: int) -> None:
+        """An inner step of so many microbatches has ended. If none had any for longer than adverts live and than a
+        standstill lasts, this node was cut off, or the whole swarm waited: it asks the others before it goes on.
+
+        An empty step is no sign that others reach this node.
         """
         node, now = self._node, self._node.now()
-        if not members.of_stage(node.advert.stage, TRAINED):
-            return
-        away_s, self._saw_mates_at = now - self._saw_mates_at, now
-        idle_s = 0.0 if node.stepped_at is None else now - node.stepped_at
-        if away_s > node.config.directory.ttl_s and idle_s > self._longest_s():
-            node.event("info", message=f"took no inner step for {idle_s:.0f} s, cut off from the others")
+        idle_s = 0.0
+        if self._trained is not None:
+            at_s, evaluated_s = self._trained
+            idle_s = now - at_s - (node.evaluated_s - evaluated_s)
+        longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
+        if idle_s > longest_s and not node.stood_still:
+            node.event("info", message=f"trained nothing for {idle_s:.0f} s, and asks the others how far they are")
             node.stand_still(True)
+        if microbatches:
+            self._trained = now, node.evaluated_s
 
-    def _longest_s(self) -> float:
-        """What is no standstill yet: two looks, or an outer interval as far as one is known."""
+    def _longest_s(self, steps: int = 0) -> float:
+        """What is no standstill yet: two looks, or an outer interval, and so many `steps`, as far as one is known."""
         speed, m = self._node.advert.steps_per_s, self._node.manifest.outer.inner_steps
-        return max(2 * LOOK_S, m / speed if speed else 0.0)
+        return max(2 * LOOK_S, max(m, steps) / speed if speed else 0.0)

@@ -1,6 +1,7 @@
 """A node that the network cuts off from all others, for much longer than a microbatch may take."""
 
 import pytest
+from elastic import config_for
 from lawful import check
 from test_standstill_simulated import FROM_S, WOKEN_S, between, stopped
 
@@ -13,6 +14,15 @@ LONG_S = WOKEN_S - FROM_S
 
 def cut_off(peer: PeerId, routing: str) -> Outcome:
     return check(stopped(Fault(FROM_S, "split", (peer,), LONG_S), routing=routing, steps=90))
+
+
+def copied_before_it_went_on(outcome: Outcome, peer: PeerId, donors: tuple[PeerId, ...]) -> None:
+    [came] = outcome.trace.of("resumed", peer)
+    assert (came.get("source"), came.get("peer") in donors) == ("peer", True)
+    assert came.at_s > WOKEN_S
+    assert len(between(outcome, "inner_step", peer, WOKEN_S, came.at_s)) <= 1, "it ends what it had begun"
+    assert not between(outcome, "outer_round", peer, WOKEN_S, came.at_s)
+    assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced"])
@@ -34,3 +44,30 @@ def test_who_hears_nothing_of_any_origin_takes_no_empty_steps(routing: str) -> N
     assert len(steps) <= 1, "the one of which the slots were given up"
     after = between(outcome, "inner_step", "s1r1", WOKEN_S, WOKEN_S + 30.0)
     assert sum(int(str(step.get("tokens"))) for step in after) > 0
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_it_copies_one_too_if_the_others_adverts_were_still_known_to_it(peer: PeerId, routing: str) -> None:
+    """Who reads nothing but its own advert keeps those of the others for three lifetimes."""
+    fault = Fault(FROM_S, "split", (peer,), LONG_S)
+    config = config_for(directory={"ttl_s": 16.0, "refresh_s": 1.0})
+    copied_before_it_went_on(check(stopped(fault, routing=routing, config=config)), peer, (peer[:3] + "0",))
+
+
+@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+def test_it_copies_one_too_if_only_its_calls_were_cut_off(peer: PeerId) -> None:
+    outcome = check(stopped(Fault(FROM_S, "mute", (peer,), LONG_S), steps=90))
+    copied_before_it_went_on(outcome, peer, (peer[:3] + "0",))
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize(("replicas", "pair"), [((3, 2), ("s0r1", "s0r2")), ((2, 3), ("s1r1", "s1r2"))])
+def test_two_that_were_cut_off_together_copy_one_that_trained_on(
+    replicas: tuple[int, ...], pair: tuple[PeerId, PeerId], routing: str
+) -> None:
+    """They saw each other all the time."""
+    outcome = check(stopped(Fault(FROM_S, "split", pair, LONG_S), replicas=replicas, routing=routing, steps=90))
+    for peer in pair:
+        # The second one may copy the first, which has copied the one that was not cut off.
+        copied_before_it_went_on(outcome, peer, tuple({f"{peer[:2]}r{i}" for i in range(3)} - {peer}))

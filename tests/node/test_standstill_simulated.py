@@ -4,6 +4,7 @@ import pytest
 from elastic import config_for, manifest_for
 from lawful import check
 
+from noloco_p2p.config import NodeConfig
 from noloco_p2p.core import exchanges
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.sim.device import Costs
@@ -18,9 +19,15 @@ FROM_S, LONG_S = 25.0, 50.0
 WOKEN_S = FROM_S + LONG_S
 
 
-def stopped(*faults: Fault, replicas: tuple[int, ...] = (2, 2), seed: int = 1, **changes: object) -> FaultySwarm:
+def stopped(
+    *faults: Fault,
+    replicas: tuple[int, ...] = (2, 2),
+    seed: int = 1,
+    config: NodeConfig | None = None,
+    **changes: object,
+) -> FaultySwarm:
     manifest = manifest_for(replicas, **{"steps": 75, "seed": seed} | changes)
-    plan = SimPlan(manifest, replicas, seed=seed, config=config_for(), costs=COSTS)
+    plan = SimPlan(manifest, replicas, seed=seed, config=config or config_for(), costs=COSTS)
     return FaultySwarm(plan, faults, limit_s=3000.0)
 
 
