@@ -106,11 +106,10 @@ class Pauses:
         An empty step is no sign that others reach this node.
         """
         node, now = self._node, self._node.now()
-        idle_s = 0.0
-        if self._trained is not None:
+        idle_s, longest_s = 0.0, max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
+        if self._trained is not None and node.advert.steps_per_s:
             at_s, evaluated_s = self._trained
             idle_s = now - at_s - (node.evaluated_s - evaluated_s)
-        longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
         if idle_s > longest_s and not node.stood_still:
             node.event("info", message=f"trained nothing for {idle_s:.0f} s, and asks the others how far they are")
             node.stand_still(True)

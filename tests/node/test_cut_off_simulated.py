@@ -71,3 +71,15 @@ def test_two_that_were_cut_off_together_copy_one_that_trained_on(
     for peer in pair:
         # The second one may copy the first, which has copied the one that was not cut off.
         copied_before_it_went_on(outcome, peer, tuple({f"{peer[:2]}r{i}" for i in range(3)} - {peer}))
+
+
+@pytest.mark.parametrize("replicas", [(2, 2), (3, 3)])
+def test_an_origin_that_announces_itself_but_can_call_nobody_does_not_stop_the_others(
+    replicas: tuple[int, ...],
+) -> None:
+    """Under `balanced` every replica waits for what each origin sends it."""
+    outcome = check(stopped(Fault(FROM_S, "mute", ("s0r1",), LONG_S), replicas=replicas, routing="balanced"))
+    before = len(between(outcome, "inner_step", "s0r0", FROM_S - 20.0, FROM_S)) / 20.0
+    meanwhile = len(between(outcome, "inner_step", "s0r0", FROM_S + 15.0, WOKEN_S)) / (LONG_S - 15.0)
+    assert meanwhile > 0.8 * before
+    assert between(outcome, "inner_step", "s0r1", WOKEN_S + 10.0, WOKEN_S + 20.0), "it is waited for again"

@@ -18,6 +18,7 @@ from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.finite_watch import FiniteWatch
+from noloco_p2p.node.pipeline.origins import Origins
 from noloco_p2p.node.pipeline.task import StageInput, StageResult
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Body
@@ -53,8 +54,7 @@ class MicrobatchServer:
         self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
         self._watch = FiniteWatch(node, swarm)
         self._timeout = AdaptiveTimeout()
-        self._given_up: dict[PeerId, float] = {}
-        """Origins that were silent for too long, and since when."""
+        self._origins = Origins(node, swarm)
 
     # --- the node's own steps ---------------------------------------------------------------------------------------
 
@@ -62,7 +62,9 @@ class MicrobatchServer:
         """Fix the membership of the coming step. Under `balanced` it has slots only while an origin is there and heard:
         else whoever is cut off from stage 0 would take empty steps, far ahead of the others."""
         self._swarm.fix_view()
-        return self._node.manifest.routing != "balanced" or not all(map(self._is_silent, self._swarm.view.origins))
+        return self._node.manifest.routing != "balanced" or not all(
+            map(self._origins.is_silent, self._swarm.view.origins)
+        )
 
     def open(self) -> None:
         """Begin to admit into the coming inner step."""
@@ -75,7 +77,7 @@ class MicrobatchServer:
 
         Under `balanced` a step is complete when the slots that are this replica's have been filled, and each names its
         origin. So an origin from which nothing has been heard for as long as steps never take is not waited for any
-        more: it hangs, or is dead and still listed. Nor in the steps that follow, until something is heard from it.
+        more: it hangs, or is dead and still listed. Nor in the steps that follow, until a microbatch of it comes.
         """
         node, began, limits = self._node, self._node.now(), self._node.config.limits
         silence_s = self._timeout.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
@@ -84,10 +86,7 @@ class MicrobatchServer:
             while not await node.waits.until(
                 lambda: self.intake.ready or over(), "sign of life", AnyReplica(0), silence_s, idle=True
             ):
-                since = node.now() - (silence_s or 0.0)
-                silent = [o for o in self.intake.missing_origins if not self._was_heard(o, since)]
-                known = {o: at for o, at in self._given_up.items() if self._swarm.members.get(o)}
-                self._given_up = known | dict.fromkeys(silent, since)
+                silent = self._origins.give_up(self.intake.missing_origins, began, silence_s or 0.0)
                 self._admit(self.intake.drop_slots(silent.__contains__))
                 if not self.intake.missing_origins:
                     silence_s = None
@@ -131,27 +130,19 @@ class MicrobatchServer:
         for key in self.intake.granted():
             self._calls[key].granted.set()
 
-    def _was_heard(self, origin: PeerId, since: float) -> bool:
-        """A microbatch of it came by, or its advert is younger. One that still fetches its weights sends nothing."""
-        advert, at = self._swarm.members.get(origin), self._swarm.members.last_sign(origin)
-        return advert is not None and advert.state not in ("waiting", "syncing") and at is not None and at >= since
-
-    def _is_silent(self, origin: PeerId) -> bool:
-        """It was given up, and has not been heard since."""
-        return origin in self._given_up and not self._was_heard(origin, self._given_up[origin])
-
     def _has_left(self, origin: PeerId) -> bool:
         """Nothing of it will come any more in this step."""
         advert, reached = self._swarm.members.get(origin), self._swarm.members.step_of(origin)
         # An origin that pauses is not at work: it has begun nothing that is still under way.
         at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
         passed = reached is not None and int(reached) > self._node.step
-        return passed or not at_work or self._is_silent(origin)
+        return passed or not at_work or self._origins.is_silent(origin)
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler; the header has been checked."""
         node = self._node
         key = AttemptKey(header.microbatch, header.digest)
+        self._origins.heard(header.origin)
         verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
             case Admission.REPEAT:
@@ -173,9 +164,6 @@ class MicrobatchServer:
                     call.granted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(call, task))
-        self._swarm.heard(header.origin)
-        if header.origin.peer in self._given_up:
-            node.waits.pulse()
         if header.origin.step > node.step:
             self.drop_departed()
         self._gauge()

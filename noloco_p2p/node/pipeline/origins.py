@@ -1,0 +1,46 @@
+"""Which origins a replica waits for under `balanced`, where each of its places in a step is for one of them."""
+
+from collections.abc import Sequence
+
+from noloco_p2p.core.messages import Origin, PeerId
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+
+
+class Origins:
+    """Those that one replica has given up, because nothing was heard of them for longer than steps ever take."""
+
+    def __init__(self, node: NodeState, swarm: Membership) -> None:
+        self._node = node
+        self._swarm = swarm
+        self._given_up: dict[PeerId, float] = {}
+        """And since when."""
+
+    def heard(self, origin: Origin) -> None:
+        """A microbatch came, whatever the answer is."""
+        self._swarm.heard(origin)
+        if origin.peer in self._given_up:
+            self._node.waits.pulse()
+
+    def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
+        """Those of `missing`, whose slots in a step that `began` then are not filled, of which nothing was heard since
+        or for so long. An advert counts only while the slots of all are missing, so that all may wait for something
+        else: an origin may be able to announce itself and to call nobody. One that fetches its weights sends nothing.
+        """
+        members, now = self._swarm.members, self._node.now()
+        all_wait = len(missing) == len(self._swarm.view.origins)
+
+        def was_heard(origin: PeerId) -> bool:
+            advert, at = members.get(origin), members.last_sign(origin) if all_wait else members.heard_at(origin)
+            at_work = advert is not None and advert.state not in ("waiting", "syncing")
+            return at_work and max(began, at or began) > now - silence_s
+
+        silent = [origin for origin in missing if not was_heard(origin)]
+        known = {origin: at for origin, at in self._given_up.items() if members.get(origin)}
+        self._given_up = known | dict.fromkeys(silent, now)
+        return silent
+
+    def is_silent(self, origin: PeerId) -> bool:
+        """It was given up, and no microbatch of it has come since."""
+        at = self._given_up.get(origin)
+        return at is not None and self._swarm.members.heard_at(origin) <= at
