@@ -123,6 +123,7 @@ class Node:
             if self.finished:
                 return
             self._checkpointer.go_on()
+            self._pauses.begin()
             if not node.draining:
                 await (self._train_first_stage() if node.index == 0 else self._train_later_stage())
             if node.next_stage is not None:

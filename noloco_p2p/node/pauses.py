@@ -99,6 +99,10 @@ class Pauses:
             self._slept_until = now
             node.stand_still(True)
 
+    def begin(self) -> None:
+        """This node begins to train, with the weights of now."""
+        self._trained = None
+
     def stepped(self, microbatches: int) -> None:
         """An inner step of so many microbatches has ended. If none had any for longer than adverts live and than a
         standstill lasts, this node was cut off, or the whole swarm waited: it asks the others before it goes on.
