@@ -187,7 +187,7 @@ class Joining:
                     return ""
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
-                elif source.kind == "fresh" and self._may_come_back(others, began):
+                elif source.kind == "fresh" and (self._may_come_back(others, began) or await self._is_cut_off()):
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
@@ -208,6 +208,14 @@ class Joining:
         held = any(held.stage == node.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
         return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
+
+    async def _is_cut_off(self) -> bool:
+        """Whether nobody of any other stage answers. Fresh weights would be no use then, and wrong once others do."""
+        node, inquiry, members = self._node, self._swarm.inquiry, self._swarm.members
+        asked = inquiry.few([a for a in members.all() if a.stage != node.index and a.state in membership.PRESENT])
+        await inquiry.until_asked(asked, anew=True)
+        answered = inquiry.answering(asked, membership.PRESENT)
+        return node.manifest.stages > 1 and not (answered or self._swarm.run_ended)
 
     async def _know_the_clock(self) -> bool:
         """Whether a training node has answered, or none is listed; otherwise the others may be out of sight."""

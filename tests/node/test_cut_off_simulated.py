@@ -83,3 +83,13 @@ def test_an_origin_that_announces_itself_but_can_call_nobody_does_not_stop_the_o
     meanwhile = len(between(outcome, "inner_step", "s0r0", FROM_S + 15.0, WOKEN_S)) / (LONG_S - 15.0)
     assert meanwhile > 0.8 * before
     assert between(outcome, "inner_step", "s0r1", WOKEN_S + 10.0, WOKEN_S + 20.0), "it is waited for again"
+
+
+@pytest.mark.parametrize("kind", ["split", "mute"])
+def test_a_newcomer_that_is_cut_off_before_it_has_weights_waits_for_those_of_the_run(kind: str) -> None:
+    """After three lifetimes of an advert it began with the initial weights, and trained with them afterwards."""
+    arrival, fault = Fault(FROM_S, "arrive", ("s1r2",)), Fault(FROM_S, kind, ("s1r2",), LONG_S)
+    outcome = check(stopped(arrival, fault))
+    [came] = outcome.trace.of("resumed", "s1r2")
+    assert came.get("source") in ("peer", "guardian")
+    assert WOKEN_S < came.at_s < WOKEN_S + 10.0
