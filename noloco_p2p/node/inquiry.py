@@ -76,6 +76,12 @@ class Inquiry:
 
         await self._node.waits.until(all_asked, "answers", Resource.SWARM)
 
+    async def answering_now(self, adverts: Sequence[Advert], states: Set[str]) -> list[Advert]:
+        """Those of a few of them that answer, and are in one of these states, when they are asked anew."""
+        asked = self.few(adverts)
+        await self.until_asked(asked, anew=True)
+        return self.answering(asked, states)
+
     def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
         """PROBES of them, to be asked: first those that have answered, then those whose microbatches arrived, then a
         random order that is the same every time."""

@@ -116,19 +116,18 @@ class Joining:
         return True
 
     async def catch_up(self) -> bool:
-        """After a pause: copy a living replica if the stage is ahead by more than one outer interval; returns whether
-        it did.
+        """After a pause: copy a living replica if the stage is ahead by more than one outer interval, in its own words.
 
-        They say so themselves. The network may be down at first, so one that is silent is asked again for a while.
+        The network may be down at first, so one that is silent is asked again for a while. Returns whether it copied.
         """
         node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
         inquiry.forget()
         living: list[Advert] = []
         while not (living or node.draining):
             await self._membership_loop.next_reading()
-            mates = inquiry.few(self._swarm.members.of_stage(node.index, membership.TRAINED))
-            await inquiry.until_asked(mates, anew=True)
-            living = [a for mate in inquiry.answering(mates, membership.TRAINED) if (a := inquiry.as_it_says(mate))]
+            mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
+            answering = await inquiry.answering_now(mates, membership.TRAINED)
+            living = [a for mate in answering if (a := inquiry.as_it_says(mate))]
             if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
                 break
         ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
@@ -180,27 +179,25 @@ class Joining:
                 continue
             if node.now() - began > TRANSFER_DEADLINE_S:  # Nobody has resumed from those newer weights.
                 others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
-            for source in resume.restore_sources(
-                node.advert, others, own, node.manifest.stages, self._weights.guarded()
-            ):
+            guarded = self._weights.guarded()
+            for source in resume.restore_sources(node.advert, others, own, node.manifest.stages, guarded):
                 if node.draining:
                     return ""
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
                 elif source.kind == "fresh" and (self._may_come_back(others, began) or await self._is_cut_off()):
                     self._report(f"waiting for a node with weights of stage {node.index}")
+                elif source.kind != "peer" and await self._answers_after_all(others):
+                    break
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
             await self._membership_loop.next_reading()
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
-        """Whether a node with trained weights of the stage may be out of sight: not answering, or without a live
-        advert.
-
+        """Whether a node with trained weights of the stage may be out of sight, not answering or without a live advert.
         Before the first outer round the initial weights are as good as any, unless a replica has trained on. This node
-        waits for a peer that is only listed for no longer than an advert can outlive its node.
-        """
+        waits for a peer that is only listed for no longer than an advert can outlive its node."""
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         waited_s, mates = node.now() - began, members.of_stage(node.index, membership.TRAINED)
         if self._swarm.inquiry.answering(mates, membership.TRAINED):
@@ -211,11 +208,17 @@ class Joining:
 
     async def _is_cut_off(self) -> bool:
         """Whether nobody of any other stage answers. Fresh weights would be no use then, and wrong once others do."""
-        node, inquiry, members = self._node, self._swarm.inquiry, self._swarm.members
-        asked = inquiry.few([a for a in members.all() if a.stage != node.index and a.state in membership.PRESENT])
-        await inquiry.until_asked(asked, anew=True)
-        answered = inquiry.answering(asked, membership.PRESENT)
-        return node.manifest.stages > 1 and not (answered or self._swarm.run_ended)
+        node, swarm = self._node, self._swarm
+        others = [a for a in swarm.members.all() if a.stage != node.index and a.state in membership.PRESENT]
+        needed = node.manifest.stages > 1 and not swarm.run_ended
+        return needed and not await swarm.inquiry.answering_now(others, membership.PRESENT)
+
+    async def _answers_after_all(self, others: Sequence[Advert]) -> bool:
+        """Whether a living replica of my stage, none of which is in `others`, answers now: the line may be back."""
+        index, trained = self._node.index, membership.TRAINED
+        if any(a.stage == index and a.state in trained for a in others):
+            return False
+        return bool(await self._swarm.inquiry.answering_now(self._swarm.members.of_stage(index, trained), trained))
 
     async def _know_the_clock(self) -> bool:
         """Whether a training node has answered, or none is listed; otherwise the others may be out of sight."""
@@ -225,10 +228,8 @@ class Joining:
         return not listed or bool(self._swarm.inquiry.answering(asked, membership.TRAINED))
 
     async def _ask_around(self) -> list[Advert]:
-        """The others' adverts, with what the peers that decide where the weights come from have just said.
-
-        A peer that should decide and does not answer is left out, so that others decide; eight are asked at a time. One
-        living replica of my stage is enough.
+        """The others' adverts, with what the peers that decide where the weights come from have just said. Who does not
+        answer is left out, so that others decide; eight are asked at a time. One living replica of my stage is enough.
         """
         node, inquiry, stages = self._node, self._swarm.inquiry, self._node.manifest.stages
         answered: dict[PeerId, Advert | None] = {}
