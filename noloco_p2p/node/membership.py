@@ -81,7 +81,7 @@ class Membership:
             self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:
-        """A microbatch of `origin` was accepted, or at stage 0 a gradient arrived. Its label counts only as far as its
+        """A microbatch of `origin` came, or at stage 0 a gradient arrived. Its label counts only as far as its
         origin can have got since it announced itself."""
         self.heard_at = self._node.now()
         if origin is None or (advert := self.members.get(origin.peer)) is None:
