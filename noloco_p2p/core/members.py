@@ -82,8 +82,8 @@ class Members:
         """All other nodes, sorted."""
         self._missed: dict[PeerId, int] = {}
         """Number of successive readings that have not listed a peer; the last one listed all peers not in here."""
-        self._heard: dict[PeerId, tuple[int, float]] = {}
-        """The newest label from a peer: (step, time)."""
+        self._heard: dict[PeerId, tuple[int, float, float]] = {}
+        """Of a peer's microbatches: (highest step, when that came last, when any came last: it may have restarted)."""
         self._failures: dict[PeerId, _Failures] = {}
         self._distrusted: dict[PeerId, float] = {}
         """Until when a peer is set aside whatever it answers."""
@@ -259,18 +259,18 @@ class Members:
 
     def heard(self, origin: Origin, *, now: float) -> None:
         """A microbatch of `origin` arrived. Its label says how far that node has come."""
-        newest = self._heard.get(origin.peer)
-        if origin.peer in self._adverts and (newest is None or origin.step >= newest[0]):
-            self._heard[origin.peer] = (origin.step, now)
+        if origin.peer in self._adverts:
+            step, at, _ = self._heard.get(origin.peer, (0, now, now))
+            self._heard[origin.peer] = (origin.step, now, now) if origin.step >= step else (step, at, now)
 
     def heard_at(self, peer: PeerId) -> float:
         """When the newest microbatch of this peer arrived; −inf: none has."""
-        return self._heard[peer][1] if peer in self._heard else -inf
+        return self._heard[peer][2] if peer in self._heard else -inf
 
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive, by its advert or a microbatch; None: it is unknown."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
-        return None if advert is None else max(advert.announced_at, heard[1] if heard else advert.announced_at)
+        return None if advert is None else max(advert.announced_at, heard[2] if heard else advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
         """The highest known step of a peer; None: it is unknown."""

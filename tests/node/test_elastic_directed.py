@@ -125,6 +125,17 @@ def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stag
             assert weights(outcome.nodes[peer]) == weights(undisturbed.nodes[peer]), f"{peer}, killed at {part}"
 
 
+@pytest.mark.parametrize("down_s", [3.0, 6.0])
+def test_an_origin_that_was_given_up_may_go_on_from_an_earlier_step(down_s: float) -> None:
+    """Its next microbatches are of steps that it had sent some of before."""
+    plan = chain(2)
+    before = 0.7 * check(FaultySwarm(plan)).ended_at_s
+    swarm = killed(plan, before, ["s0r0"], down_s)
+    check(swarm)
+    [came] = swarm.resumptions
+    assert (came.source, came.round) == ("shard", 3)
+
+
 @pytest.mark.parametrize("rule", ["noloco", "gossip"])
 def test_nobody_merges_the_initial_weights_of_a_node_that_still_loads_its_own(
     rule: str, monkeypatch: pytest.MonkeyPatch

@@ -8,18 +8,18 @@ from noloco_p2p.node.state import NodeState
 
 
 class Origins:
-    """Those that one replica has given up, because nothing was heard of them for longer than steps ever take."""
+    """Those that this replica has given up, because nothing was heard of them for longer than steps ever take."""
 
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
         self._swarm = swarm
-        self._given_up: dict[PeerId, float] = {}
-        """And since when."""
+        self._given_up: set[PeerId] = set()
 
     def heard(self, origin: Origin) -> None:
-        """A microbatch came, whatever the answer is."""
+        """A microbatch came, whatever the answer is: its origin is waited for again."""
         self._swarm.heard(origin)
         if origin.peer in self._given_up:
+            self._given_up.remove(origin.peer)
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
@@ -36,11 +36,9 @@ class Origins:
             return at_work and max(began, at or began) > now - silence_s
 
         silent = [origin for origin in missing if not was_heard(origin)]
-        known = {origin: at for origin, at in self._given_up.items() if members.get(origin)}
-        self._given_up = known | dict.fromkeys(silent, now)
+        self._given_up = {*filter(members.get, self._given_up), *silent}
         return silent
 
     def is_silent(self, origin: PeerId) -> bool:
         """It was given up, and no microbatch of it has come since."""
-        at = self._given_up.get(origin)
-        return at is not None and self._swarm.members.heard_at(origin) <= at
+        return origin in self._given_up
