@@ -61,7 +61,7 @@ def test_linked_peers_are_found_though_a_search_asks_liars_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dht_node, "NEIGHBOURS", 5)
-    monkeypatch.setattr(dht_node, "WAIT_TIMEOUT_S", 30.0)  # Of a liar that is slow, an honest node would take the place.
+    monkeypatch.setattr(dht_node, "WAIT_TIMEOUT_S", 30.0)  # An honest node would take the place of a slow liar.
     monkeypatch.setattr(hivemind_directory, "REJOIN_PERIOD_S", 3600.0)  # the test says when
 
     async def scenario() -> None:
