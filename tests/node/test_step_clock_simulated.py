@@ -17,14 +17,14 @@ CASES = [(0.1, 1), *soak([(0.1, 2), (0.1, 3), (0.012, 1), (0.012, 2), (0.012, 3)
 @pytest.mark.parametrize(("microbatch_s", "seed"), CASES)
 def test_a_run_takes_as_many_inner_steps_as_it_has_steps(microbatch_s: float, seed: int) -> None:
     """Rounds follow every step here, and adverts come every half a second: the fast nodes take ten steps meanwhile."""
-    replicas, steps = (2, 2), 400
+    replicas, steps = (2, 2), 200
     outer = OuterSettings(rule="gossip", inner_steps=1)
     manifest = manifest_for(replicas, steps=steps, microbatches_per_step=4, outer=outer, routing="random", seed=seed)
     costs = Costs(forward_s=microbatch_s / 3, backward_s=2 * microbatch_s / 3, spread=0.4)
     plan = SimPlan(manifest, replicas, seed=seed, link=Link(latency_s=0.002, spread=0.2), costs=costs)
     trace = SimSwarm(plan).run(limit_s=4 * steps * 4 * microbatch_s).trace
     taken = Counter(event.peer for event in trace.of("inner_step"))
-    assert 0.98 * steps < min(taken.values())
+    assert 0.96 * steps < min(taken.values())
     assert max(taken.values()) < 1.04 * steps
     rounds = trace.totals("outer_round", "result")
     assert rounds["partner"] > 0.9 * rounds.total(), "and partners meet in the same round"
