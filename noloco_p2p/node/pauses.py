@@ -25,9 +25,9 @@ class Pauses:
         self._node = node
         self._local_time = local_time
         self._looked_at = self._slept_until = local_time().timestamp()
-        self._trained: tuple[float, float] | None = None
-        """When the last inner step with microbatches ended, on the loop's clock, and the seconds spent in evaluations
-        until then. None: there was none yet with these weights."""
+        self._trained = (0, 0.0, 0.0)
+        """Number of inner steps with microbatches since this node had its weights, when the last one ended, on the
+        loop's clock, and the seconds spent in evaluations until then."""
         self.look()
 
     async def keep_hours(self) -> None:
@@ -62,7 +62,7 @@ class Pauses:
             while slept_until != self._slept_until:
                 slept_until = self._slept_until
                 if await joining.catch_up():
-                    self._trained = None
+                    self.begin()
             node.stand_still(False)
             return
         await rounds.forget()
@@ -76,7 +76,7 @@ class Pauses:
         await node.waits.until(lambda: not node.wanted_by_owner or node.draining, what, Resource.OWNER)
         if not node.draining:
             await joining.catch_up()
-            self._trained = None
+            self.begin()
             if entrusted:
                 # What was frozen for the guardians has the number of a round that is yet to come.
                 await rounds.go_on_from(node.advert.outer_round)
@@ -101,24 +101,22 @@ class Pauses:
 
     def begin(self) -> None:
         """This node begins to train, with the weights of now."""
-        self._trained = None
+        self._trained = (0, 0.0, 0.0)
 
     def stepped(self, microbatches: int) -> None:
         """An inner step of so many microbatches has ended. If none had any for longer than adverts live and than a
         standstill lasts, this node was cut off, or the whole swarm waited: it asks the others before it goes on.
 
-        An empty step is no sign that others reach this node.
+        An empty step is no sign that others reach this node. How long steps take, it must have seen in a few of them.
         """
-        node, now = self._node, self._node.now()
-        idle_s, longest_s = 0.0, max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
-        if self._trained is not None and node.advert.steps_per_s:
-            at_s, evaluated_s = self._trained
-            idle_s = now - at_s - (node.evaluated_s - evaluated_s)
+        node, now, (steps, at_s, evaluated_s) = self._node, self._node.now(), self._trained
+        idle_s = now - at_s - (node.evaluated_s - evaluated_s) if steps >= UNLUCKY_STEPS else 0.0
+        longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
         if idle_s > longest_s and not node.stood_still:
             node.event("info", message=f"trained nothing for {idle_s:.0f} s, and asks the others how far they are")
             node.stand_still(True)
         if microbatches:
-            self._trained = now, node.evaluated_s
+            self._trained = steps + 1, now, node.evaluated_s
 
     def _longest_s(self, steps: int = 0) -> float:
         """What is no standstill yet: two looks, or an outer interval, and so many `steps`, as far as one is known."""

@@ -92,6 +92,8 @@ def blamed(outcome: Outcome) -> Counter[str]:
 
 LARGE_SEEDS = 16
 """Of these the bodies are announced. Those of further ones may go at once, as they do in AT_ONCE_SEEDS."""
+LATE_SEED = 130
+"""A step that takes twenty times as long as the first one: too little is known yet to find that strange."""
 AT_ONCE_SEEDS = (30, 37, 50, 56)
 
 
@@ -130,7 +132,10 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
     return replace(found, manifest=manifest, config=config, sizes=sizes), words
 
 
-@pytest.mark.parametrize("seed", [*range(8), *AT_ONCE_SEEDS, *soak([*range(8, LARGE_SEEDS), *range(100, 150)])])
+@pytest.mark.parametrize(
+    "seed",
+    [*range(8), LATE_SEED, *AT_ONCE_SEEDS, *soak([*range(8, LARGE_SEEDS), *sorted({*range(100, 150)} - {LATE_SEED})])],
+)
 def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
