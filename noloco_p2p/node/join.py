@@ -185,10 +185,10 @@ class Joining:
                     return ""
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
-                elif source.kind == "fresh" and (self._may_come_back(others, began) or await self._is_cut_off()):
-                    self._report(f"waiting for a node with weights of stage {node.index}")
                 elif source.kind != "peer" and await self._answers_after_all(others):
                     break
+                elif source.kind == "fresh" and (await self._is_cut_off() or self._may_come_back(others, began)):
+                    self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
             await self._membership_loop.next_reading()
