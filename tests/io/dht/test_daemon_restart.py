@@ -20,7 +20,7 @@ from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.io.dht import daemon_restarts, p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
-from noloco_p2p.io.dht.libp2p import Stream
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.launch.node_probe import scrape
 
 
@@ -124,19 +124,26 @@ def provider_record(peer: bytes) -> bytes:
 
 
 def test_a_stranger_fills_no_more_memory_than_a_daemon_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_daemon, "MEMORY_BYTES", 128 << 20)
-
-    async def scenario() -> None:
-        async with kept(tmp_path / "a") as a, daemon(tmp_path / "b", join=[a.address]) as b:
-            _, writer = await b.open_stream(a.libp2p.peer_id, "/ipfs/kad/1.0.0")
-            failed, me = a.libp2p.failed, base58.b58decode(b.peer_id)
-            with suppress(ConnectionError, LocalError):
-                while not writer.is_closing():
+    async def fill(b: Libp2pDaemon, other: str) -> None:
+        me = base58.b58decode(b.peer_id)
+        while True:
+            with suppress(ConnectionError, Unreachable):
+                _, writer = await b.open_stream(other, "/ipfs/kad/1.0.0")
+                while True:
                     writer.write(b"".join(provider_record(me) for _ in range(1000)))
                     await writer.drain()
-                await asyncio.shield(failed)
-            await a.back()
-            assert "has died (exit code 2); started again 1 time" in str(a.troubles[-1])
+
+    async def scenario() -> None:
+        monkeypatch.setattr(p2p_daemon, "MEMORY_BYTES", 128 << 20)
+        async with kept(tmp_path / "a") as a:
+            monkeypatch.undo()  # for the stranger's own daemon
+            async with daemon(tmp_path / "b", join=[a.address]) as b:
+                failed, filling = a.libp2p.failed, asyncio.create_task(fill(b, a.libp2p.peer_id))
+                await asyncio.wait([failed, filling], return_when=asyncio.FIRST_COMPLETED)
+                assert failed.done()
+                filling.cancel()
+                await a.back()
+                assert "has died (exit code 2); started again 1 time" in str(a.troubles[-1])
 
     run(scenario)
 
