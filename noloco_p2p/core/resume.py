@@ -81,6 +81,13 @@ def least_newest(held: Iterable[Holding]) -> int | None:
     return min(newest.values(), default=None)
 
 
+def nearness(held: Holding, meeting: int) -> tuple[int, bool, int]:
+    """Sorts checkpoints by their distance to the round at which all stages meet again. Of two that are as near, the
+    older one comes first, which the others can reach; of one round, the one of the latest step."""
+    behind = meeting - held.round
+    return abs(behind), behind < 0, -held.step
+
+
 def restore_sources(
     me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
 ) -> list[RestoreSource]:
@@ -125,11 +132,10 @@ def _of_a_lost_stage(
     def order(source: RestoreSource) -> tuple[int, bool, int, bool, str]:
         held, guarded = source.holding, source.kind == "guardian"
         assert held is not None
-        behind = meeting - held.round
-        # Of two that are as near the older one, which the others can reach; of one round the checkpoint, which has the
-        # optimizer's state too.
-        distance = behind if guarded else abs(behind)
-        return distance, behind < 0, -held.step, guarded, source.peer.peer_id if source.peer else ""
+        distance, is_newer, earlier = nearness(held, meeting)
+        distance = meeting - held.round if guarded else distance
+        # Of one round and step the checkpoint comes first, which has the optimizer's state too.
+        return distance, is_newer, earlier, guarded, source.peer.peer_id if source.peer else ""
 
     within = [h.round for h in own if h.round <= meeting] + [g.holding.round for g in guards if g.holding]
     best = max(within, default=-1 - NEAR_ROUNDS)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from noloco_p2p.config import NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.core.messages import Holding
-from noloco_p2p.core.resume import least_newest
+from noloco_p2p.core.resume import least_newest, nearness
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import locked
 from noloco_p2p.launch import homes, node_probe, run_files, settings
@@ -177,13 +177,12 @@ def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:
     """The newest outer round from which every stage that has a checkpoint can go on, and the least step there.
 
-    A stage goes on from what it has nearest to that round, as in core/resume.py.
+    A stage goes on from the checkpoint nearest to that round.
     """
     holdings = list(held)
     round = least_newest(holdings)
     if round is None:
         return None
-    nearest: dict[int, Holding] = {}
-    for holding in sorted(holdings, key=lambda h: (abs(round - h.round), h.round > round, -h.step)):
-        nearest.setdefault(holding.stage, holding)
+    by_nearness = sorted(holdings, key=lambda held: nearness(held, round), reverse=True)
+    nearest = {holding.stage: holding for holding in by_nearness}  # the last of each stage stays
     return ResumePoint(round, min(holding.step for holding in nearest.values()))

@@ -15,7 +15,7 @@ from noloco_p2p.node.state import NodeState
 LOOK_S = 5.0
 """Seconds between two looks at the clock on the wall, which may be put back or forward."""
 UNLUCKY_STEPS = 8
-"""For so many inner steps a replica of a later stage may be sent nothing by chance."""
+"""A replica of a later stage may by chance be sent nothing for this many inner steps."""
 
 
 class Pauses:
@@ -107,7 +107,8 @@ class Pauses:
         """An inner step of so many microbatches has ended. If none had any for longer than adverts live and than a
         standstill lasts, this node was cut off, or the whole swarm waited: it asks the others before it goes on.
 
-        An empty step is no sign that others reach this node. How long steps take, it must have seen in a few of them.
+        An empty step is no sign that others reach this node. Before it has taken a few steps, it cannot judge how long
+        they take.
         """
         node, now, (steps, at_s, evaluated_s) = self._node, self._node.now(), self._trained
         idle_s = now - at_s - (node.evaluated_s - evaluated_s) if steps >= UNLUCKY_STEPS else 0.0
@@ -119,6 +120,6 @@ class Pauses:
             self._trained = steps + 1, now, node.evaluated_s
 
     def _longest_s(self, steps: int = 0) -> float:
-        """What is no standstill yet: two looks, or an outer interval, and so many `steps`, as far as one is known."""
+        """Longest time that is no standstill: two looks, an outer interval, or so many `steps`, if the speed is known."""
         speed, m = self._node.advert.steps_per_s, self._node.manifest.outer.inner_steps
         return max(2 * LOOK_S, max(m, steps) / speed if speed else 0.0)

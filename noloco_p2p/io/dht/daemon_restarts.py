@@ -39,8 +39,8 @@ async def keep(
             starts += 1
             failures += 1
             cut_off = await restart()
-        cause = f"a lack of memory, of which it gets {MEMORY_BYTES >> 30} GiB? See dmesg"
-        trouble(f"{died}; {_again(starts)}: find out what kills it ({cause})")
+        memory = f"a lack of memory? It gets {MEMORY_BYTES >> 30} GiB"
+        trouble(f"{died}; {_again(starts)}: find out what kills it ({memory}; see also dmesg)")
 
 
 def _again(starts: int) -> str:

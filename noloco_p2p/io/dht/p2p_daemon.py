@@ -27,8 +27,8 @@ SOCKETS_MIN_AGE_S = 60.0
 MEMORY_BYTES = 1 << 30
 """Most memory that a daemon gets. It needs a tenth with hundreds of links, but keeps whatever strangers give it."""
 _SETTINGS = Path(__file__).with_name("p2pd.json")
-"""No circuit relay. The daemon's argument for it, `-relay=0`, has no effect: its own default, which is to relay for
-everybody, wins. Without one it also starts with a quarter of the CPU time, in half the memory."""
+"""No circuit relay. The daemon's argument `-relay=0` has no effect: its built-in default, to relay for everybody, wins.
+Without the relay it also starts with a quarter of the CPU time, in half the memory."""
 _SOCKETS = "hivemind-p2p*.sock"
 _LINES = 200
 """How many of the last lines of a daemon's output are kept: enough for a crash of Go."""

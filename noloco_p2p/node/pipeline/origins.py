@@ -23,9 +23,10 @@ class Origins:
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
-        """Those of `missing`, whose slots in a step that `began` then are not filled, of which nothing was heard since
-        or for so long. An advert counts only while the slots of all are missing, so that all may wait for something
-        else: an origin may be able to announce itself and to call nobody. One that fetches its weights sends nothing.
+        """Give up those of `missing`, whose slots in the step that `began` then are empty, from which nothing came for
+        `silence_s`; returns them. An advert counts only while the slots of all are missing, so that all may wait for
+        something else: an origin may announce itself and be able to call nobody. One that fetches its weights sends
+        nothing.
         """
         members, now = self._swarm.members, self._node.now()
         all_wait = len(missing) == len(self._swarm.view.origins)
