@@ -120,6 +120,6 @@ class Pauses:
             self._trained = steps + 1, now, node.evaluated_s
 
     def _longest_s(self, steps: int = 0) -> float:
-        """Longest time that is no standstill: two looks, an outer interval, or so many `steps`, if the speed is known."""
+        """Longest time that is no standstill: two looks, an outer interval, or so many `steps`, at a known speed."""
         speed, m = self._node.advert.steps_per_s, self._node.manifest.outer.inner_steps
         return max(2 * LOOK_S, max(m, steps) / speed if speed else 0.0)
