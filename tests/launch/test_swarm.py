@@ -224,7 +224,7 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     assert found is not None
     step, outer_round = int(found[1]), int(found[2])
     assert 0 < step < steps
-    assert outer_round == step // 4
+    assert outer_round in (step // 4, (step - 1) // 4), "an open round merges when the next one is due"
     summary = again.summary()
     assert (summary["completed"], summary["resumed_from_step"]) == (True, step)
     assert 0 < summary["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
