@@ -15,6 +15,8 @@ from typing import IO
 from noloco_p2p.errors import LocalError
 from noloco_p2p.launch.fork_server import NUMBER
 
+PROGRAM = ("-m", "noloco_p2p.launch.fork_server")
+"""What Python runs."""
 ANSWER_S = 10.0
 """For a server that is ready to fork a process."""
 
@@ -83,7 +85,7 @@ class ForkServerProcess:
             raise LocalError("forking nodes needs Linux 5.3 or newer; on other systems start each with noloco-node")
         self.environment = environment
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "noloco_p2p.launch.fork_server"]
+        command = [sys.executable, *PROGRAM]
         with theirs:
             try:
                 self._process = subprocess.Popen(

@@ -134,6 +134,7 @@ def distance(found: Weights, expected: dict[str, Tensor]) -> float:
     return max(float(np.abs(found[name] - theta.detach().numpy()).max()) for name, theta in expected.items())
 
 
+@pytest.mark.soak
 def test_ddp_and_fsdp_are_one_process_on_the_joined_batch(trained: list[dict[str, tuple[Weights, float]]]) -> None:
     plain = Plain()
     for step in range(1, STEPS + 1):
@@ -169,6 +170,7 @@ def after_diloco(met: tuple[bool, ...] = (True, True)) -> list[Plain]:
     return replicas
 
 
+@pytest.mark.soak
 def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
     replicas = after_diloco()
     expected = float(replicas[0].loss(HELD_OUT).detach())
@@ -182,6 +184,7 @@ def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float
     assert distance(trained[0]["ddp"][0], replicas[0].theta) > 1e-2, "the kinds differ by more than what is told apart"
 
 
+@pytest.mark.soak
 def test_opendiloco_without_waiting_goes_on_alone_where_the_other_is_late(
     trained: list[dict[str, tuple[Weights, float]]],
 ) -> None:
@@ -233,6 +236,7 @@ def average_alone(store: Path) -> tuple[bool, str]:
     return False, ""
 
 
+@pytest.mark.soak
 def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
     ranks: ProcessPoolExecutor, tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def nodes_run(script: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
 
 
+@pytest.mark.soak
 def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_run(FAKE, tmp_path, monkeypatch)
     run_dir = tmp_path / "run"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait_until, working_below
+from soak import soak
 from tracked import read_back
 
 from noloco_p2p.errors import Unreachable
@@ -281,7 +282,7 @@ def test_behind_lines_all_bytes_between_nodes_go_through_the_relay(
     assert (lines["0-0"]["sent"], lines["0-0"]["received"]) == (lines["1-0"]["received"], lines["1-0"]["sent"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *soak([signal.SIGINT])])
 def test_the_relay_ends_with_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(1, 2, ENDLESS), "--link", "100mbit,5ms", command=FORKED, own_dir="run")

@@ -3,6 +3,7 @@
 import pytest
 from elastic import config_for
 from lawful import check
+from soak import soak
 from test_standstill_simulated import FROM_S, WOKEN_S, between, stopped
 
 from noloco_p2p.core.messages import PeerId
@@ -25,8 +26,10 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId, donors: tuple[PeerI
     assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+@pytest.mark.parametrize(
+    ("peer", "routing"),
+    [("s0r1", "balanced"), ("s1r1", "random"), *soak([("s0r1", "random"), ("s1r1", "balanced")])],
+)
 def test_who_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
     outcome = cut_off(peer, routing)
     [came] = outcome.trace.of("resumed")
@@ -46,8 +49,10 @@ def test_who_hears_nothing_of_any_origin_takes_no_empty_steps(routing: str) -> N
     assert sum(int(str(step.get("tokens"))) for step in after) > 0
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
+@pytest.mark.parametrize(
+    ("peer", "routing"),
+    [("s0r1", "balanced"), ("s1r1", "random"), *soak([("s0r1", "random"), ("s1r1", "balanced")])],
+)
 def test_it_copies_one_too_if_the_others_adverts_were_still_known_to_it(peer: PeerId, routing: str) -> None:
     """Who reads nothing but its own advert keeps those of the others for three lifetimes."""
     fault = Fault(FROM_S, "split", (peer,), LONG_S)
@@ -61,8 +66,14 @@ def test_it_copies_one_too_if_only_its_calls_were_cut_off(peer: PeerId) -> None:
     copied_before_it_went_on(outcome, peer, (peer[:3] + "0",))
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize(("replicas", "pair"), [((3, 2), ("s0r1", "s0r2")), ((2, 3), ("s1r1", "s1r2"))])
+@pytest.mark.parametrize(
+    ("replicas", "pair", "routing"),
+    [
+        ((3, 2), ("s0r1", "s0r2"), "random"),
+        ((2, 3), ("s1r1", "s1r2"), "balanced"),
+        *soak([((3, 2), ("s0r1", "s0r2"), "balanced"), ((2, 3), ("s1r1", "s1r2"), "random")]),
+    ],
+)
 def test_two_that_were_cut_off_together_copy_one_that_trained_on(
     replicas: tuple[int, ...], pair: tuple[PeerId, PeerId], routing: str
 ) -> None:

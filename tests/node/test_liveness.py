@@ -134,7 +134,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(8), LATE_SEED, *AT_ONCE_SEEDS, *soak([*range(8, LARGE_SEEDS), *sorted({*range(100, 150)} - {LATE_SEED})])],
+    [*range(4), LATE_SEED, *AT_ONCE_SEEDS, *soak([*range(4, LARGE_SEEDS), *sorted({*range(100, 150)} - {LATE_SEED})])],
 )
 def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch, seed: int

@@ -3,6 +3,7 @@
 import pytest
 from elastic import config_for, manifest_for
 from lawful import check
+from soak import soak
 
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core import exchanges
@@ -56,8 +57,15 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId) -> None:
     assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("peer", ["s0r1", "s1r1", "s2r0"])
+@pytest.mark.parametrize(
+    ("peer", "routing"),
+    [
+        ("s0r1", "balanced"),
+        ("s1r1", "random"),
+        ("s2r0", "balanced"),
+        *soak([("s0r1", "random"), ("s1r1", "balanced"), ("s2r0", "random")]),
+    ],
+)
 def test_who_stood_still_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
     swarm = stopped(stop(peer), replicas=(2, 2, 2), routing=routing)
     copied_before_it_went_on(check(swarm), peer)

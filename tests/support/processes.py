@@ -32,7 +32,7 @@ LONGEST_S = 120.0
 ENDING_S = 10.0
 """What the libp2p daemon of a killed node needs to go."""
 PAUSE_S = (0.02, 0.5)
-"""Between two looks at something that is waited for; at least three times as long as a look takes."""
+"""Between two looks at something that is waited for; at least ten times as long as a look takes."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -42,7 +42,7 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONGEST_S)
     while not holds():
         if (waited_s := time.monotonic() - began_at) > seconds:
             assert waited_s < at_most(seconds), f"not within {waited_s:.0f} s: {what}"
-        time.sleep(min(max(PAUSE_S[0], 3 * (time.monotonic() - looked_at)), PAUSE_S[1]))
+        time.sleep(min(max(PAUSE_S[0], 10 * (time.monotonic() - looked_at)), PAUSE_S[1]))
         looked_at = time.monotonic()
 
 

@@ -10,7 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from unittest.mock import patch
 
+from noloco_p2p.launch import fork_server_process
 from noloco_p2p.launch.fork_server import ForkServer, run
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 
@@ -19,7 +22,8 @@ from noloco_p2p.launch.fork_server_process import ForkServerProcess
 def server() -> ForkServerProcess:
     """Started at the first use in a test process, and ends with it."""
     made = ForkServerProcess()
-    made.start({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
+    with patch.object(fork_server_process, "PROGRAM", (str(Path(__file__).with_name("warm_server.py")),)):
+        made.start({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     while not made.ready:
         time.sleep(0.02)
     return made

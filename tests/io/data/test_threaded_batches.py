@@ -140,7 +140,7 @@ def test_targets_are_the_inputs_one_ahead(kind_and_files: tuple[str, tuple[str, 
     batches.close()
 
 
-@pytest.mark.parametrize("stop", [1, 290, *soak([7])])
+@pytest.mark.parametrize("stop", [290, *soak([1, 7])])
 def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], stop: int) -> None:
     """290 microbatches are more than one pass over the small corpora."""
     kind, files = kind_and_files
