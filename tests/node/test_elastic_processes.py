@@ -141,7 +141,7 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
 
 def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path: Path) -> None:
     """Two stages with one replica each, killed in the middle, at different moments."""
-    steps = 48
+    steps = 32
     run = [
         *settings(steps=str(steps), start_replicas="1", routing="balanced", evaluation__every_steps="null"),
         *SMALL,
@@ -169,7 +169,7 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
         stopped = pair("stopped")
         for index in (1, 0):
             directory = tmp_path / "stopped" / str(index)
-            wait_until(partial(reached, directory, 6), "a checkpoint of outer round 6")
+            wait_until(partial(reached, directory, 4), "a checkpoint of outer round 4")
             kill(stopped[index])
         stopped = pair("stopped")
         assert [node.end() for node in stopped] == [0, 0]

@@ -4,7 +4,7 @@ import importlib
 
 from noloco_p2p.launch import fork_server
 
-MODULES = ("transformers.models.llama.modeling_llama", "noloco_p2p.cli.node", "noloco_p2p.launch.swarm")
+MODULES = ("transformers.models.llama.modeling_llama", "noloco_p2p.launch.swarm")
 
 if __name__ == "__main__":
     for name in MODULES:
