@@ -6,8 +6,7 @@ A wait for something inside this node goes through `until`, and every change tha
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from noloco_p2p.core.messages import PeerId
@@ -19,6 +18,31 @@ OPERATIONS_PER_DEADLINE = 10.0
 R = TypeVar("R")
 
 
+_Named = tuple[str, WaitTarget, float | None, Purpose | None, bool]
+"""The fields of a `Wait`, without its age."""
+
+
+class _OpenWait:
+    """The `with` of `Waits.waiting`. A node opens hundreds a second, so this is no generator and makes no `Wait`."""
+
+    __slots__ = ("_began", "_named", "_open")
+
+    def __init__(self, open: "dict[_OpenWait, None]", named: _Named) -> None:
+        self._open, self._named = open, named
+
+    def __enter__(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        self._open[self] = None
+
+    def __exit__(self, *_: object) -> None:
+        del self._open[self]
+
+    def at(self, now: float) -> Wait:
+        """The wait as it is `now`, on the loop's clock."""
+        what, whom, deadline_s, why, idle = self._named
+        return Wait(what, whom, max(0.0, now - self._began), deadline_s, why, idle)
+
+
 class Waits:
     """The waits of one node. Changed by its event loop only, read from any thread.
 
@@ -27,8 +51,8 @@ class Waits:
 
     def __init__(self, patience_s: float | None = None) -> None:
         self._computing_s = None if patience_s is None else patience_s / OPERATIONS_PER_DEADLINE
-        self._open: dict[object, tuple[float, Wait]] = {}
-        """Since when on the loop's clock, and the wait as it was then."""
+        self._open: dict[_OpenWait, None] = {}
+        """An ordered set."""
         self._computing: dict[object, float] = {}
         """Operations that the device was asked for and has not ended, oldest first: since when."""
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
@@ -41,7 +65,6 @@ class Waits:
         self._ended_at = 0.0
         """When the last one did."""
 
-    @contextmanager
     def waiting(
         self,
         what: str,
@@ -50,14 +73,9 @@ class Waits:
         why: Purpose | None = None,
         *,
         idle: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """A `with` around an await; the arguments are those of core.status.Wait."""
-        key = object()
-        self._open[key] = asyncio.get_running_loop().time(), Wait(what, whom, 0.0, deadline_s, why, idle)
-        try:
-            yield
-        finally:
-            del self._open[key]
+        return _OpenWait(self._open, (what, whom, deadline_s, why, idle))
 
     @contextmanager
     def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
@@ -136,7 +154,7 @@ class Waits:
 
     def current(self, now: float) -> tuple[Wait, ...]:
         """All open waits, longest first; `now` is on the loop's clock."""
-        waits = [replace(wait, since_s=max(0.0, now - began)) for began, wait in self._open.copy().values()]
+        waits = [wait.at(now) for wait in self._open.copy()]
         return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
 
     def served(self, now: float) -> tuple[Serving, ...]:

@@ -20,7 +20,7 @@ class Chooser:
         self.gone: set[PeerId] = set()
         adverts = {peer: Advert(peer, "run", index + 1, ()) for peer in ROUND_TRIPS_S}
         members = SimpleNamespace(
-            usable=lambda stage, now, without: sorted(adverts.keys() - self.gone - without), get=adverts.get
+            usable=lambda stage, now, without: sorted(adverts.keys() - self.gone - {*without}), get=adverts.get
         )
         view = SimpleNamespace(origins=(), mates=(), following=(), shares={})
         manifest = SimpleNamespace(routing="random", seed=1, microbatches_per_step=PER_STEP)

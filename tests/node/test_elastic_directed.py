@@ -14,13 +14,17 @@ from slow_line import SlowLine
 from soak import soak
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
+from noloco_p2p.core.messages import Checkpoint, Gradient, Header, Holding, PeerId
+from noloco_p2p.errors import Busy
+from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.ports import Body
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import recording_stages
 from noloco_p2p.sim.links import Link, MessageSizes
 from noloco_p2p.sim.process import Outcome, SimProcess
+from noloco_p2p.sim.recording import now_s
 from noloco_p2p.sim.world import SimPlan
 
 
@@ -283,6 +287,24 @@ def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blam
         assert process.microbatches["dropped"] == 0
     events = [h for h in outcome.trace.of("reroute") if h.get("reason") == "unreachable" and h.peer != peer]
     assert {h.get("peer") for h in events} == {peer}
+
+
+def test_a_replica_that_failed_is_asked_again_though_another_one_stays_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed until it has a snapshot that others wait to freeze, it says Busy until its deadline."""
+    propagate, busy = MicrobatchServer.propagate, (6.0, 26.0)
+
+    async def closed(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        if server._node.me == "s1r1" and busy[0] < now_s() < busy[1]:
+            raise Busy("in an outer round")
+        return await propagate(server, caller, header, body)
+
+    monkeypatch.setattr(MicrobatchServer, "propagate", closed)
+    plan = plan_of((1, 2), steps=60)
+    limits = plan.config.limits.model_copy(update={"microbatch_deadline_s": 60.0})
+    plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
+    outcome = check(FaultySwarm(plan, (Fault(6.0, "hang", ("s1r0",), 3.0),)))
+    steps = times(outcome, "inner_step", "s0r0")
+    assert max(after - before for before, after in pairwise(steps)) < 8.0
 
 
 # --- pausing ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ LONGEST_PAUSE_S = 0.1
 """Pause after every replica said Busy; it doubles from the first to the longest."""
 LONGEST_WITH_NOBODY_S = 0.5
 """The longest one when every replica failed."""
+FAILED_AGAIN_S = 1.0
+"""After so long a replica that failed may be asked again although another one keeps saying Busy: that one may stay
+closed until its outer round's deadline, and may even wait for what this delivery holds up."""
 
 
 @dataclass(slots=True)
@@ -26,7 +29,8 @@ class Attempts:
     avoid: Set[PeerId]
     """Replicas that the origin would rather not have: they are asked if there is no other."""
     busy: set[PeerId] = field(default_factory=set)
-    failed: set[PeerId] = field(default_factory=set)
+    failed: dict[PeerId, float] = field(default_factory=dict)
+    """When each did, on the loop's clock."""
     skipped: int = 0
     """Replicas that cannot serve it for no fault of theirs."""
     pause_s: float = FIRST_PAUSE_S
@@ -39,12 +43,11 @@ class Attempts:
     failure: str = ""
     """The last one, in words."""
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, now: float) -> None:
         """After a pause: those that were busy may be asked again, or all if none was."""
         longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
         self.pause_s = min(2 * self.pause_s, longest_s)
-        if not self.busy:
-            self.failed.clear()
+        self.failed = {peer: at for peer, at in self.failed.items() if self.busy and now - at < FAILED_AGAIN_S}
         self.busy.clear()
 
 

@@ -234,7 +234,7 @@ class Dispatcher:
             heard.skipped += 1
             if not isinstance(error, Stalled):
                 swarm.answered(id)
-        heard.failed.add(id)
+        heard.failed[id] = self._node.now()
         heard.failure = str(error)
         if heard.trains:
             self._node.event("reroute", reason=type(error).__name__.lower(), peer=id, message=str(error))
@@ -267,7 +267,7 @@ class Dispatcher:
         self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
         if fetches or node.now() - began > node.manifest.outer.deadline_s:
-            heard.failed.add(peer)
+            heard.failed[peer] = node.now()
 
     def _give_up(self, microbatch: MicrobatchId, heard: Attempts) -> PeerError:
         """The error for the caller above: in training Busy if that was all that was heard."""
@@ -281,4 +281,4 @@ class Dispatcher:
         """Let time pass before replicas are asked again."""
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
-        heard.begin_anew()
+        heard.begin_anew(self._node.now())
