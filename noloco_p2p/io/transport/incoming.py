@@ -65,7 +65,7 @@ class IncomingActivation:
             if stripes is not None:
                 stripes.expect(take)
             if frames == []:
-                await self._ask()
+                await _unbroken(self._ask())
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
             while message is not grpc.aio.EOF and not (assembler.complete if stripes is None else message == NO_MORE):
@@ -87,3 +87,16 @@ class IncomingActivation:
         self.complete = True
         self._count(direction="in", kind="activation", bytes=size)
         return activation
+
+
+async def _unbroken(write: Awaitable[object]) -> None:
+    """Await a write that a cancellation does not break off, unless it takes long: gRPC ends no call after that, and the
+    caller would hear nothing."""
+    writing = asyncio.ensure_future(write)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing], timeout=CANCEL_GRACE_S)
+        if not writing.cancel():
+            writing.exception()
+        raise

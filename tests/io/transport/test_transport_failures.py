@@ -35,7 +35,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.core.messages import Gradient, Header
-from noloco_p2p.errors import Declined, LocalError, Unreachable, Violation
+from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import Patience
@@ -407,6 +407,29 @@ def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
                 await call
 
     run(scenario())
+
+
+@pytest.mark.parametrize("turns", [*range(1, 9), 1000])
+def test_who_is_refused_while_its_body_is_being_asked_for_hears_so(
+    turns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by a replica that closes its intake. gRPC ends no call on which a write has been broken off."""
+
+    async def close(header: Header, body: Body) -> Gradient:
+        reading = asyncio.create_task(body())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        raise Busy("in an outer round")
+
+    async def scenario() -> None:
+        async with pair(Node(close)) as both:
+            with pytest.raises(Busy, match="in an outer round"):
+                await soon(both.a.propagate(both.peer, activation(LARGE)))
+
+    run(scenario())
+    assert not caplog.messages
 
 
 def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:

@@ -363,8 +363,9 @@ def test_what_this_nodes_cap_delays_does_not_count_where_several_calls_bring_a_b
             return NO_MORE
 
         async def granted(*message: bytes) -> None:
-            line.charge(sent=0, received=int(full_s * BYTES_PER_MBIT))
+            pass
 
+        line.charge(sent=0, received=int(full_s * BYTES_PER_MBIT))
         incoming = IncomingActivation(header, [], lambda *_, **__: None, end, granted, patience)
         incoming.stripes = beside = Stripes()
         carrying = asyncio.create_task(beside.carry(granted, line.receiver(patience.reading(part))))
