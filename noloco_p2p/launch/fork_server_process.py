@@ -16,7 +16,7 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.launch.fork_server import NUMBER
 
 PROGRAM = ("-m", "noloco_p2p.launch.fork_server")
-"""What Python runs."""
+"""What Python runs as the server."""
 ANSWER_S = 10.0
 """For a server that is ready to fork a process."""
 

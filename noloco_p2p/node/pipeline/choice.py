@@ -44,7 +44,7 @@ class Attempts:
     """The last one, in words."""
 
     def begin_anew(self, now: float) -> None:
-        """After a pause: those that were busy may be asked again, or all if none was."""
+        """After a pause: those that were busy or failed a while ago may be asked again, or all if none was busy."""
         longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
         self.pause_s = min(2 * self.pause_s, longest_s)
         self.failed = {peer: at for peer, at in self.failed.items() if self.busy and now - at < FAILED_AGAIN_S}
