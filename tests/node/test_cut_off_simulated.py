@@ -13,6 +13,12 @@ from noloco_p2p.sim.process import Outcome
 LONG_S = WOKEN_S - FROM_S
 
 
+of_either_stage = pytest.mark.parametrize(
+    ("peer", "routing"),
+    [("s0r1", "balanced"), ("s1r1", "random"), *soak([("s0r1", "random"), ("s1r1", "balanced")])],
+)
+
+
 def cut_off(peer: PeerId, routing: str) -> Outcome:
     return check(stopped(Fault(FROM_S, "split", (peer,), LONG_S), routing=routing, steps=90))
 
@@ -26,10 +32,7 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId, donors: tuple[PeerI
     assert between(outcome, "inner_step", peer, came.at_s, came.at_s + 10.0)
 
 
-@pytest.mark.parametrize(
-    ("peer", "routing"),
-    [("s0r1", "balanced"), ("s1r1", "random"), *soak([("s0r1", "random"), ("s1r1", "balanced")])],
-)
+@of_either_stage
 def test_who_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
     outcome = cut_off(peer, routing)
     [came] = outcome.trace.of("resumed")
@@ -49,10 +52,7 @@ def test_who_hears_nothing_of_any_origin_takes_no_empty_steps(routing: str) -> N
     assert sum(int(str(step.get("tokens"))) for step in after) > 0
 
 
-@pytest.mark.parametrize(
-    ("peer", "routing"),
-    [("s0r1", "balanced"), ("s1r1", "random"), *soak([("s0r1", "random"), ("s1r1", "balanced")])],
-)
+@of_either_stage
 def test_it_copies_one_too_if_the_others_adverts_were_still_known_to_it(peer: PeerId, routing: str) -> None:
     """Who reads nothing but its own advert keeps those of the others for three lifetimes."""
     fault = Fault(FROM_S, "split", (peer,), LONG_S)
