@@ -8,6 +8,7 @@ seconds); its objects have no types.
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
+    logging.getLogger("asyncio").addFilter(_is_no_given_up_search)
     # hivemind sets this only after peers can ask already. Until then they get one without a node id.
     DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
@@ -58,6 +60,12 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     protocol = node.protocol
     protocol._validate_dictionary = functools.partial(_valid, protocol._validate_dictionary)
     return node
+
+
+def _is_no_given_up_search(record: logging.LogRecord) -> bool:
+    """Whether a message of asyncio is worth an entry in the log. A search of hivemind that took too long, and was
+    cancelled, leaves tasks behind that wait for its end, and of which asyncio says that they were destroyed."""
+    return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()
 
 
 class _OneKeyPerQuestion:

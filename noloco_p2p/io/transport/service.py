@@ -1,5 +1,6 @@
 """The service of proto/noloco.proto: which method answers which call."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -64,6 +65,7 @@ def bound(
     servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
 ) -> tuple[Any, int]:
     """A gRPC server that is to be started, and its port. Raises LocalError: the port is in use."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_caller)
     bounds = ("grpc.max_allowed_incoming_connections", room() * 3 // 2), *options
     server = grpc.aio.server(options=(*OPTIONS, *bounds), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
@@ -75,6 +77,12 @@ def bound(
             f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
             " set listen.grpc_port to another port (0 picks a free one)"
         ) from None
+
+
+def _is_no_lost_caller(record: logging.LogRecord) -> bool:
+    """Whether a message of gRPC is worth an entry in the log. One that could not tell a caller how its call has ended
+    is none: the caller is gone, but gRPC notices that a moment later. A call that could not even begin to is a bug."""
+    return not (record.exc_info and str(record.exc_info[1]).startswith('Failed "execute_batch"'))
 
 
 def _bounded(

@@ -332,3 +332,22 @@ def test_a_node_that_is_pinged_while_it_starts_has_no_place_yet_and_no_bug(
 
     run(scenario)
     assert not bugs
+
+
+def test_a_search_that_takes_too_long_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.STORE_TIMEOUT_S", 0.5)
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            stopped = b.libp2p.p2p._child.pid
+            os.kill(stopped, signal.SIGSTOP)
+            with pytest.raises(Unreachable, match="did not come within"):
+                await a.directory.announce(a.advert(), 30.0)
+            os.kill(stopped, signal.SIGCONT)
+            await a.directory.peers()
+            gc.collect()
+
+    run(scenario)
+    assert not caplog.messages

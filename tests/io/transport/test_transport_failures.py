@@ -1,6 +1,7 @@
 """The gRPC transport when things go wrong: every way to fail is one error, soon, and leaves nothing behind."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -430,6 +431,29 @@ def test_who_is_refused_while_its_body_is_being_asked_for_hears_so(
 
     run(scenario())
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        ('Failed "execute_batch": (SendStatusFromServerOperation,)', False),
+        ("Failed grpc_call_start_batch: TOO_MANY_OPERATIONS with grpc_call_error value: 8", True),
+    ],
+)
+def test_a_caller_that_is_gone_before_its_call_has_ended_is_no_error(
+    error: str, logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As gRPC logs them; the first was seen after a process had been stopped for a while."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)):
+            try:
+                raise cygrpc.ExecuteBatchError(error)
+            except cygrpc.ExecuteBatchError:
+                logging.getLogger("grpc._cython.cygrpc").exception("ExecuteBatchError raised in core")
+
+    run(scenario())
+    assert bool(caplog.messages) is logged
 
 
 def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
