@@ -105,6 +105,12 @@ class Events:
         return nullcontext()
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, without what gRPC still had for the loop of a test before."""
+    closed = "Event loop is closed"
+    return [one.getMessage() for one in caplog.records if not one.exc_info or str(one.exc_info[1]) != closed]
+
+
 def tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> HostTensor:
     data = random.Random(seed).randbytes(TensorSpec(name, dtype, shape).nbytes)
     return HostTensor(name, dtype, shape, memoryview(data))
@@ -227,9 +233,9 @@ class NamedLinks(Links):
         pass
 
 
-def bare(peer: Advert, name: str = "raw") -> Any:
+def bare(peer: Advert, name: str = "raw", options: Options = ()) -> Any:
     """A channel of this name to the peer, for bare calls."""
-    return NamedLinks(name).channel(peer.addresses[0], peer.peer_id)
+    return NamedLinks(name).channel(peer.addresses[0], peer.peer_id, options)
 
 
 def transport(

@@ -9,7 +9,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import grpc.aio
 
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
-from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.errors import Busy, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import RELAY
 
 PROTOCOL = "9"
@@ -122,6 +122,20 @@ class Silent(Unreachable):
     """A peer was given up. Its call takes no further read or write, because gRPC has one still in progress."""
 
 
+class Unread(PeerError):
+    """The peer does not take what is written. gRPC cannot end its call any more."""
+
+
+async def answered(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
+    """Answer a call; what the caller holds meanwhile is in the stack. If it does not take what is written, it holds
+    that until its call is over, because gRPC keeps a message: its end or its deadline cancels this."""
+    with ExitStack() as held:
+        with suppress(Unread):  # With the error go the frames that hold what would have been sent.
+            await answer(held)
+            return
+        await asyncio.Event().wait()
+
+
 class Patience:
     """Waits for bytes that others owe or have to take, who may fall `RESERVE_S` behind `LEAST_BYTES_PER_S`.
 
@@ -135,8 +149,14 @@ class Patience:
         """When `_left_s` was right."""
         self._waits: set[asyncio.Timeout] = set()
 
-    async def wait(self, transfer: Awaitable[T], nbytes: int = 0, least_bytes_per_s: float = LEAST_BYTES_PER_S) -> T:
-        """The result of `transfer`, which has then moved `nbytes`, or the bytes that it returns. Raises Unreachable."""
+    async def wait(
+        self,
+        transfer: Awaitable[T],
+        nbytes: int = 0,
+        least_bytes_per_s: float = LEAST_BYTES_PER_S,
+        error: type[PeerError] = Silent,
+    ) -> T:
+        """The result of `transfer`, which has then moved `nbytes`, or the bytes that it returns. Raises `error`."""
         came_s = 0.0
         self._settle(0.0)
         try:
@@ -146,7 +166,7 @@ class Patience:
                 came_s = (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
                 return result
         except TimeoutError:
-            raise Silent(f"the peer moved next to no data for {self._reserve_s:g} s") from None
+            raise error(f"the peer moved next to no data for {self._reserve_s:g} s") from None
         finally:
             self._settle(came_s)
             self._waits.discard(timeout)
@@ -163,8 +183,8 @@ class Patience:
     def writing(
         self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = LEAST_BYTES_PER_S
     ) -> Callable[[bytes], Awaitable[object]]:
-        """`write`, with this patience."""
-        return lambda message: self.wait(write(message), len(message), least_bytes_per_s)
+        """`write`, with this patience. Raises Unread."""
+        return lambda message: self.wait(write(message), len(message), least_bytes_per_s, Unread)
 
     def _settle(self, came_s: float) -> None:
         now = asyncio.get_running_loop().time()

@@ -6,8 +6,8 @@ this node waits for them, is in `callers`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,18 +21,7 @@ from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import (
-    LONGEST_TRANSFER_S,
-    MAX_CALLS,
-    TRANSFERS,
-    Caller,
-    Callers,
-    Patience,
-    Silent,
-    check_admissible,
-    least_rate,
-    wanted_bytes,
-)
+from noloco_p2p.io.transport.callers import Caller, Callers, Patience, Silent, Unread, answered, least_rate
 from noloco_p2p.io.transport.capped_line import FIRST_MESSAGE, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
@@ -48,6 +37,8 @@ ReplyParts = tuple[Messages, str, int]
 """The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Serves an activation."""
+Give = Callable[[ExitStack], Awaitable[None]]
+"""Sends weights; what the caller holds meanwhile is in the stack."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,8 +52,8 @@ class _Reply:
 
 
 async def _refuse(write: Write, kind: type[ReplyMessage], error: NolocoError) -> None:
-    """Tell the caller why it is not served, if it is still there."""
-    with suppress(grpc.aio.InternalError, Unreachable):
+    """Tell the caller why it is not served, if it is still there. Raises Unread."""
+    with suppress(grpc.aio.InternalError):
         await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
 
 
@@ -93,30 +84,34 @@ class GrpcServicer:
 
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
-        with ExitStack() as leaving:
-            try:
-                caller, handler = self._admit(claimed, context)
-                header, incoming = await self._incoming(context, caller, leaving)
-                parts = await serve(handler, caller.name, header, incoming)
-            except Silent as error:
-                await context.abort(grpc.StatusCode.ABORTED, str(error))
-            except NolocoError as error:
-                await self.callers.delay(claimed, error)
-                await _refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
-                await self.callers.drain(claimed, context)
-                return
-            reply = _Reply(caller.name, header.microbatch)
-            self._replies[reply] = None
-            leaving.callback(self._replies.pop, reply)
-            takes_turns = parts[1] == "gradient" and not incoming.whole
-            try:
-                async with self._turns.of(caller.name) if takes_turns else nullcontext():
-                    await self._send(context, incoming, reply, parts)
-            except (grpc.aio.BaseError, Unreachable) as error:
-                # gRPC could not write: a link to the caller is broken, or it does not read.
-                if incoming.stripes is not None or isinstance(error, Unreachable):
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
-                return
+        await answered(partial(self._answer, serve, claimed, context))
+
+    async def _answer(self, serve: Serve, claimed: Caller, context: Any, leaving: ExitStack) -> None:
+        try:
+            caller, handler = self._admit(claimed, context)
+            header, incoming = await self._incoming(context, caller, leaving)
+            parts = await serve(handler, caller.name, header, incoming)
+        except Unread:
+            raise
+        except Silent as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        except NolocoError as error:
+            await self.callers.delay(claimed, error)
+            await _refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
+            await self.callers.drain(claimed, context)
+            return
+        reply = _Reply(caller.name, header.microbatch)
+        self._replies[reply] = None
+        leaving.callback(self._replies.pop, reply)
+        takes_turns = parts[1] == "gradient" and not incoming.whole
+        try:
+            async with self._turns.of(caller.name) if takes_turns else nullcontext():
+                await self._send(context, incoming, reply, parts)
+        except grpc.aio.BaseError:
+            # gRPC could not write: a link to the caller is broken.
+            if incoming.stripes is not None:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
+            return
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
             await self.callers.drain(claimed, context)
@@ -145,12 +140,17 @@ class GrpcServicer:
 
     async def stripe(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
         """Carry part of what another call has announced or asked for."""
+        await answered(partial(self._carry, claimed, context))
+
+    async def _carry(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         try:
             caller, _ = self._admit(claimed, context, observers=True)
             first = await self._first_message(context)
             found = None if first is grpc.aio.EOF else await self._striped.of(caller.name, first)
             if found is not None and await found[0].carry(*found[1](context)):
                 return
+        except Unread:
+            raise
         except Silent:
             return
         except NolocoError:
@@ -161,29 +161,48 @@ class GrpcServicer:
     async def fetch_snapshot(self, claimed: Caller, request: pb.SnapshotRequest, context: Any) -> None:
         """Send a snapshot."""
         self._line.charge(sent=0, received=request.ByteSize())
-        write = self._line.sender(Patience().writing(context.write))
-        async with self._reporting_failures(context, write, pb.SnapshotMessage):
+
+        async def give(held: ExitStack) -> None:
             caller, handler = self._admit(claimed, context, observers=True)
-            with self.callers.holding(TRANSFERS, caller):
-                wanted = weights_codec.from_request(request)
-                snapshot = await handler.fetch_snapshot(caller.name, wanted)
-                parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
-                await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
+            held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
+            wanted = weights_codec.from_request(request)
+            snapshot = await handler.fetch_snapshot(caller.name, wanted)
+            parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
+            await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
+
+        await answered(partial(self._give, give, pb.SnapshotMessage, Patience(), context))
 
     async def fetch_state(self, claimed: Caller, request: pb.StateRequest, context: Any) -> None:
         """Send this replica's state, or the rest of it. Writes, for the reason given above."""
         resume = request.resume if request.HasField("resume") else None
         tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
-        refuse = self._line.sender(patience.writing(context.write))
-        async with self._reporting_failures(context, refuse, pb.StateMessage):
+
+        async def give(held: ExitStack) -> None:
             caller, handler = self._admit(claimed, context)
-            with self.callers.holding(TRANSFERS, caller):
-                async with handler.lend_state(caller.name, resume.number if resume else None) as state:
-                    size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
-                    parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
-                    writing = partial(patience.writing, least_bytes_per_s=least_rate(size, LONGEST_TRANSFER_S))
-                    await self._send_weights(context, caller, request.stripe, parts, writing)
+            held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
+            async with handler.lend_state(caller.name, resume.number if resume else None) as state:
+                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
+                parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
+                writing = partial(patience.writing, least_bytes_per_s=least_rate(size, callers.LONGEST_TRANSFER_S))
+                await self._send_weights(context, caller, request.stripe, parts, writing)
+
+        await answered(partial(self._give, give, pb.StateMessage, patience, context))
+
+    async def _give(
+        self, give: Give, kind: type[ReplyMessage], patience: Patience, context: Any, held: ExitStack
+    ) -> None:
+        """Give weights, and report to the caller what goes wrong."""
+        try:
+            await give(held)
+        except Unread:
+            raise
+        except Unreachable as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except NolocoError as error:
+            await _refuse(self._line.sender(patience.writing(context.write)), kind, error)
+        except grpc.aio.InternalError:
+            pass  # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
 
     async def _send_weights(
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
@@ -199,24 +218,11 @@ class GrpcServicer:
             most = stripes.message_bytes(parts[2], most) if number else most
             await stripes.reply(self._counted(parts, most), ways(context)[0])
 
-    @asynccontextmanager
-    async def _reporting_failures(self, context: Any, write: Write, kind: type[ReplyMessage]) -> AsyncIterator[None]:
-        """Report to the caller what goes wrong while weights are sent."""
-        try:
-            yield
-        except Unreachable as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        except NolocoError as error:
-            await _refuse(write, kind, error)
-        except grpc.aio.InternalError:
-            # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
-            return
-
     async def progress(self, claimed: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
         """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
         try:
             caller, handler = self._admit(claimed, context)
-            if len(request.microbatches) > MAX_CALLS:
+            if len(request.microbatches) > callers.MAX_CALLS:
                 raise Violation(f"{len(request.microbatches)} microbatches are more than a node serves at a time")
             microbatches = [message_codec.from_microbatch(one) for one in request.microbatches]
             sent = {reply.microbatch: reply.sent for reply in self._replies if reply.caller == caller.name}
@@ -253,7 +259,7 @@ class GrpcServicer:
     def _admit(self, claimed: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
         """The caller, whose name its certificate has proved, and the handler. Raises Violation: a stranger; Declined:
         there is no handler yet."""
-        check_admissible(context)
+        callers.check_admissible(context)
         caller = claimed._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:
             raise Declined("the node is starting")
@@ -261,7 +267,7 @@ class GrpcServicer:
 
     def _message_bytes(self, context: Any) -> int:
         """Most tensor bytes in one message to this caller."""
-        return self._line.agreed(wanted_bytes(context))
+        return self._line.agreed(callers.wanted_bytes(context))
 
     async def _first_message(self, context: Any) -> Any:
         return await self._line.receiver(Patience().reading(context.read), FIRST_MESSAGE)()

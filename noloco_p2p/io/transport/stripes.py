@@ -17,7 +17,7 @@ from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine, stripe_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Patience
+from noloco_p2p.io.transport.callers import Patience, Unread
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
 
@@ -104,10 +104,22 @@ class Stripes:
             raise self._broken
 
     async def carry(self, write: Write, read: Read) -> bool:
-        """Take what comes on a further call, and send part of the reply there; False: the call is not wanted."""
+        """Take what comes on a further call, and send part of the reply there; False: the call is not wanted.
+
+        Raises Unread: gRPC cannot end it."""
         if self._calls >= CONNECTIONS:
             return False
         self._calls += 1
+        broken_off = False
+
+        async def noted(message: bytes) -> None:
+            nonlocal broken_off
+            try:
+                await write(message)
+            except (asyncio.CancelledError, Unread):
+                broken_off = True
+                raise
+
         try:
             await self._wanted.wait()
             if self._over:
@@ -125,7 +137,9 @@ class Stripes:
                 await write(self._filler)
             await self._replying.wait()
             if self._group is not None:
-                await asyncio.wait([self._group.create_task(self._send(write))])
+                await asyncio.wait([self._group.create_task(self._send(noted))])
+                if broken_off:
+                    raise Unread("the reply has ended while part of it was being written")
             return True
         except Violation as error:
             self._broken, self._whole = error, True

@@ -1,8 +1,9 @@
 """A body and its reply over several connections at once: whole whichever carries what, and over when one is lost."""
 
 import asyncio
+import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from transport_fixture import (
     bare,
     echo,
     hang,
+    logged,
     pair,
     run,
     soon,
@@ -52,6 +54,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import callers, capped_line, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.callers import Unread
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected, SentActivation
 from noloco_p2p.io.transport.frame_codec import FILLERS
@@ -447,6 +450,31 @@ def test_a_connection_that_is_lost_ends_the_attempt_and_leaves_nothing(
             assert got.grad.data == sent.hidden.data
 
     run(scenario())
+
+
+def test_a_reply_that_ends_while_it_is_sent_on_other_connections_ends_their_calls_without_an_error(
+    carried: Carried, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when its caller is killed: gRPC cannot send the status of a call whose first write was broken off."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            await both.a.describe(both.peer)
+            is_far(both)
+            parts = both.b._servicer._counted
+
+            def broken_off(*arguments: Any) -> Iterator[bytes]:
+                yield from itertools.islice(parts(*arguments), 6)
+                raise Unreachable("the caller is gone")
+
+            both.b._servicer._counted = broken_off  # type: ignore[assignment,method-assign]
+            with pytest.raises(Unreachable):
+                await soon(both.a.propagate(both.peer, activation(LARGE)))
+            assert carried.sent.get("Stripe", 0) > 0
+        await all_have_ended(both.b)
+
+    run(scenario())
+    assert not logged(caplog)
 
 
 def test_a_caller_that_gives_up_leaves_nothing(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -905,7 +933,8 @@ def test_a_call_that_comes_while_a_reply_ends_carries_nothing(lost: bool) -> Non
         reply = asyncio.create_task(stripes.reply([b"header", b"one", b"two"], write))
         results = await asyncio.gather(first, reply, stripes.carry(write, late), return_exceptions=True)
         stripes.end()
-        assert [results[0], results[2]] == [True, True]
+        for one in results[0], results[2]:
+            assert one is True or (lost and isinstance(one, Unread)), "what it wrote was broken off"
         assert isinstance(results[1], ConnectionError) if lost else sent == [b"header", b"one", b"two"]
 
     for turns in range(16):

@@ -18,6 +18,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.ports import Body
+from noloco_p2p.sim import virtual_time
 
 EXCESS_S = 0.5
 """What passes beyond a cap in any time, in seconds of the cap: 5 % of 10 s."""
@@ -220,4 +221,4 @@ def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
         assert taken == [LEAST_MESSAGE_BYTES, 100_000, 100_000]
         assert line.grpc_options == ()
 
-    run(scenario())
+    virtual_time.run(scenario(), limit_s=100.0)

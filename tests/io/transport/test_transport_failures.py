@@ -27,6 +27,7 @@ from transport_fixture import (
     echo,
     gradient_of,
     hang,
+    logged,
     pair,
     run,
     soon,
@@ -430,18 +431,18 @@ def test_who_is_refused_while_its_body_is_being_asked_for_hears_so(
                 await soon(both.a.propagate(both.peer, activation(LARGE)))
 
     run(scenario())
-    assert not caplog.messages
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize(
-    ("error", "logged"),
+    ("error", "told"),
     [
         ('Failed "execute_batch": (SendStatusFromServerOperation,)', False),
         ("Failed grpc_call_start_batch: TOO_MANY_OPERATIONS with grpc_call_error value: 8", True),
     ],
 )
 def test_a_caller_that_is_gone_before_its_call_has_ended_is_no_error(
-    error: str, logged: bool, caplog: pytest.LogCaptureFixture
+    error: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As gRPC logs them; the first was seen after a process had been stopped for a while."""
 
@@ -453,7 +454,7 @@ def test_a_caller_that_is_gone_before_its_call_has_ended_is_no_error(
                 logging.getLogger("grpc._cython.cygrpc").exception("ExecuteBatchError raised in core")
 
     run(scenario())
-    assert bool(caplog.messages) is logged
+    assert bool(logged(caplog)) is told
 
 
 def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from link_fixture import Proxy
 from machine import in_time
-from transport_fixture import SOON_S, Node, hang, pair, run, soon, tensor, watched_buffers
+from transport_fixture import SOON_S, Node, hang, logged, pair, run, soon, tensor, watched_buffers
 
 from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, TensorSpec
@@ -126,7 +126,7 @@ def test_a_transfer_that_is_refused_before_it_begins_is_no_error_of_this_node(ca
                     await soon(fetch)
 
     run(scenario())
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 def test_the_transfer_has_its_own_deadline_after_the_wait() -> None:

@@ -1,6 +1,7 @@
 """What strangers may hold of a node's transport: calls, places, copies of weights; and for how long."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -17,29 +18,35 @@ from transport_fixture import (
     Pair,
     activation,
     advert,
+    alive,
     bare,
     echo,
     hang,
+    logged,
     pair,
     run,
     soon,
     tensor,
+    watched_buffers,
 )
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
-from noloco_p2p.core.messages import HostTensor, PeerId, ReplicaState, TensorSpec
+from noloco_p2p.core.messages import Gradient, Header, HostTensor, PeerId, ReplicaState, TensorSpec
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
 from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import (
+    ACTIVATIONS,
     CALLS,
     LATE,
     LATE_PER_S,
     LEAST_BYTES_PER_S,
     RESERVE_S,
+    TRANSFERS,
     Caller,
     Callers,
     Patience,
@@ -51,6 +58,7 @@ from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
+from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
@@ -223,6 +231,49 @@ def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: N
             call.cancel()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("window", [5, 65_535])
+@pytest.mark.parametrize("method", ["FetchState", "FetchSnapshot", "Propagate"])
+def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_over(
+    method: str, window: int, hasty: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hole 15: gRPC keeps a message, and cannot end the call. With the small window it can write nothing at all."""
+    made, head = watched_buffers(monkeypatch), announced()[0]
+
+    def fresh(name: str) -> HostTensor:
+        return HostTensor(name, "float32", MIDDLE, message_codec.allocate(4 * math.prod(MIDDLE)))
+
+    @asynccontextmanager
+    async def lend(caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
+        yield ReplicaState("B", 1, 3, 30.0, 30, 30, (fresh("slow/w"),), 7)
+
+    async def freeze(request: SnapshotRequest) -> Snapshot:
+        return Snapshot("B", 4, 40, (fresh("slow/w"),))
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        return Gradient(header.microbatch, fresh("grad"), 2.25, 7, ("B",))
+
+    async def scenario() -> None:
+        options = ("grpc.http2.lookahead_bytes", window), ("grpc.http2.bdp_probe", 0)
+        async with pair(Node(serve, freeze, lend)) as both, bare(both.peer, options=options) as channel:
+            stub, served = NodeStub(channel), both.b._servicer.callers
+            if method == "Propagate":
+                call = stub.Propagate(timeout=60.0, metadata=ME)
+                await call.write(head)
+            else:
+                request = pb.StateRequest() if method == "FetchState" else pb.SnapshotRequest(stage=1, round=4)
+                call = getattr(stub, method)(request, timeout=60.0, metadata=ME)
+            while not made or alive(made):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            share = ACTIVATIONS if method == "Propagate" else TRANSFERS
+            assert served._held[share.what, "127.0.0.1"] == 1, "so nobody can have any number of such calls"
+            call.cancel()
+            while not served.holds_nothing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+    assert not logged(caplog)
 
 
 def test_a_call_beside_a_transfer_that_says_nothing_does_not_hold_it(
