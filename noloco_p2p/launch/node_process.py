@@ -75,8 +75,8 @@ class NodeProcess:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What it wrote at its end."""
-        return node_probe.read_json(self.dir / node_probe.SUMMARY)
+        """What it wrote at its end; None before, when there may be that of an earlier process."""
+        return None if self.exit_code is None else node_probe.read_json(self.dir / node_probe.SUMMARY)
 
     @property
     def endpoints(self) -> node_probe.NodeEndpoints | None:

@@ -62,7 +62,7 @@ def row(node: NodeProcess) -> Row:
 
 def current_row(node: NodeProcess) -> Row:
     """A node's line now: once it has ended, from the summary that it wrote, for its last readings may be old."""
-    summary = None if node.exit_code is None else node.summary
+    summary = node.summary
     if summary is None:
         return row(node)
     counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"]}

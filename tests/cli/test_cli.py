@@ -214,7 +214,7 @@ def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> NodeProc
     return child
 
 
-def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
+def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
     nodes = [
         written(
@@ -226,7 +226,11 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path) -> None:
         written(tmp_path, 1, 0, tokens=2000, inner_steps=11, outer_rounds=3, replica_std=0.3, validation_loss=None),
         NodeProcess(tmp_path, 1, 1),
     ]
-    summary = swarm_summary.summarise(nodes, RunManifest(stages=2, start_replicas=2, steps=10), 4, 30.0)
+    manifest = RunManifest(stages=2, start_replicas=2, steps=10)
+    before = swarm_summary.summarise(nodes, manifest, 4, 1.0)
+    assert (before["tokens"], before["inner_steps"]) == (0, None), "stopped before they were started again"
+    monkeypatch.setattr(NodeProcess, "exit_code", 0)
+    summary = swarm_summary.summarise(nodes, manifest, 4, 30.0)
     assert (summary["stages"], summary["replicas"], summary["steps"], summary["resumed_from_step"]) == (2, 2, 10, 4)
     assert summary["tokens"] == 2000
     assert summary["tokens_per_s"] == pytest.approx(2000 / (111 - 100 - 1))
