@@ -117,7 +117,7 @@ def _in_order(examples: Sequence[Example], size: int) -> Iterator[Batch]:
 def _train(
     model: "ExportedModel", batches: Iterator[Batch], steps: int, inner: InnerSettings, say: Callable[[str], None]
 ) -> None:
-    """One optimizer step for each batch. Raises LocalError when a loss is not finite."""
+    """One optimizer step for each batch. Raises LocalError when a loss, of the last batch after it too, is not finite."""
     from torch.autograd import backward
     from torch.nn.utils import clip_grad_norm_
 
@@ -141,6 +141,8 @@ def _train(
             rate = learning_rate(step, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
             optimizer.step(rate)
             model.causal.zero_grad()
+        if not math.isfinite(model.loss(batch).loss_sum):
+            raise LocalError(f"the loss is not finite after step {step}: try a lower --learning-rate")
     say(f"step {steps:,}/{steps:,}  loss {mean:.4f}  rate {rate:.2e}")
 
 

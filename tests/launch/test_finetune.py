@@ -1,6 +1,7 @@
 """`noloco finetune`: what it learns, what it writes, and what it refuses before torch is loaded."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -167,6 +168,14 @@ def test_a_loss_that_is_not_finite_ends_it_and_leaves_nothing(tmp_path: Path) ->
     with pytest.raises(LocalError, match="not finite at step 1: try a lower --learning-rate"):
         tuned(out, written(tmp_path / "data.jsonl"), tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
+
+
+def test_a_last_step_that_breaks_the_weights_ends_it_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+    data, out = written(tmp_path / "data.jsonl"), tmp_path / "tuned"
+    for held_out in (0.0, 0.25):
+        with pytest.raises(LocalError, match="not finite after step 1: try a lower --learning-rate"):
+            tuned(model, data, out, learning_rate=math.inf, steps=1, held_out=held_out)
+    assert not out.exists()
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, model: Path) -> None:
