@@ -44,9 +44,12 @@ def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """From what `noloco.json` has, and the summary of the run where it is known: its `tokens` and `validation_loss`.
 
     The summary of a resumed run has only the tokens since it was resumed, which are left out. The loss of a run that is
-    not completed is left out too: it may have gone on since, and its checkpoints are of another step.
+    not completed is left out too: it may have gone on since, and its checkpoints are of another step. Of a completed
+    run both are left out for weights of an earlier step than its last.
     """
     manifest = record["manifest"]
+    if summary.get("completed") and record["step"] < manifest["steps"]:
+        summary = {}
     tokens = summary.get("tokens") if summary.get("resumed_from_step") is None else None
     data, loss = manifest["data"], summary.get("validation_loss") if summary.get("completed") else None
     merged = MERGED[record["merge"]]

@@ -40,7 +40,7 @@ def byte_tokenizer(directory: Path) -> str:
 def text_run(node_dir: Path) -> RunManifest:
     """A checkpoint of a run of one stage over text, with a tokenizer that only a directory has."""
     data = DataSettings(kind="text", tokenizer="some/name")
-    manifest = small_run(stages=1).model_copy(update={"data": data})
+    manifest = small_run(stages=1).model_copy(update={"data": data, "steps": 3})
     save(manifest, node_dir, make_replica(manifest, 0, "a"), "a", 3)
     return manifest
 
@@ -294,12 +294,17 @@ def test_the_card_has_no_figure_of_a_part_of_the_run(tmp_path: Path) -> None:
     """A resumed run counts the tokens of its last part only; one that is stopped may have gone on since."""
     summary = {"completed": True, "tokens": 12_345, "validation_loss": 2.5, "resumed_from_step": 40}
     manifest = text_run(tmp_path / "0-0")
-    record = {"manifest": manifest.model_dump(mode="json"), "merge": "one", "step": 50, "round": 50, "stages": [[{}]]}
+    record = {"manifest": manifest.model_dump(mode="json"), "merge": "one", "round": 50, "stages": [[{}]]}
+    record |= {"step": manifest.steps}
     card = model_card(record | {"run_id": manifest.run_id, "version": "1.0"}, summary)
     assert "12,345" not in card
     assert "2.5000 nats" in card
     card = model_card(record | {"run_id": manifest.run_id, "version": "1.0"}, summary | {"completed": False})
     assert "2.5000 nats" not in card
+    earlier = {"run_id": manifest.run_id, "version": "1.0", "step": manifest.steps - 1}
+    card = model_card(record | earlier, summary | {"resumed_from_step": None})
+    assert "2.5000 nats" not in card, "of weights that trained on"
+    assert "12,345" not in card
 
 
 def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
