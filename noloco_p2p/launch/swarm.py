@@ -84,6 +84,8 @@ class LocalSwarm:
         self._failed: NodeProcess | None = None
         self._cut_off = False
         """The relay has died, so that no node reaches another one."""
+        self._saved = True
+        """Not so if the run has ended and its last weights could not be written."""
         self._shown_at = 0.0
         self._trains = False
         """Some node has taken an inner step."""
@@ -108,7 +110,8 @@ class LocalSwarm:
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
-        summary["completed"] = summary["completed"] and not self._signals
+        self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
+        summary["completed"] = summary["completed"] and self._saved and not self._signals
         summary |= {"link": carried, "command": run_files.command("noloco")}
         stored = run_files.store_unless_less(self._path, summary)
         for line in summary_lines(summary, self._path if stored else None):
@@ -241,7 +244,10 @@ class LocalSwarm:
         if self._cut_off:
             print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1
-        if not completed:
+        if not self._saved:
+            why = "the last weights of a stage could not be saved; the logs say why"
+            print(f"error: {why}: put it right and start again with this --dir", file=sys.stderr)
+        elif not completed:
             print("error: a node left before the run's end; see the logs", file=sys.stderr)
         return 0 if completed else 1
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from noloco_p2p.config import NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.core.resume import least_newest, nearness
+from noloco_p2p.core.schedule import due_round
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import locked
 from noloco_p2p.launch import homes, node_probe, run_files, settings
@@ -172,6 +173,16 @@ def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
     from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
     return common_point(s.holding for s in stored_checkpoints(run_dir) if s.manifest.run_id == plan.manifest.run_id)
+
+
+def is_saved(plan: SwarmPlan, run_dir: Path) -> bool:
+    """The last outer round has a checkpoint of every stage, or there are to be none. Raises LocalError."""
+    from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
+
+    m = plan.manifest
+    found = [one.manifest for one in stored_checkpoints(run_dir) if one.manifest.run_id == m.run_id]
+    ended = {one.stage for one in found if due_round(m.steps, m.outer.inner_steps, one.round, m.steps) is None}
+    return plan.local.checkpoint.every_steps is None or ended == set(range(m.stages))
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:

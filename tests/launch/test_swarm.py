@@ -204,6 +204,23 @@ def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> N
     assert swarm.summary()["completed"] is False
 
 
+def test_a_run_whose_last_weights_are_not_on_the_disk_has_not_ended(tmp_path: Path) -> None:
+    full = tmp_path / "run" / "0-0" / "checkpoints"
+    full.parent.mkdir(parents=True)
+    for file in (tmp_path / "run" / "swarm.lock", full.with_name("identity.key.lock"), full):
+        file.touch()
+    with node_processes(tmp_path) as nodes:
+        swarm = nodes.start(*size(1, 1, 8, checkpoint__every_steps="4"), command=FORKED, own_dir="run")
+        assert swarm.end() == 1
+        assert "error: the last weights of a stage could not be saved" in swarm.logged()
+        assert swarm.summary()["completed"] is False
+        full.unlink()
+        again = nodes.start("--no-sample", command=FORKED, own_dir="run")
+        assert again.end() == 0, again.logged()
+    assert again.summary()["completed"] is True
+    assert checkpoints_of(tmp_path / "run") > 0
+
+
 def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) -> None:
     run_dir, steps = tmp_path / "run", 48
     with node_processes(tmp_path) as nodes:
