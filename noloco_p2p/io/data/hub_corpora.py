@@ -21,6 +21,8 @@ from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Ending of a file, that of a compressed one before → the reader of `datasets` for it."""
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True}, "parquet": {"batch_size": 1_024}}
+"""Of readers. Without a size, `datasets` takes as many rows as a file's first row group has: 0 where it has none."""
 BLOCK_LINES = 1_024
 """Of a document of compressed text, which can only be read from its start."""
 
@@ -70,6 +72,8 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         yield
     except StopIteration as error:  # `datasets`, for JSON without a row
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
+    except KeyError as error:
+        raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
     except (*READ_ERRORS, ImportError) as error:
         raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
 
@@ -144,7 +148,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
         raise ConfigError(f"data_files: files of several kinds ({', '.join(sorted(readers))}) match: name those of one")
     reader = readers.pop()
     options = {"data_files": files, "split": "train", "streaming": True}
-    options |= {"keep_linebreaks": True} if reader == "text" else {}
+    options |= OPTIONS.get(reader, {})
     with _failing_as_local_error(f"data_files ({files[0]}, …)"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
+from pyarrow import parquet
 from soak import soak
 from tokenizer_files import save_tokenizer
 
@@ -467,6 +468,19 @@ def test_parquet_that_does_not_fit(tmp_path: Path, columns: dict[str, list[list[
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(LocalError, match=message):
         make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
+
+
+def test_a_parquet_file_without_a_row_among_others_is_passed_over(tmp_path: Path) -> None:
+    config = NodeConfig(data_files=write_rows("parquet", tmp_path))
+    expected = [values(batch) for batch in make_batches(manifest("text"), config, "peer").validation()]
+    parquet.write_table(parquet.read_table(tmp_path / "0.parquet").slice(0, 0), tmp_path / "2.parquet")
+    assert [values(batch) for batch in make_batches(manifest("text"), config, "peer").validation()] == expected
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("words\na b c\n")
+    with pytest.raises(LocalError, match="there is no column 'text'"):
+        make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "x.csv"),)), "peer")
 
 
 def test_a_shard_cut_short_is_told(tmp_path: Path) -> None:
