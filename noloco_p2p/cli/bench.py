@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from noloco_p2p.cli.options import ConfigFile, Json, Settings
+from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Json, Settings
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -140,7 +140,7 @@ def bench_churn(
     minutes: Annotated[float, typer.Option(min=0.05, metavar="M", help="Minutes during which nodes are killed.")] = 5.0,
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
     kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the run and of the kills.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the run and of the kills.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K consecutive seeds.")] = 1,
     steps: Annotated[
         int | None,

@@ -14,7 +14,17 @@ from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
-from noloco_p2p.cli.options import ConfigFile, Device, ExportDir, Json, NodeDir, Settings, SwarmAddresses, WithArguments
+from noloco_p2p.cli.options import (
+    MOST_SEED,
+    ConfigFile,
+    Device,
+    ExportDir,
+    Json,
+    NodeDir,
+    Settings,
+    SwarmAddresses,
+    WithArguments,
+)
 from noloco_p2p.cli.watch import TRACKERS, Tracker, diagnose_machine, track_run, watch, write_report
 
 app = Typer(
@@ -190,7 +200,7 @@ def generate_text(
     chat: Annotated[bool, Option("--chat", help="Answer the prompt, by the tokenizer's chat template.")] = False,
     tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
     temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Print what an exported model says after a prompt, as it says it; to a terminal without control characters."""
@@ -210,7 +220,7 @@ def simulate(
         Argument(metavar="FILE|NAME", help="YAML file, or one of noloco configs by its name; default: lan."),
     ] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help="Number of nodes, spread over the stages.")] = None,
-    seed: Annotated[int | None, Option(metavar="N", min=0, help="Seed of the run; default: 0.")] = None,
+    seed: Annotated[int | None, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the run; default: 0.")] = None,
     seeds: Annotated[str | None, Option(metavar="A:B", help="One run per seed from A up to, not including, B.")] = None,
     set: Settings = None,
     as_json: Json = False,

@@ -117,7 +117,7 @@ def _in_order(examples: Sequence[Example], size: int) -> Iterator[Batch]:
 def _train(
     model: "ExportedModel", batches: Iterator[Batch], steps: int, inner: InnerSettings, say: Callable[[str], None]
 ) -> None:
-    """One optimizer step for each batch. Raises LocalError when a loss, of the last batch after it too, is not finite."""
+    """One optimizer step for each batch. Raises LocalError when a loss is not finite, the last batch's after it too."""
     from torch.autograd import backward
     from torch.nn.utils import clip_grad_norm_
 

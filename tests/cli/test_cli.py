@@ -39,6 +39,9 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["swarm", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
         (["swarm", "--set", "outer.gamma=2"], "apart"),
+        (["generate", "model", "--prompt", "a", "--seed", "9" * 20], "--seed"),
+        (["sim", "--seed", "9" * 20], "--seed"),
+        (["bench", "churn", "--seed", "9" * 20], "--seed"),
         (["nope"], "nope"),
     ],
 )
