@@ -169,6 +169,8 @@ class ExportedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         chosen = pick_device(device)
+        if not directory.is_dir():  # transformers would take it for a name of the hub
+            raise ConfigError(f"{directory}: there is no such directory")
         try:
             config = AutoConfig.from_pretrained(directory, **_LOCAL)
             causal, info = AutoModelForCausalLM.from_pretrained(

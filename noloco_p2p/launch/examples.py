@@ -42,7 +42,7 @@ def read_examples(patterns: Sequence[str], tokenizer: Tokenizer) -> list[Example
     found = []
     for name, path in sorted(corpora.matching_files(tuple(patterns)).items()):
         try:
-            lines = path.read_text(encoding="utf-8").split("\n")
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name} cannot be read as UTF-8 text: {error}") from error
         for number, line in enumerate(lines, 1):

@@ -19,6 +19,7 @@ from noloco_p2p.core.messages import Batch
 from noloco_p2p.core.schedule import learning_rate
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.humanize import plural
 from noloco_p2p.launch import export, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
 from noloco_p2p.launch.progress_line import Position, ProgressLine
@@ -60,9 +61,9 @@ def run_finetune(
     manifest, _ = export.read_record(model)
     trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
     if too_long:
-        say(f"skipped, longer than the run's {manifest.sequence_length} tokens: {too_long:,} examples")
+        say(f"skipped, longer than the run's {manifest.sequence_length} tokens: {plural(too_long, 'example')}")
     steps = recipe.steps or recipe.epochs * math.ceil(len(trained) / recipe.batch_size)
-    say(f"{len(trained):,} examples, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
+    say(f"{plural(len(trained), 'example')}, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
     peak = recipe.learning_rate
     if peak is None:
         adamw = manifest.inner if manifest.inner.optimizer == "adamw" else InnerSettings(optimizer="adamw")
@@ -96,7 +97,7 @@ def _split(
     held = round(recipe.held_out * len(fitting))
     if held == len(fitting):
         raise ConfigError(
-            f"nothing to train on: of {len(examples):,} examples {len(fitting):,} fit into the run's"
+            f"nothing to train on: of {plural(len(examples), 'example')} {len(fitting):,} fit into the run's"
             f" {manifest.sequence_length} tokens, and {held:,} are held out"
         )
     return fitting[held:], fitting[:held], len(examples) - len(fitting)

@@ -1,6 +1,7 @@
 """`noloco eval` and `noloco generate` on exported models."""
 
 import io
+import json
 import os
 import random
 import sys
@@ -260,6 +261,10 @@ def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path, tmp_path / "out")
+    record = json.loads((out / "noloco.json").read_text()) | {"replicas": 2}
+    (out / "noloco.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="replicas/0: there is no such directory"):
+        run_eval(out, (), held_out=False, microbatches=1, device="cpu")
     torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
     (out / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no model that can be loaded"):

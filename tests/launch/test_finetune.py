@@ -113,8 +113,8 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path, model: Path) -
     data = written(tmp_path / "data.jsonl", pairs)
     figures = tuned(model, data, tmp_path / "out", said, steps=1, held_out=0.0)
     assert (figures["examples"], figures["too_long"]) == (2, 1)
-    assert said[0] == "skipped, longer than the run's 16 tokens: 1 examples"
-    with pytest.raises(ConfigError, match="of 1 examples 0 fit into the run's 16 tokens"):
+    assert said[0] == "skipped, longer than the run's 16 tokens: 1 example"
+    with pytest.raises(ConfigError, match="of 1 example 0 fit into the run's 16 tokens"):
         tuned(model, written(tmp_path / "long.jsonl", pairs[2:]), tmp_path / "none")
 
 
@@ -139,6 +139,12 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_examples([str(path)], BYTES)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8-sig")
+    assert len(read_examples([str(path)], BYTES)) == 1
 
 
 def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
