@@ -1,6 +1,7 @@
 """How a command ends: one line and exit code 2 for what the user can put right, a traceback only with --debug."""
 
 import io
+import os
 import sys
 from errno import EDQUOT, ENOSPC
 from typing import NoReturn
@@ -21,6 +22,9 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     """Run a command line to the end of the process. `--debug` may stand anywhere on it."""
     # Typer's own copy of click has no public name; UsageError is what BadParameter is made from.
     usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard file is closed: another would take its number
+        os.set_inheritable(number, True)
+    os.close(number)
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:

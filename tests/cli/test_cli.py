@@ -111,6 +111,14 @@ def test_what_a_locale_cannot_say_is_said_by_its_code(encoding: str, tmp_path: P
     assert done.stdout.startswith(said)
 
 
+def test_a_standard_file_that_is_closed_is_that_of_no_other() -> None:
+    """What is opened next would have its number, and processes that are started would have none."""
+    code = "import os, sys; from noloco_p2p.cli import main; sys.argv[1:] = ['configs']\ntry: main.main()\n"
+    code += "except SystemExit: sys.exit(not all(map(os.get_inheritable, range(3))))"
+    command = ["sh", "-c", f'"{sys.executable}" -c "$0" <&- >&- 2>&-', code]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 def test_an_output_on_a_full_disk_is_no_bug() -> None:
     with open("/dev/full", "w") as full:
