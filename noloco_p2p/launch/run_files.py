@@ -177,15 +177,20 @@ class LocalFiles(NamedTuple):
     tokenizer_dir: str | None = None
     data_files: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, local: NodeConfig) -> "LocalFiles":
+        """Those that a node's settings name."""
+        return cls(absolute(local.tokenizer_dir), tuple(str(absolute(name)) for name in local.data_files))
+
+
+def absolute(name: str | None) -> str | None:
+    """A path, or a glob, as it is from every directory."""
+    return None if name is None else str(Path(name).expanduser().absolute())
+
 
 def store_local_files(directory: Path, local: NodeConfig) -> None:
     """Store them for what is done with the run later (`noloco export`, `noloco eval`). Raises LocalError."""
-
-    def absolute(name: str) -> str:
-        return str(Path(name).expanduser().absolute())
-
-    tokenizer = None if local.tokenizer_dir is None else absolute(local.tokenizer_dir)
-    write_json(directory / LOCAL, LocalFiles(tokenizer, tuple(map(absolute, local.data_files)))._asdict())
+    write_json(directory / LOCAL, LocalFiles.of(local)._asdict())
 
 
 def local_files(directories: Iterable[Path]) -> LocalFiles:

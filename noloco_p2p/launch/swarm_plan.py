@@ -79,8 +79,10 @@ class SwarmPlan:
         return run_key.invite(first, first.parent / ROOT_KEY, uses=len(self.nodes) - 1, seconds=INVITED_S, stage=None)
 
     def write(self, run_dir: Path) -> None:
-        """Store the settings in the directory. Raises LocalError."""
+        """Store the settings in the directory; it may be continued from elsewhere. Raises LocalError."""
         everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
+        everything |= run_files.LocalFiles.of(self.local)._asdict()
+        everything["audit"]["dir"] = run_files.absolute(self.local.audit.dir)
         run_files.write_json(run_dir / SETTINGS, everything)
 
 

@@ -59,9 +59,19 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     theirs = settings.read(Path(arguments[1]), environment, arguments[3::2])
     assert theirs.manifest() == plan.manifest
     assert theirs.manifest().seed == 4
-    assert theirs.node().data_files == ("é*.txt",)
+    assert theirs.node().data_files == (str(Path.cwd() / "é*.txt"),)
     assert theirs.node().listen.dht_port == 0
     assert theirs.node().listen.libp2p_metrics_port is None
+
+
+def test_a_run_finds_its_files_from_wherever_it_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = ("data.kind=text", "data_files=[a.txt, ~/b.txt]", "tokenizer_dir=words", "audit.dir=audit")
+    make_plan((None, 1, 1, 9, sets), None, {}).write(tmp_path)
+    monkeypatch.chdir("/")
+    local = make_plan(NOTHING, tmp_path, {}).local
+    assert local.data_files == (str(tmp_path / "a.txt"), os.path.expanduser("~/b.txt"))
+    assert (local.tokenizer_dir, local.audit.dir) == (str(tmp_path / "words"), str(tmp_path / "audit"))
 
 
 def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_their_own(tmp_path: Path) -> None:
