@@ -188,9 +188,7 @@ def bench_links(
     _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
 
 
-def _report(
-    measure: Callable[[], Mapping[str, Any]], as_json: bool, least_s: float = 0.0, *, says: bool = False
-) -> None:
+def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool = False) -> None:
     """Measure and print. `least_s`: what it takes at least, which is said before if it is more than a minute.
 
     `says`: it says itself how far it is.

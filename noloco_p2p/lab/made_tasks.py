@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from noloco_p2p.core.seeds import generator
-from noloco_p2p.errors import LocalError
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.homes import Home
+from noloco_p2p.launch.run_files import writing
 
 CHOICES, MOST_BYTES = 4, 64
 TRAIN = "train.jsonl"
@@ -118,7 +118,7 @@ def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[T
     homes.require("", out, Home.TASKS, Home.EMPTY)
     made = {task: items(task, seed, train + test) for task in TASKS}
     tested = {task: found[:test] for task, found in made.items()}
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         trained = zip(*(found[test:] for found in made.values()), strict=True)
         _write_lines(out / TRAIN, [one for same in trained for one in same])
@@ -126,8 +126,6 @@ def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[T
             _write_lines(out / f"{task}.jsonl", found)
             for name, settings in _harness_tasks(task, found).items():
                 (out / f"{name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise LocalError(f"{out} cannot be written: {error.strerror or error}") from error
     return tested
 
 

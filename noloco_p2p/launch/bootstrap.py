@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
-from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Busy, ConfigError, Unreachable
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
@@ -189,8 +188,6 @@ def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest
 class Observer:
     """What an observer has of a swarm."""
 
-    peer_id: PeerId
-    """Its own, drawn for this time."""
     manifest: RunManifest
     """The run of the peer that it joined."""
     directory: HivemindDirectory
@@ -210,22 +207,24 @@ class NullTelemetry:
 
 @asynccontextmanager
 async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
-    """Join the swarm behind these addresses, one live one suffices, for as long as the `with` lasts.
+    """Join the swarm behind these values of `--join`, one live one suffices, for as long as the `with` lasts.
 
-    In a members-only run, whoever `calls` nodes over gRPC needs an invitation.
+    A file is waited for. In a members-only run, whoever `calls` nodes over gRPC needs an invitation.
 
     Raises ConfigError (malformed address), LocalError (no daemon), and of the peer Unreachable, Declined or Violation.
     """
+    join_file.check(join)
+    addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).come()
     async with AsyncExitStack() as closing:
         home = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-observer-")))
         identity = Identity.open(home / KEY)
         closing.callback(identity.close)
-        here = local_host_towards(JoinAddress.parse(join[0]).host)
-        libp2p = await Libp2pDaemon.open(identity, host=here, port=0, join=join)
+        here = local_host_towards(JoinAddress.parse(addresses[0]).host)
+        libp2p = await Libp2pDaemon.open(identity, host=here, port=0, join=addresses)
         closing.push_async_callback(libp2p.close)
         received, _ = await joining.fetch_manifest(libp2p, libp2p.joined[0].peer_id)
         manifest = settings.manifest_from_json(received)
         standing = await run_key.of_observer(identity, manifest, libp2p, calls=calls)
         directory = await standing.open_directory(libp2p, manifest, home)
         closing.push_async_callback(directory.close)
-        yield Observer(identity.peer_id, manifest, directory, standing.links)
+        yield Observer(manifest, directory, standing.links)

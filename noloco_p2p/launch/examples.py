@@ -27,10 +27,9 @@ class Example(NamedTuple):
 
 def example(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
     """Prompt and completion are encoded apart, as at generation. ValueError for an id that the model does not have."""
-    given = tokenizer.encode(prompt.encode())
-    if not len(given):
-        given = np.full(1, tokenizer.eos, np.int32)
     end = np.full(1, tokenizer.eos, np.int32)
+    encoded = tokenizer.encode(prompt.encode())
+    given = encoded if len(encoded) else end
     return Example(np.concatenate([given, tokenizer.encode(completion.encode()), end]), len(given))
 
 

@@ -21,7 +21,7 @@ POLL_S = 0.2
 AGAIN_S = 2.0
 """Pause after nobody answered at an address from a file, seconds."""
 PATIENCE_S = 60.0
-"""Longest wait for the file by a node that ran before, which can continue without it, seconds."""
+"""Longest wait for the file by an observer, and by a node that ran before and can continue without it, seconds."""
 
 log = logging.getLogger("noloco_p2p")
 

@@ -16,7 +16,6 @@ from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
-from noloco_p2p.launch import join_file
 from noloco_p2p.launch.bootstrap import NullTelemetry, observing
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights, Say
 from noloco_p2p.launch.progress_line import counted
@@ -38,9 +37,7 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWe
     common round could be fetched).
     """
     tune_allocator()
-    join_file.check(join)
-    addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).come()
-    async with observing(addresses, calls=True) as observer:
+    async with observing(join, calls=True) as observer:
         manifest = observer.manifest
         if manifest.outer.pairing == "none":
             raise ConfigError(

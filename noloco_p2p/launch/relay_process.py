@@ -4,7 +4,7 @@ import json
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address
 from subprocess import PIPE
 from typing import Any
@@ -28,11 +28,10 @@ class RelayProcess:
         self.link = link
         self._hosts = {name: str(FIRST_HOST + number) for number, name in enumerate(names)}
         self._request = {"link": link, "hosts": list(self._hosts.values()), "seed": seed}
-        self._doors: dict[str, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start it, and wait until every door is open. Raises LocalError."""
+    def start(self, nodes: Iterable[NodeProcess]) -> None:
+        """Start it, and put the nodes behind their lines from their next starts on. Raises LocalError."""
         command = [sys.executable, "-m", "noloco_p2p.launch.relay"]
         try:
             self._process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
@@ -43,7 +42,12 @@ class RelayProcess:
         except LocalError:
             self.close()
             raise
-        self._doors = dict(zip(self._hosts, ports, strict=True))
+        doors = dict(zip(self._hosts, ports, strict=True))
+        for node in nodes:
+            node.host = self._hosts[node.name]
+            # Only its gRPC goes that way: libp2p knows no proxy. What the user has excepted must not be excepted here.
+            door = f"http://{node.host}:{doors[node.name]}"
+            node.environment = {"grpc_proxy": door, "no_grpc_proxy": ""}
 
     @property
     def running(self) -> bool:
@@ -55,13 +59,6 @@ class RelayProcess:
         """Of the process that was started."""
         assert self._process is not None
         return self._process.pid
-
-    def place(self, node: NodeProcess) -> None:
-        """Put a node behind its line from its next start on. Only its gRPC goes that way: libp2p knows no proxy."""
-        host = self._hosts[node.name]
-        node.host = host
-        # What the user has excepted from proxies must not be excepted here.
-        node.environment = {"grpc_proxy": f"http://{host}:{self._doors[node.name]}", "no_grpc_proxy": ""}
 
     def counts(self) -> dict[str, Any]:
         """`lines`: bytes sent and received by each node, by name; `cpu_s`: of the relay. Raises LocalError."""

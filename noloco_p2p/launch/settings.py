@@ -86,8 +86,8 @@ class Overrides:
 
         `elsewhere` ends each line: where the other value is set, and what to do.
         """
-        theirs = dict(_values(swarm.model_dump(mode="json")))
-        mine = dict(_values(json.loads(_overlaid_json(RunManifest, self.entries, swarm))))
+        theirs = dict(single_values(swarm.model_dump(mode="json")))
+        mine = dict(single_values(json.loads(_overlaid_json(RunManifest, self.entries, swarm))))
         lines = []
         for key in dict.fromkeys([*mine, *theirs]):
             here, there = mine.get(key), theirs.get(key)
@@ -195,11 +195,11 @@ def where(entries: Sequence[SettingEntry], key: Key) -> str:
     return ["defaults", *related, *exact][-1]
 
 
-def _values(section: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, object]]:
+def single_values(section: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, object]]:
     """Every value that is no section."""
     for name, value in section.items():
         if isinstance(value, dict):
-            yield from _values(value, (*key, name))
+            yield from single_values(value, (*key, name))
         else:
             yield (*key, name), value
 

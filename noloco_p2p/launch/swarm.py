@@ -122,9 +122,7 @@ class LocalSwarm:
         """All nodes at once; when the first one can be reached, the others are told where. False: it never could."""
         self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes))))
         if self._relay is not None:
-            self._relay.start()
-            for node in self._nodes:
-                self._relay.place(node)
+            self._relay.start(self._nodes)
         first, *others = self._nodes
         while not self._server.ready:
             if self._over():

@@ -24,8 +24,6 @@ FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
 """Rows if the height is not known; a terminal shows as many as fit."""
-JOIN_FILE_S = 60.0
-"""Longest wait for the file of `--join @FILE`."""
 WIDE = 120
 """Columns from which the nodes' hosts are shown."""
 HOST_CHARACTERS = 24
@@ -114,12 +112,9 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
     if url is not None:
         yield from_url(url)
         return
-    from noloco_p2p.launch import join_file
     from noloco_p2p.launch.bootstrap import observing
 
-    join_file.check(join)
-    addresses = await join_file.JoinAddresses(join, JOIN_FILE_S).come()
-    async with observing(addresses) as observer:
+    async with observing(join) as observer:
         yield from_directory(observer.directory.peers)
 
 

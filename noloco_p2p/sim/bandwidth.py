@@ -144,15 +144,11 @@ def _fair(chosen: dict[Flow, None]) -> Rates:
 
 def _fill(chosen: dict[Flow, None]) -> Rates:
     """Progressive filling of these flows. All others keep their rates."""
-    room: dict[Segment, float] = {}
     unfixed: dict[Segment, int] = {}
     for flow in chosen:
         for segment in flow.path:
-            if segment in room:
-                unfixed[segment] += 1
-            else:
-                unfixed[segment] = 1
-                room[segment] = segment.bytes_per_s - sum([one.rate for one in segment.flows if one not in chosen])
+            unfixed[segment] = unfixed.get(segment, 0) + 1
+    room = {part: part.bytes_per_s - sum([one.rate for one in part.flows if one not in chosen]) for part in unfixed}
     heap = [(max(0.0, room[segment]) / unfixed[segment], number, segment) for number, segment in enumerate(room)]
     heapq.heapify(heap)
     rates: Rates = {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.linear_stage import LinearStage
-from noloco_p2p.sim.payloads import ByteCounts
+from noloco_p2p.sim.payloads import ByteCounts, totals
 from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
 from noloco_p2p.sim.throughput_bound import ThroughputBound
 
@@ -214,11 +214,7 @@ def figures(
 
 
 def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
-    totals: dict[str, ByteCounts] = {}
-    for of_node in bytes_of.values():
-        for kind, counts in of_node.items():
-            totals.setdefault(kind, ByteCounts()).add(counts)
-    by_kind = sorted(totals.items())
+    by_kind = sorted(totals(bytes_of).items())
     return TrafficFigures(
         sent_per_node={kind: total.sent / nodes for kind, total in by_kind},
         received_per_node={kind: total.received / nodes for kind, total in by_kind},

@@ -9,7 +9,7 @@ from statistics import median_low
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.resume import BOLD_ROUNDS
 from noloco_p2p.sim.faults import FaultySwarm
-from noloco_p2p.sim.payloads import KINDS, ByteCounts
+from noloco_p2p.sim.payloads import totals
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import RecordingStage
 
@@ -134,11 +134,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
 
 def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:
     """Every byte that left a node was received, was lost, or is under way."""
-    nodes = swarm.network.traffic.byte_counts().values()
-    for kind in KINDS:
-        total = ByteCounts()
-        for of_node in nodes:
-            total.add(of_node[kind])
+    for kind, total in totals(swarm.network.traffic.byte_counts()).items():
         ended = total.received + total.lost + total.in_flight
         assert total.sent == ended, f"{total.sent - ended} bytes of {kind}s are unaccounted for: {total}"
 

@@ -125,15 +125,9 @@ class MessageSizes:
     control: ControlSizes = ControlSizes()
 
     def of(self, kind: str, stage: int) -> int:
-        """Bytes of a message of one of `payloads.KINDS`, for one stage where stages differ."""
-        match kind:
-            case "snapshot":
-                return self.snapshot_bytes[stage]
-            case "weights":
-                return self.weights_bytes[stage]
-            case "state":
-                return self.state_bytes[stage]
-        return self.activation_bytes if kind == "activation" else self.gradient_bytes
+        """Bytes of a message that has tensors, by its kind (`payloads.KINDS`); for one stage where stages differ."""
+        found: int | tuple[int, ...] = getattr(self, f"{kind}_bytes")
+        return found[stage] if isinstance(found, tuple) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The messages between simulated nodes, the byte counts of a node, and what the nodes measure of their lines."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from noloco_p2p.core.line_rate import LineRate, MeasuredLine
@@ -31,6 +31,15 @@ class ByteCounts:
         self.received += other.received
         self.lost += other.lost
         self.in_flight += other.in_flight
+
+
+def totals(bytes_of: Mapping[PeerId, Mapping[str, ByteCounts]]) -> dict[str, ByteCounts]:
+    """The counts of all nodes together, by kind."""
+    found: dict[str, ByteCounts] = {}
+    for of_node in bytes_of.values():
+        for kind, counts in of_node.items():
+            found.setdefault(kind, ByteCounts()).add(counts)
+    return found
 
 
 @dataclass(slots=True, eq=False)

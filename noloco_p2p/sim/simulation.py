@@ -47,8 +47,7 @@ def build(scenario: Scenario, seed: int) -> FaultySwarm:
 
 def manifest_of(scenario: Scenario, seed: int) -> RunManifest:
     """The nodes' manifest: that of the run, with microbatches of two tokens."""
-    run = {name: getattr(scenario.run, name) for name in type(scenario.run).model_fields}
-    run["start_replicas"] = scenario.run.start_replicas or min(scenario.replicas)
+    run = dict(scenario.run) | {"start_replicas": scenario.run.start_replicas or min(scenario.replicas)}
     stages = len(scenario.replicas)
     return RunManifest(name=scenario.name, seed=seed, stages=stages, sequence_length=2, microbatch_size=1, **run)
 

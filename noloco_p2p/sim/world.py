@@ -170,10 +170,6 @@ class SimSwarm:
         """Delete a node's disk."""
         self.disks[peer].wipe()
 
-    def tear(self, peer: PeerId) -> None:
-        """Make a node's newest checkpoint torn."""
-        self.disks[peer].tear()
-
     def pause(self, peer: PeerId) -> None:
         """Tell a node to pause."""
         if self.process(peer).running:

@@ -283,13 +283,11 @@ def test_what_cannot_be_reached_is_refused() -> None:
 
 def test_the_process_counts_and_ends_with_its_input(tmp_path: Path) -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0", "1-0"], seed=0)
-    relay.start()
+    one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
+    relay.start((one, other))
     try:
         assert relay.running
         assert relay.counts()["lines"] == {name: {"sent": 0, "received": 0} for name in ("0-0", "1-0")}
-        one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
-        for node in (one, other):
-            relay.place(node)
         assert one.host != other.host
         assert one.environment["grpc_proxy"].startswith(f"http://{one.host}:")
     finally:
@@ -300,11 +298,9 @@ def test_the_process_counts_and_ends_with_its_input(tmp_path: Path) -> None:
 def test_it_costs_little_cpu(tmp_path: Path) -> None:
     """40 MB over lines of 1 Gbit/s: 1.5 CPU seconds a GB, so that a core could carry several times as much."""
     relay = RelayProcess("1gbit,5ms", ["0-0", "1-0"], seed=0)
-    relay.start()
+    one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
+    relay.start((one, other))
     try:
-        one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
-        for node in (one, other):
-            relay.place(node)
         began_s, nbytes = relay.counts()["cpu_s"], 40_000_000
         with socket.create_server((other.host, 0)) as listening:
             port = int(one.environment["grpc_proxy"].rpartition(":")[2])
@@ -325,7 +321,7 @@ def test_it_costs_little_cpu(tmp_path: Path) -> None:
 
 def test_a_relay_that_died_does_not_answer() -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0"], seed=0)
-    relay.start()
+    relay.start(())
     try:
         os.kill(relay.pid, signal.SIGKILL)
         wait_until(lambda: not relay.running, "its end")
@@ -339,7 +335,7 @@ def test_a_relay_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(relay_process, "FIRST_HOST", IPv4Address("192.0.2.1"))
     relay = RelayProcess("100mbit,1ms", ["0-0"], seed=0)
     with pytest.raises(LocalError, match="does not answer"):
-        relay.start()
+        relay.start(())
     assert not relay.running
 
 
@@ -351,7 +347,7 @@ def test_no_relay_for_no_link() -> None:
 def test_it_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = (
         "import time; from noloco_p2p.launch.relay_process import RelayProcess\n"
-        "relay = RelayProcess('100mbit', ['0-0'], 0); relay.start(); print(relay.pid, flush=True); time.sleep(600)"
+        "relay = RelayProcess('100mbit', ['0-0'], 0); relay.start(()); print(relay.pid, flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert launcher.stdout is not None

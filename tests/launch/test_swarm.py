@@ -326,7 +326,7 @@ def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
 ) -> None:
     def start(swarm: LocalSwarm) -> None:
         assert swarm._relay is not None
-        swarm._relay.start()
+        swarm._relay.start(swarm._nodes)
         os.kill(swarm._relay.pid, signal.SIGKILL)
 
     monkeypatch.setattr(LocalSwarm, "_start", start)

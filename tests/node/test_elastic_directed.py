@@ -227,7 +227,7 @@ def test_whose_weights_a_node_takes_it_goes_on_in_the_data_where_its_newest_chec
     down_s = 1.0 if source == "guardian" else 6.0
     swarm = FaultySwarm(plan, (Fault(killed_s, "bounce", ("s0r0",), down_s),))
     for _ in range(torn):
-        swarm.at(killed_s + 0.1, lambda: swarm.tear("s0r0"))
+        swarm.at(killed_s + 0.1, lambda: swarm.disks["s0r0"].tear())
     check(swarm)
     assert [(one.peer, one.source) for one in swarm.resumptions] == [("s0r0", source)]
     assert opened[stage_0:] == [("s0r0", {"position": position})]

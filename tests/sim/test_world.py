@@ -258,7 +258,7 @@ def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
             before[peer] = [held.round for held in swarm.disks[peer].held()]
             swarm.bounce(peer, 1.0)
             if torn:
-                swarm.tear(peer)
+                swarm.disks[peer].tear()
 
     swarm.at(4.0, kill_all)
     outcome = swarm.run(limit_s=600.0)

@@ -134,9 +134,9 @@ def train(
     with (
         patch.object(real_swarm, "InstrumentedStage", kind),
         patch.object(real_swarm, "SimSwarm", lambda plan: FaultySwarm(plan, happens)),
-        patch.object(real_swarm, "CONFIG", saves if faults == "restart" else CONFIG),
     ):
-        done = real_swarm._run(TrainingPlan(manifest, (replicas, replicas), seed))
+        config = saves if faults == "restart" else CONFIG
+        done = real_swarm._run(TrainingPlan(manifest, (replicas, replicas), seed, config))
         return done.summary(), done.outcome.trace
 
 

@@ -34,8 +34,6 @@ from noloco_p2p.lab.processes import allow_forks
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 """DiLoCo's (arXiv 2311.08105)."""
 LOOPBACK = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "auto_nat": False, "nat_port_map": False}
-LONGEST_ADDRESS = 256
-"""Bytes."""
 MATCHMAKING_S, REQUEST_S = 2.0, 1.0
 """How long hivemind waits for processes that are not there yet, and for the answer of one; the second must be less."""
 WAIT = timedelta(minutes=10)
@@ -241,9 +239,9 @@ KINDS: dict[str, type[BaselineReplica]] = {
 
 def _from_the_first(text: str, device: torch.device) -> str:
     """A short text of the first process."""
-    bytes_ = torch.tensor(list(text.encode().ljust(LONGEST_ADDRESS, b"\0")), dtype=torch.uint8, device=device)
-    distributed.broadcast(bytes_, 0)
-    return bytes(bytes_.tolist()).rstrip(b"\0").decode()
+    texts = [text]
+    distributed.broadcast_object_list(texts, 0, device=device)
+    return texts[0]
 
 
 def _tokens(batch: Batch) -> int:

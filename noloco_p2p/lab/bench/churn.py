@@ -19,7 +19,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.bench.churn_figures import DEFINITIONS, loss_ratio, result, rounds_lost
 from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_stages
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch
-from noloco_p2p.lab.bench.node_fleet import TICK_S, Fleet
+from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, TICK_S, Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
 from noloco_p2p.launch.progress_line import Position, ProgressLine
 
@@ -32,7 +32,6 @@ SETTINGS: dict[str, object] = {
     "audit.weights": "false",
 }
 """A checkpoint every round, so that little is lost; short adverts, so that dead nodes soon disappear; steps files."""
-ENDLESS_STEPS = 1_000_000
 RATE_S = 10.0
 SETTLED_STEPS = 20
 HALVES = ("churned", "undisturbed")

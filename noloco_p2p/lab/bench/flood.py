@@ -26,8 +26,6 @@ from noloco_p2p.launch.node_probe import NodeEndpoints
 TARGET = 0.95
 VICTIM = "1-0"
 """A later stage serves the calls that anybody can make."""
-MICROBATCHES = 4
-"""Per stage-0 replica and inner step, as in `noloco bench pipeline`."""
 SETTLE_S = 10.0
 """From the beginning of a flood to a measurement, and from its end to the next one, seconds."""
 TICK_S = 0.01
@@ -55,7 +53,7 @@ class FloodPlan:
 
 def run(plan: FloodPlan) -> dict[str, Any]:
     """Measure. Returns the figures. Raises LocalError: the swarm fails."""
-    with pipeline.steady_swarm(MICROBATCHES) as fleet:
+    with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
         found = {kind: _compare(fleet, kind, plan) for kind in plan.kinds}
     worst = min(one["ratio"] for one in found.values())
     return {"bench": "flood", "ratio": worst, "target": TARGET, **found, "definitions": DEFINITIONS}

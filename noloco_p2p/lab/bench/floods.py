@@ -22,6 +22,8 @@ from noloco_p2p.core import messages
 from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import HostTensor, PeerId, TensorSpec
 from noloco_p2p.io.dht.identity import Identity
+from noloco_p2p.io.dht.libp2p import Stream
+from noloco_p2p.io.dht.streams import splice
 from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import RunTrust
 from noloco_p2p.io.security.credentials import Credentials
@@ -171,16 +173,8 @@ class Stranger:
     async def _forwarder(self) -> AsyncIterator[str]:
         """What gRPC dials instead of the node, because it cannot choose its own address."""
 
-        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with suppress(OSError):
-                while data := await reader.read(1 << 16):
-                    writer.write(data)
-                    await writer.drain()
-            writer.close()
-
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there, back = await self._dial()
-            await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
+            await splice(Stream(reader, writer), Stream(*await self._dial()))
 
         with tempfile.TemporaryDirectory() as home, closing(await asyncio.start_unix_server(accept, f"{home}/grpc")):
             yield f"unix:{home}/grpc"

@@ -23,7 +23,7 @@ from typing import Any
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench.links_page import PAGE, add_gains, row_text, write_page
-from noloco_p2p.lab.bench.node_fleet import Fleet, InnerStepLine
+from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, START_S, Fleet, InnerStepLine
 from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.lab.scenario_files import COSTS
@@ -31,7 +31,7 @@ from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.settings import Overrides, read
 from noloco_p2p.sim import figures
-from noloco_p2p.sim.scenario import LocalSettings, Scenario
+from noloco_p2p.sim.scenario import LocalSettings, RunSettings, Scenario
 from noloco_p2p.sim.simulation import build
 
 TARGET = 0.15
@@ -41,9 +41,7 @@ QUICK_LINES = (50.0,), (10.0, 50.0)
 """Megabits per second, and milliseconds one way."""
 WARM_STEPS = 6
 """Inner steps of every stage-0 node before the measurement starts."""
-START_S = 240.0
 SIM_STEPS = 60
-ENDLESS_STEPS = 1_000_000
 WORK = ("microbatches", "inner_steps", "outer_rounds", "device_seconds")
 """Counters of a node. The last one is the time that the work counted by the first three takes."""
 StageCosts = list[dict[str, float]]
@@ -262,10 +260,7 @@ def scenario(
     manifest: RunManifest, local: NodeConfig, line: LineSpec, stages: StageCosts, factors: Sequence[float]
 ) -> Scenario:
     """The same swarm for the simulator. The device seconds of each stage are `factors` times those measured alone."""
-    own = manifest.model_dump(mode="json")
-    run = {
-        key: own[key] for key in ("start_replicas", "microbatches_per_step", "inner", "outer", "routing", "evaluation")
-    }
+    run = manifest.model_dump(mode="json", include=set(RunSettings.model_fields))
     costs = {
         name: [
             sum(each[part] for part in parts) / len(parts) * factor
@@ -274,7 +269,7 @@ def scenario(
         for name, parts in COSTS.items()
     }
     config = manifest.model.config
-    workload = {key: own[key] for key in ("microbatch_size", "sequence_length", "wire")} | {
+    workload = manifest.model_dump(mode="json", include={"microbatch_size", "sequence_length", "wire"}) | {
         "hidden_size": config["hidden_size"],
         "parameters_per_stage": [each["parameters"] for each in stages],
     }

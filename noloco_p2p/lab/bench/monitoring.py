@@ -26,8 +26,6 @@ from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TARGET = 0.01
-MICROBATCHES = 4
-"""Per stage-0 replica and inner step, as in `noloco bench pipeline`."""
 READ_EVERY_S = {"/metrics": 5.0, "/sd": 5.0, "/status": 2.0}
 """As Prometheus (docker/prometheus/prometheus.yml) and `noloco top` do."""
 TIMEOUT_S = 5.0
@@ -42,7 +40,7 @@ REPEATS = 5
 def run(pairs: int, window_s: float) -> dict[str, Any]:
     """Measure. Returns the figures. Raises LocalError: the swarm fails."""
     instruments = instruments_us()
-    with pipeline.steady_swarm(MICROBATCHES) as fleet:
+    with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
         unread, read = [], []
         for _ in range(pairs):
             unread.append(_window(fleet, window_s, read=False))
@@ -74,7 +72,7 @@ DEFINITIONS = {
 
 def _manifest() -> RunManifest:
     outer = OuterSettings(rule="noloco", deadline_s=5.0)
-    return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=MICROBATCHES, outer=outer)
+    return RunManifest(steps=SIMULATED_STEPS, microbatches_per_step=pipeline.MICROBATCHES, outer=outer)
 
 
 # --- the readers ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from noloco_p2p.launch.swarm_plan import make_plan
 from noloco_p2p.observe.report.journals import JournalEvent, read_processes
 
 START_S = 240.0
-"""Longest wait for the first node to be reachable."""
+"""Longest wait for the first node to be reachable, and for a swarm to train."""
+ENDLESS_STEPS = 1_000_000
+"""More than any measurement takes."""
 TICK_S = 0.1
 JOINED = 2
 """A restarted node gets this many others to join, because one of them may be about to die."""
@@ -120,9 +122,7 @@ class Fleet:
         self._plan.write(self.run_dir)
         self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes))))
         if self.relay is not None:
-            self.relay.start()
-            for node in self.nodes.values():
-                self.relay.place(node)
+            self.relay.start(self.nodes.values())
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,6 +17,8 @@ from noloco_p2p.compute.outer_state import OuterState
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.messages import Advert, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.io.dht.libp2p import Stream
+from noloco_p2p.io.dht.streams import splice
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.lab.bench.transport import FAR, NEAR, PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
@@ -92,17 +94,13 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     """Bytes on the connection for one pull, in both directions and including its set-up, counted by a forwarder."""
     moved, ended = 0, asyncio.Event()
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def count(nbytes: int) -> None:
         nonlocal moved
-        while data := await reader.read(1 << 18):
-            moved += len(data)
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+        moved += nbytes
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        far = Stream(*await asyncio.open_connection("127.0.0.1", port))
+        await splice(Stream(reader, writer), far, count)
         ended.set()
 
     async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TARGET = 0.80
 SHAPE = (2, 2)
+MICROBATCHES = 4
+"""Per stage-0 replica and inner step, where nothing else is asked for."""
 STEADY_STEPS = 30
 """The measurement starts when every stage-0 replica has done this many inner steps."""
 START_S = 180.0

@@ -144,7 +144,7 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[s
     """All figures except gloo's, against a far process at these addresses (gRPC, port of bare TCP)."""
     mine = make_transport(NEAR, 2 * TENSOR_BYTES)
     far, port = places
-    _, view = tensor_and_bytes(TENSOR_BYTES)
+    view = tensor_bytes(TENSOR_BYTES)
     watch, small = Stopwatch(), Stopwatch(calls // 10)
     transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
@@ -210,16 +210,15 @@ async def receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
-def tensor_and_bytes(size: int) -> tuple[torch.Tensor, memoryview]:
-    """A float32 tensor of `size` bytes, and a view of them."""
-    tensor = torch.ones(size // 4)
-    return tensor, tensor.view(torch.uint8).numpy().data
+def tensor_bytes(size: int) -> memoryview:
+    """The `size` bytes of a float32 tensor."""
+    return torch.ones(size // 4).view(torch.uint8).numpy().data
 
 
 async def echo(listener: socket.socket, size: int) -> None:
     """Receive `size` bytes into a torch tensor and send them back, until the only caller closes its connection."""
     loop = asyncio.get_running_loop()
-    _, view = tensor_and_bytes(size)
+    view = tensor_bytes(size)
     connection, _ = await loop.sock_accept(listener)
     with connection:
         connection.setblocking(False)

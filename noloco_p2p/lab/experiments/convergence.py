@@ -46,7 +46,7 @@ from noloco_p2p.lab.experiments.results import (
     table,
 )
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
-from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, sized_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS, STAGES = 8, 2
@@ -141,17 +141,13 @@ def _case(method: str, rate: float, seed: int, quick: bool, long: bool = False) 
 def plan_of(settings: Mapping[str, Any]) -> TrainingPlan:
     """The run of a case as one swarm: its method, rate, seed, size and number of steps."""
     method = METHODS[settings["method"]]
-    manifest = small_manifest(
-        settings["hidden"],
-        settings["layers"],
-        microbatch_size=4,
+    manifest = sized_manifest(
+        settings,
+        {"peak_learning_rate": settings["rate"], **method.inner},
         microbatches_per_step=method.share,
-        steps=settings["steps"],
         routing="fixed" if method.replicas == 1 else "balanced",
-        # Longer than any run: the warm-up is a tenth of the steps for all methods (METHOD.md, "Inner step").
-        inner={"peak_learning_rate": settings["rate"], "warmup_steps": 10**6, **method.inner},
         outer=method.outer,
-        evaluation={"every_steps": None, "microbatches": HELD_OUT},
+        evaluation={"microbatches": HELD_OUT},
     )
     return TrainingPlan(manifest, (method.replicas,) * STAGES, settings["seed"], streams=tuple(range(REPLICAS)))
 

@@ -16,7 +16,7 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import PeerId, ReplicaState
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
-from noloco_p2p.core.stage_values import StageState, StepLabel, StepResult
+from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 
 KEPT_ROUNDS = 5
@@ -90,12 +90,7 @@ class InstrumentedStage:
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
-        self.restore, self.compare = stage.restore, stage.compare
-
-    @property
-    def state(self) -> StageState:
-        """The stage's state."""
-        return self.stage.state
+        self.restore, self.compare, self.state = stage.restore, stage.compare, stage.state
 
     @property
     def places(self) -> int | None:

@@ -50,7 +50,7 @@ def measure(case: Case) -> Figures:
         steps=steps,
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
         outer={"inner_steps": INNER_STEPS, "pairing": one.pairing, "codec": one.outer_codec},
-        evaluation={"every_steps": None, "microbatches": 32},
+        evaluation={"microbatches": 32},
     )
     trained = train(TrainingPlan(manifest, (REPLICAS,), case.settings["seed"]))
     (parameters,), pulls = trained.parameters, sum(n for result, n in trained.rounds.items() if result != "alone")

@@ -20,14 +20,12 @@ from typing import NamedTuple
 from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.staleness import PEAK_LEARNING_RATE, SIZES
+from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 
-SIZES = {"replicas": 8, "steps": 300, "inner_steps": 10, "hidden_size": 32}
-SIZES |= {"sequence_length": 32, "microbatch_size": 2, "held_out_microbatches": 32}
 DELAYS = (1, 5, 10)
-PEAK_LEARNING_RATE = 2e-2
 COSTS = Costs()
 STEP_S = COSTS.forward_s + COSTS.backward_s + COSTS.inner_step_s
 """Virtual seconds of an inner step with one microbatch."""
@@ -65,15 +63,12 @@ def measure(case: Case) -> Figures:
     overlap = kind == "overlap"
     steps = steps * m // (m + delay) if kind == "waits" else steps
     outer = {"inner_steps": m, "overlap": overlap, "pairing": "none" if kind == "none" else "matched"}
-    manifest = small_manifest(
-        settings["hidden_size"],
-        1,
-        sequence_length=settings["sequence_length"],
-        microbatch_size=settings["microbatch_size"],
+    manifest = one_layer_manifest(
+        settings,
         steps=steps,
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
         outer=outer,
-        evaluation={"every_steps": None, "microbatches": settings["held_out_microbatches"]},
+        evaluation={"microbatches": settings["held_out_microbatches"]},
     )
     # A pull is a round trip; it ends in the middle of the inner step before the boundary at which it is merged.
     link = Link(latency_s=(delay - 0.4) * STEP_S / 2) if overlap else Link()

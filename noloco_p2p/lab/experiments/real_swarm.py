@@ -19,11 +19,11 @@ from noloco_p2p.io.data.corpora import Corpus, stdlib_corpus
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage, TrainingMonitor
-from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary
+from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary
 from noloco_p2p.launch import export
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
 from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
+from noloco_p2p.sim.world import SimSwarm, peer_id
 
 STEP_LIMIT_S = 100.0
 """Virtual seconds per step of the clock after which a run counts as hanging."""
@@ -159,10 +159,7 @@ def _run(plan: TrainingPlan) -> "FinishedTraining":
     def make_batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> StreamBatches:
         return StreamBatches(partial(dealt.at, first.index(peer)), held_out)
 
-    world = SimPlan(manifest, plan.replicas, plan.seed, CONFIG, plan.link, costs=plan.costs, slowness=plan.slowness)
-    # Every microbatch is read once, so that runs with as many tokens have read the same text.
-    world = replace(world, gradient_audit=False, stage_factory=make_stage, batches_factory=make_batches)
-    swarm = SimSwarm(world)
+    swarm = SimSwarm(replace(plan, stage_factory=make_stage, batches_factory=make_batches))
     return FinishedTraining(plan, monitor, swarm.run(STEP_LIMIT_S * (10 + manifest.steps)), held_out)
 
 

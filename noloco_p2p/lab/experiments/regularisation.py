@@ -34,7 +34,7 @@ from typing import Any
 from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, sized_manifest
 
 REPLICAS, STAGES, RATE, PIECES = 8, 2, 1e-2, 4
 TITLES = {
@@ -100,15 +100,8 @@ def measure(case: Case) -> Figures:
 
     method, size = case.settings["method"], case.settings
     rule = {"rule": method} if method in _QUIET else {"rule": "sync"}
-    manifest = small_manifest(
-        size["hidden"],
-        size["layers"],
-        microbatch_size=4,
-        steps=size["steps"],
-        inner={"optimizer": "muon", "peak_learning_rate": RATE, "warmup_steps": 10**6},
-        outer=rule,
-        evaluation={"every_steps": None, "microbatches": 2 * HELD_OUT},
-    )
+    inner = {"optimizer": "muon", "peak_learning_rate": RATE}
+    manifest = sized_manifest(size, inner, outer=rule, evaluation={"microbatches": 2 * HELD_OUT})
     noise = tuple(tuple((int(at), float(std)) for at, std in stage) for stage in size["noise"])
     replicas = (REPLICAS,) * STAGES
     trained, losses = train_by_kind(TrainingPlan(manifest, replicas, size["seed"], corpora=texts(), noise=noise))

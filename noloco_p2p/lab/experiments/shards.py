@@ -31,7 +31,7 @@ from typing import Any
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, sized_manifest
 
 KINDS = {
     "character tables": ("stdlib", "encodings/*.py"),
@@ -96,18 +96,16 @@ def measure(case: Case) -> Figures:
 
     rule, kind, size = case.settings["rule"], case.settings["kind"], case.settings
     alone = rule == ALONE
-    manifest = small_manifest(
-        size["hidden"],
-        size["layers"],
-        microbatch_size=4,
-        steps=size["steps"],
+    manifest = sized_manifest(
+        size,
+        {"optimizer": "muon", "peak_learning_rate": RATE},
         routing="fixed" if alone or rule == "gossip-fixed" else "balanced",
-        inner={"optimizer": "muon", "peak_learning_rate": RATE, "warmup_steps": 10**6},
         outer={"pairing": "none"} if alone else RULES[rule][1],
-        evaluation={"every_steps": None, "microbatches": HELD_OUT},
+        evaluation={"microbatches": HELD_OUT},
     )
     count, streams = (1, (list(KINDS).index(kind),)) if alone else (len(KINDS), None)
-    plan = TrainingPlan(manifest, (count,) * STAGES, case.settings["seed"], streams, corpora(), mixed=kind == "mixed")
+    replicas, seed = (count,) * STAGES, case.settings["seed"]
+    plan = TrainingPlan(manifest, replicas, seed, streams=streams, corpora=corpora(), mixed=kind == "mixed")
     trained, losses = train_by_kind(plan)
     figures = trained.figures("validation_loss", "merged_loss", "tokens")
     return figures | {"losses": losses, "parameters": sum(trained.parameters)}

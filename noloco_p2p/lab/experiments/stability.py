@@ -34,7 +34,7 @@ from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
 
 ALPHAS = (0.0, 0.3, 0.5, 0.7, 0.9)
@@ -73,11 +73,8 @@ def measure(case: Case) -> Figures:
     if settings["kind"] == "typical":
         return {"bound": bounds.typical_bound(alpha, replicas, seed=seed)}
     m, steps = settings["inner_steps"], settings["rounds"] * settings["inner_steps"]
-    manifest = small_manifest(
-        settings["hidden_size"],
-        1,
-        sequence_length=settings["sequence_length"],
-        microbatch_size=settings["microbatch_size"],
+    manifest = one_layer_manifest(
+        settings,
         steps=steps,
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": 0, "final_fraction": 0.0},
         outer={"alpha": alpha, "beta": BETA, "gamma": settings["gamma"], "inner_steps": m}

@@ -34,7 +34,7 @@ from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_curve, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 ALPHA, BETA, GAMMA = 0.5, 0.7, 0.7
@@ -79,11 +79,8 @@ def measure(case: Case) -> Figures:
 
     settings = case.settings
     pairing, replicas, seed, steps = (settings[name] for name in ("pairing", "replicas", "seed", "steps"))
-    manifest = small_manifest(
-        settings["hidden_size"],
-        1,
-        sequence_length=settings["sequence_length"],
-        microbatch_size=settings["microbatch_size"],
+    manifest = one_layer_manifest(
+        settings,
         steps=steps,
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
         outer={"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}

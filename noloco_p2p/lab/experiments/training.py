@@ -5,15 +5,14 @@ and real data, all replicas in one process. Time is the simulator's, so nothing 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.io.data.corpora import Corpus
-from noloco_p2p.sim.device import Costs
-from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.world import SimPlan
 
 CONFIG = NodeConfig.model_validate({"checkpoint": {"every_steps": None}, "rebalance": False})
 """Settings of every node: no checkpoints, no moves between stages."""
@@ -24,15 +23,16 @@ BYTE_VOCABULARY = 384
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """What is trained. Together with the data it determines the whole `TrainingSummary`."""
+class TrainingPlan(SimPlan):
+    """What is trained. Together with the data it determines the whole `TrainingSummary`.
 
-    manifest: RunManifest
-    """Its `seed`, `stages` and `start_replicas` are set from `seed` and `replicas`."""
-    replicas: tuple[int, ...]
-    """Replicas of each stage."""
-    seed: int = 0
-    """Seed of initial weights, data order, routes, pairs, device times, and lost partners."""
+    The manifest's `seed`, `stages` and `start_replicas` are set from `seed` and `replicas`: one seed for the world, and
+    for initial weights, data order, routes, pairs, and lost partners.
+    """
+
+    config: NodeConfig = CONFIG
+    gradient_audit: bool = False
+    """Every microbatch is read once, so that runs with as many tokens have read the same text."""
     streams: tuple[int, ...] | None = None
     """Data streams, assigned to the stage-0 replicas in turn; none: one per replica. Stream i is what replica i of
     another run with the same seed reads, so one replica with streams 0 to 7 reads what 8 replicas read."""
@@ -47,12 +47,6 @@ class TrainingPlan:
     """A partner's snapshot is that of this many rounds before (the initial one if there were fewer)."""
     lost_partner: float = 0.0
     """Probability that a pull is lost, drawn for each replica and round: the replica goes alone."""
-    costs: Costs = field(default_factory=Costs)
-    """Virtual device seconds of every node."""
-    slowness: Mapping[PeerId, float] = field(default_factory=dict)
-    """Factor on a node's device seconds by peer (`s1r0`), 1.0 for others."""
-    link: Link = field(default_factory=Link)
-    """Every link."""
     audit_dir: str | None = None
     """Directory for the audit files of every node (ARCHITECTURE.md, "Files")."""
 
@@ -149,6 +143,19 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
+
+
+def sized_manifest(settings: Mapping[str, Any], inner: Mapping[str, Any], **changes: object) -> RunManifest:
+    """`small_manifest` for a case with `hidden`, `layers` and `steps`: four samples in a microbatch, and a warm-up of a
+    tenth of the steps, for its length is bounded (METHOD.md, "Inner step")."""
+    size = {"microbatch_size": 4, "steps": settings["steps"], "inner": {"warmup_steps": 10**6, **inner}}
+    return small_manifest(settings["hidden"], settings["layers"], **size, **changes)
+
+
+def one_layer_manifest(settings: Mapping[str, Any], **changes: object) -> RunManifest:
+    """`small_manifest` of one layer for a case with these sizes among its settings."""
+    size = {name: settings[name] for name in ("sequence_length", "microbatch_size")}
+    return small_manifest(settings["hidden_size"], 1, **size, **changes)
 
 
 def timing_manifest(replicas: tuple[int, ...], seed: int, **changes: Any) -> RunManifest:

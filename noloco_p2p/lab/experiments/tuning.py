@@ -26,7 +26,7 @@ from typing import NamedTuple
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, next_runs, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
-from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan, sized_manifest
 
 REPLICAS = (4, 8, 16)
 RATES = (1.4e-2, 2.8e-2)
@@ -92,15 +92,8 @@ def measure(case: Case) -> Figures:
     changed = {} if one["what"] == DEFAULT else {one["what"]: one["value"]}
     if "inner_steps" in changed:
         changed["inner_steps"] = int(one["value"])
-    manifest = small_manifest(
-        one["hidden"],
-        one["layers"],
-        sequence_length=32,
-        microbatch_size=4,
-        steps=one["steps"],
-        inner={"optimizer": "muon", "peak_learning_rate": one["rate"], "warmup_steps": 10**6},
-        outer={"rule": one["rule"], **changed},
-    )
+    inner = {"optimizer": "muon", "peak_learning_rate": one["rate"]}
+    manifest = sized_manifest(one, inner, sequence_length=32, outer={"rule": one["rule"], **changed})
     trained = train(TrainingPlan(manifest, (one["replicas"],), one["seed"]))
     return trained.figures("validation_loss", "merged_loss", "tokens") | {"parameters": sum(trained.parameters)}
 

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from markupsafe import Markup
 from noloco_p2p import __version__, humanize
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
+from noloco_p2p.launch.settings import single_values
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.svg import DARK, LIGHT, SERIES_COLOURS, LegendKey, stylesheet
 from noloco_p2p.observe.report.charts import NATS, Line, Panel, RunCharts, by_step, over_time, panel
@@ -166,7 +167,9 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     tokens = over_time("Tokens per second", lines([one.rates("tokens") for one in charts]), span_s)
     headlines = [{"": standing(run), **headline(run)} for run in runs.values()]
     tables = [("Figures", ("", *runs), [(name, *(each[name] for each in headlines)) for name in headlines[0]])]
-    settings = [dict(_flat(run.manifest)) for run in runs.values()]
+    settings = [
+        {clean(".".join(key)): clean(value) for key, value in single_values(run.manifest)} for run in runs.values()
+    ]
     names = sorted({name for one in settings for name in one})
     different = [(name, *(one.get(name, "") for one in settings)) for name in names]
     different = [row for row in different if len(set(row[1:])) > 1][:MOST_SETTINGS]
@@ -174,15 +177,6 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
         tables.append(("Settings that differ", ("", *runs), different))
     sections = [("Training", [*panels, panel(tokens, keys, "")], []), ("Runs", [], tables)]
     return {"name": f"{len(runs)} runs", "sections": sections, "run": None}
-
-
-def _flat(found: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
-    """Settings by their whole names."""
-    for name, value in found.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{clean(name)}.")
-        else:
-            yield f"{above}{clean(name)}", clean(value)
 
 
 NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
