@@ -1,12 +1,16 @@
 """Hooks for the whole suite."""
 
 import gc
+import os
 
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says nothing: the machine does other things meanwhile.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# No test, and no process that one starts, asks the hub for anything: where it cannot be reached it is tried for 47 s.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_collection_finish() -> None:
