@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
-from noloco_p2p.errors import Busy, PeerError, Unreachable, Violation
+from noloco_p2p.errors import Busy, NolocoError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import RELAY
+from noloco_p2p.io.transport import message_codec
 
 PROTOCOL = "9"
 """Version of proto/noloco.proto that this node speaks."""
@@ -134,6 +136,21 @@ async def answered(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
             await answer(held)
             return
         await asyncio.Event().wait()
+
+
+async def question(context: Any) -> bytes:
+    """The only message of a call that asks something. Raises Silent, DecodeError: there is none."""
+    message: Any = await Patience().reading(context.read)()
+    if message is grpc.aio.EOF:
+        raise DecodeError
+    return bytes(message)
+
+
+async def refuse(write: Callable[[bytes], Awaitable[object]], kind: Callable[..., Any], error: NolocoError) -> None:
+    """Tell the caller why it is not served, if it is still there. Raises Unread."""
+    error.with_traceback(None)  # Its frames hold what the caller has sent.
+    with suppress(grpc.aio.InternalError):
+        await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
 
 
 class Patience:

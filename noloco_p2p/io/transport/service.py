@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Header, PeerId
@@ -15,7 +16,7 @@ from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, answered, question
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
@@ -37,28 +38,26 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def methods(servicer: GrpcServicer) -> Any:
-    """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel."""
-    serve, bounded = partial(partial, servicer.serve_activation), partial(_bounded, servicer)
-    stream, fetch = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-    return grpc.method_handlers_generic_handler(
-        "noloco.v1.Node",
-        {
-            "Propagate": stream(bounded(serve(_propagate))),
-            "Evaluate": stream(bounded(serve(_evaluate))),
-            "Stripe": stream(bounded(servicer.stripe)),
-            "FetchSnapshot": fetch(bounded(servicer.fetch_snapshot, pb.SnapshotRequest.FromString)),
-            "FetchState": fetch(bounded(servicer.fetch_state, pb.StateRequest.FromString)),
-            "Warm": grpc.unary_unary_rpc_method_handler(bounded(servicer.warm)),
-            "Progress": grpc.unary_unary_rpc_method_handler(
-                bounded(servicer.progress, pb.ProgressRequest.FromString),
-                response_serializer=pb.ProgressReply.SerializeToString,
-            ),
-            "Describe": grpc.unary_unary_rpc_method_handler(
-                bounded(servicer.describe, pb.DescribeRequest.FromString),
-                response_serializer=pb.DescribeReply.SerializeToString,
-            ),
-        },
-    )
+    """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel.
+
+    All are streams: gRPC itself would wait without end for a question that does not come, and for who does not read the
+    answer, outside of every bound.
+    """
+    serve, asked = partial(partial, servicer.serve_activation), partial(partial, _asked)
+    answers: dict[str, Callable[[Caller, Any, Any], Awaitable[None]]] = {
+        "Propagate": serve(_propagate),
+        "Evaluate": serve(_evaluate),
+        "Stripe": servicer.stripe,
+        "FetchSnapshot": servicer.fetch_snapshot,
+        "FetchState": servicer.fetch_state,
+        "Warm": asked(servicer.warm, pb.Filler),
+        "Progress": asked(servicer.progress, pb.ProgressRequest),
+        "Describe": asked(servicer.describe, pb.DescribeRequest),
+    }
+    handlers = {
+        name: grpc.stream_stream_rpc_method_handler(_bounded(servicer, answer)) for name, answer in answers.items()
+    }
+    return grpc.method_handlers_generic_handler("noloco.v1.Node", handlers)
 
 
 def bound(
@@ -86,19 +85,17 @@ def _is_no_lost_caller(record: logging.LogRecord) -> bool:
 
 
 def _bounded(
-    servicer: GrpcServicer,
-    method: Callable[[Caller, Any, Any], Awaitable[Any]],
-    read: Callable[[bytes], Any] = lambda request: request,
-) -> Callable[[Any, Any], Awaitable[Any]]:
+    servicer: GrpcServicer, method: Callable[[Caller, Any, Any], Awaitable[None]]
+) -> Callable[[Any, Any], Awaitable[None]]:
     """The method, for as many calls at once as one caller may have, and as long as it belongs to the run; it is told
-    who calls, and given what `read` makes of the request."""
+    who calls."""
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(request_iterator: Any, context: Any) -> None:
         try:
             caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
-                    return await method(caller, read(request), context)
+                    await method(caller, request_iterator, context)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:
@@ -109,6 +106,23 @@ def _bounded(
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     return answer
+
+
+async def _asked(
+    method: Callable[[Caller, Any, Any], Awaitable[Message]],
+    kind: type[Message],
+    caller: Caller,
+    request_iterator: Any,
+    context: Any,
+) -> None:
+    """Answer one message with another one."""
+
+    async def answer(held: ExitStack) -> None:
+        reply = await method(caller, kind.FromString(await question(context)), context)
+        with suppress(grpc.aio.InternalError):  # The caller is gone.
+            await Patience().writing(context.write)(reply.SerializeToString())
+
+    await answered(answer)
 
 
 async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:

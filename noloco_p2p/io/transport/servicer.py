@@ -7,7 +7,7 @@ this node waits for them, is in `callers`.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,12 +51,6 @@ class _Reply:
     """Bytes."""
 
 
-async def _refuse(write: Write, kind: type[ReplyMessage], error: NolocoError) -> None:
-    """Tell the caller why it is not served, if it is still there. Raises Unread."""
-    with suppress(grpc.aio.InternalError):
-        await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
-
-
 class GrpcServicer:
     """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
 
@@ -97,7 +91,7 @@ class GrpcServicer:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except NolocoError as error:
             await self.callers.delay(claimed, error)
-            await _refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
+            await callers.refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
             await self.callers.drain(claimed, context)
             return
         reply = _Reply(caller.name, header.microbatch)
@@ -158,11 +152,12 @@ class GrpcServicer:
         if await self.callers.drain(claimed, context, NO_MORE.__ne__):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
 
-    async def fetch_snapshot(self, claimed: Caller, request: pb.SnapshotRequest, context: Any) -> None:
+    async def fetch_snapshot(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
         """Send a snapshot."""
-        self._line.charge(sent=0, received=request.ByteSize())
 
         async def give(held: ExitStack) -> None:
+            request = pb.SnapshotRequest.FromString(await callers.question(context))
+            self._line.charge(sent=0, received=request.ByteSize())
             caller, handler = self._admit(claimed, context, observers=True)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
             wanted = weights_codec.from_request(request)
@@ -172,18 +167,18 @@ class GrpcServicer:
 
         await answered(partial(self._give, give, pb.SnapshotMessage, Patience(), context))
 
-    async def fetch_state(self, claimed: Caller, request: pb.StateRequest, context: Any) -> None:
+    async def fetch_state(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
         """Send this replica's state, or the rest of it. Writes, for the reason given above."""
-        resume = request.resume if request.HasField("resume") else None
-        tensor, offset = (resume.tensor, resume.offset) if resume else (0, 0)
         patience = Patience(callers.STATE_RESERVE_S)
 
         async def give(held: ExitStack) -> None:
+            request = pb.StateRequest.FromString(await callers.question(context))
+            resume = request.resume
             caller, handler = self._admit(claimed, context)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
-            async with handler.lend_state(caller.name, resume.number if resume else None) as state:
-                size = sum(one.data.nbytes for one in state.tensors[tensor:]) - offset
-                parts = partial(weights_codec.to_state, state, tensor, offset), "state", size
+            async with handler.lend_state(caller.name, resume.number if request.HasField("resume") else None) as state:
+                size = sum(one.data.nbytes for one in state.tensors[resume.tensor :]) - resume.offset
+                parts = partial(weights_codec.to_state, state, resume.tensor, resume.offset), "state", size
                 writing = partial(patience.writing, least_bytes_per_s=least_rate(size, callers.LONGEST_TRANSFER_S))
                 await self._send_weights(context, caller, request.stripe, parts, writing)
 
@@ -200,7 +195,7 @@ class GrpcServicer:
         except Unreachable as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:
-            await _refuse(self._line.sender(patience.writing(context.write)), kind, error)
+            await callers.refuse(self._line.sender(patience.writing(context.write)), kind, error)
         except grpc.aio.InternalError:
             pass  # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
 
@@ -251,10 +246,10 @@ class GrpcServicer:
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 
-    async def warm(self, claimed: Caller, filler: bytes, context: Any) -> bytes:
+    async def warm(self, claimed: Caller, filler: pb.Filler, context: Any) -> pb.Filler:
         """Take filler, which has done its work. Nobody reads it."""
-        self._line.charge(sent=0, received=len(filler))
-        return b""
+        self._line.charge(sent=0, received=filler.ByteSize())
+        return pb.Filler()
 
     def _admit(self, claimed: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
         """The caller, whose name its certificate has proved, and the handler. Raises Violation: a stranger; Declined:

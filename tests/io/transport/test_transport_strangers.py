@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -268,6 +269,76 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
                 await asyncio.sleep(0.01)
             share = ACTIVATIONS if method == "Propagate" else TRANSFERS
             assert served._held[share.what, "127.0.0.1"] == 1, "so nobody can have any number of such calls"
+            call.cancel()
+            while not served.holds_nothing:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(scenario())
+    assert not logged(caplog)
+
+
+ASKING = {
+    "FetchSnapshot": pb.SnapshotRequest(stage=1),
+    "FetchState": pb.StateRequest(),
+    "Progress": pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer="A")]),
+    "Describe": pb.DescribeRequest(),
+}
+"""Calls that ask something, and what."""
+
+
+def streamed(channel: Any, method: str, **options: Any) -> Any:
+    """A call of any method, written and read by hand."""
+    return channel.stream_stream(f"/noloco.v1.Node/{method}")(**options)
+
+
+@pytest.mark.parametrize("method", [*ASKING, "Warm"])
+def test_who_never_asks_what_it_called_for_has_a_place_of_its_own_and_loses_it(method: str, hasty: None) -> None:
+    """gRPC waited for such a question without end, before anything counted the call."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, bare(both.peer) as channel:
+            served = both.b._servicer.callers
+            call = streamed(channel, method, metadata=ME)
+            await call.wait_for_connection()
+            while not served._held[CALLS.what, "127.0.0.1"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
+            assert served.holds_nothing
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("method", ASKING)
+def test_who_does_not_read_an_answer_keeps_its_place_and_nothing_of_its_question(
+    method: str, hasty: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A question of megabytes stayed for an hour, with a refusal or an answer, some of them without a place."""
+    asked, kind = list["weakref.ref[Any]"](), type(ASKING[method])
+
+    class Question:
+        """One that can be watched."""
+
+        def __init__(self, raw: bytes) -> None:
+            self._question = kind.FromString(raw)
+            asked.append(weakref.ref(self))
+
+        FromString = classmethod(lambda cls, raw: cls(raw))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._question, name)
+
+    monkeypatch.setattr(pb, kind.DESCRIPTOR.name, Question)
+
+    async def scenario() -> None:
+        options = ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)
+        async with pair(Node(echo)) as both, bare(both.peer, options=options) as channel:
+            served = both.b._servicer.callers
+            call = streamed(channel, method, timeout=60.0, metadata=ME)
+            await call.write(ASKING[method].SerializeToString())
+            while not asked or asked[0]() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(2 * callers.RESERVE_S)
+            assert served._held[CALLS.what, "127.0.0.1"] == 1
             call.cancel()
             while not served.holds_nothing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
