@@ -170,8 +170,8 @@ class Stripes:
         """
         self._messages = iter(messages)
         del messages  # A traceback would keep them.
-        await write(next(self._messages))
         try:
+            await write(next(self._messages))
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 self._go_on()

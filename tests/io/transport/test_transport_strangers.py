@@ -234,13 +234,19 @@ def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: N
     run(scenario())
 
 
+@pytest.mark.parametrize("stripe", [0, 7])
 @pytest.mark.parametrize("window", [5, 65_535])
 @pytest.mark.parametrize("method", ["FetchState", "FetchSnapshot", "Propagate"])
 def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_over(
-    method: str, window: int, hasty: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    method: str,
+    window: int,
+    stripe: int,
+    hasty: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Hole 15: gRPC keeps a message, and cannot end the call. With the small window it can write nothing at all."""
-    made, head = watched_buffers(monkeypatch), announced()[0]
+    made, head = watched_buffers(monkeypatch), announced(stripe)[0]
 
     def fresh(name: str) -> HostTensor:
         return HostTensor(name, "float32", MIDDLE, message_codec.allocate(4 * math.prod(MIDDLE)))
@@ -264,6 +270,7 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
                 await call.write(head)
             else:
                 request = pb.StateRequest() if method == "FetchState" else pb.SnapshotRequest(stage=1, round=4)
+                request.stripe = stripe
                 call = getattr(stub, method)(request, timeout=60.0, metadata=ME)
             while not made or alive(made):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
