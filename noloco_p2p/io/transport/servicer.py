@@ -96,11 +96,14 @@ class GrpcServicer:
             return
         reply = _Reply(caller.name, header.microbatch)
         self._replies[reply] = None
-        leaving.callback(self._replies.pop, reply)
+        leaving.callback(self._replies.pop, reply, None)
         takes_turns = parts[1] == "gradient" and not incoming.whole
         try:
             async with self._turns.of(caller.name) if takes_turns else nullcontext():
                 await self._send(context, incoming, reply, parts)
+        except Unread:
+            del self._replies[reply]  # The caller learns that it is lost if it asks.
+            raise
         except grpc.aio.BaseError:
             # gRPC could not write: a link to the caller is broken.
             if incoming.stripes is not None:

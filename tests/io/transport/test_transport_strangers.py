@@ -276,6 +276,7 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
                 await asyncio.sleep(0.01)
             share = ACTIVATIONS if method == "Propagate" else TRANSFERS
             assert served._held[share.what, "127.0.0.1"] == 1, "so nobody can have any number of such calls"
+            assert not both.b._servicer._replies, "asked for progress, this node says that the microbatch is lost"
             call.cancel()
             while not served.holds_nothing:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
