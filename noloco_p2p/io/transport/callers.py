@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from google.protobuf.message import DecodeError
@@ -215,6 +216,7 @@ class Callers:
     def __init__(self) -> None:
         self._held: Counter[tuple[str, ...]] = Counter()
         self._patience: dict[Caller, Patience] = {}
+        self._taking = WeakValueDictionary[Caller, Patience]()
         self._late: dict[str, float] = {}
         """When the last `late` refusal that waits will be given to each host."""
 
@@ -249,6 +251,11 @@ class Callers:
             finally:
                 if self._held[ACTIVATIONS.what, *caller] == 1:
                     del self._patience[caller]
+
+    def taking(self, caller: Caller) -> Patience:
+        """The patience for replies to activations, as long as somebody keeps it: all of a caller's share it, because
+        they leave for it one by one."""
+        return self._taking.setdefault(caller, Patience())
 
     async def delay(self, caller: Caller, refusal: Exception) -> None:
         """Wait for the turn of a refusal that is `late`. If too many wait, it goes at once."""

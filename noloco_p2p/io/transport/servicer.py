@@ -98,9 +98,10 @@ class GrpcServicer:
         self._replies[reply] = None
         leaving.callback(self._replies.pop, reply, None)
         takes_turns = parts[1] == "gradient" and not incoming.whole
+        patience = self.callers.taking(caller)
         try:
             async with self._turns.of(caller.name) if takes_turns else nullcontext():
-                await self._send(context, incoming, reply, parts)
+                await self._send(patience.writing(context.write), context, incoming, reply, parts)
         except Unread:
             del self._replies[reply]  # The caller learns that it is lost if it asks.
             raise
@@ -113,9 +114,12 @@ class GrpcServicer:
         if not incoming.complete:
             await self.callers.drain(claimed, context)
 
-    async def _send(self, context: Any, incoming: IncomingActivation, reply: _Reply, parts: ReplyParts) -> None:
-        write = self._line.sender(Patience().writing(context.write), rank_of(incoming.header, Precedence.GRADIENT))
-        most, stripes = wire.PACK_BYTES if incoming.whole else self._message_bytes(context), incoming.stripes
+    async def _send(
+        self, write: Write, context: Any, incoming: IncomingActivation, reply: _Reply, parts: ReplyParts
+    ) -> None:
+        write = self._line.sender(write, rank_of(incoming.header, Precedence.GRADIENT))
+        most = wire.PACK_BYTES if incoming.whole else self._line.agreed(callers.wanted_bytes(context))
+        stripes = incoming.stripes
         if stripes is not None:
             await stripes.reply(self._counted(parts, stripes.message_bytes(parts[2], most), reply), write)
             return
@@ -206,7 +210,7 @@ class GrpcServicer:
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
     ) -> None:
         """Send weights, over calls with this number, too, unless it is 0; all are written through `writing`."""
-        most, patience = self._message_bytes(context), Patience()
+        most, patience = self._line.agreed(callers.wanted_bytes(context)), Patience()
 
         def ways(context: Any) -> Ways:
             return self._line.sender(writing(context.write)), patience.reading(context.read)
@@ -262,10 +266,6 @@ class GrpcServicer:
         if self.handler is None:
             raise Declined("the node is starting")
         return caller, self.handler
-
-    def _message_bytes(self, context: Any) -> int:
-        """Most tensor bytes in one message to this caller."""
-        return self._line.agreed(callers.wanted_bytes(context))
 
     async def _first_message(self, context: Any) -> Any:
         return await self._line.receiver(Patience().reading(context.read), FIRST_MESSAGE)()

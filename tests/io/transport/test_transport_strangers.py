@@ -285,6 +285,38 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
     assert not logged(caplog)
 
 
+def test_who_takes_nothing_of_many_gradients_pins_none_longer_than_one(
+    hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go one after the other, and each was waited for anew: 160 for 53 minutes."""
+    made, count = watched_buffers(monkeypatch), 10
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        data = message_codec.allocate(4 * math.prod(MIDDLE))
+        return Gradient(header.microbatch, HostTensor("grad", "float32", MIDDLE, data), 2.25, 7, ("B",))
+
+    async def scenario() -> None:
+        options = ("grpc.http2.lookahead_bytes", 65_535), ("grpc.http2.bdp_probe", 0)
+        async with pair(Node(serve)) as both, bare(both.peer, options=options) as channel:
+            calls = [NodeStub(channel).Propagate(timeout=60.0, metadata=ME) for _ in range(count)]
+            for number, call in enumerate(calls):
+                head, _ = announced()
+                head.header.microbatch.counter = number
+                await call.write(head)
+            while len(made) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+            async def let_go() -> None:
+                while alive(made):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+            await asyncio.wait_for(let_go(), count / 2 * callers.RESERVE_S)
+            for call in calls:
+                call.cancel()
+
+    run(scenario())
+
+
 ASKING = {
     "FetchSnapshot": pb.SnapshotRequest(stage=1),
     "FetchState": pb.StateRequest(),
