@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ def texts(found: object) -> tuple[str, ...]:
 
 
 def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
-    """What a node says of itself in `endpoints.json`; None until it is reachable."""
+    """What a node says of itself in `endpoints.json`; None until it is reachable, or when that says too little."""
     found = read_json(node_dir / ENDPOINTS)
-    if found is None:
+    if found is None or not found.keys() >= {field.name for field in fields(NodeEndpoints)}:
         return None
-    return NodeEndpoints(found["peer_id"], found["run_id"], found["pid"], tuple(found["join"]), found["metrics"])
+    return NodeEndpoints(found["peer_id"], found["run_id"], found["pid"], texts(found["join"]), found["metrics"])
 
 
 def scrape(url: str, timeout_s: float) -> MetricsReading:

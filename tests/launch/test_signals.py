@@ -109,6 +109,12 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
     assert somebody.returncode == 0
 
 
+@pytest.mark.parametrize("written", [{}, {"peer_id": "P"}, {"pid": "1", "join": 1, "metrics": None}])
+def test_an_endpoints_file_that_says_too_little_names_no_node(tmp_path: Path, written: dict[str, object]) -> None:
+    (tmp_path / "endpoints.json").write_text(json.dumps(written))
+    assert node_probe.read_endpoints(tmp_path) is None
+
+
 def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
