@@ -68,7 +68,7 @@ class OuterSettings(Settings):
         """Raises ValueError where something is set that the rule does not have."""
         for name in ("alpha", "beta", "gamma"):
             if getattr(self, name) and not DEFAULTS[self.rule][name]:
-                raise ValueError(f"rule {self.rule} has no {name}: choose another outer.rule")
+                raise ValueError(f"rule {self.rule} has no {name}: leave it out, or choose another outer.rule")
 
     @property
     def update(self) -> OuterRule:

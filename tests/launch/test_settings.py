@@ -145,7 +145,7 @@ def test_values_that_do_not_go_together() -> None:
     assert "outer.allow_unstable" in line
     settings.load(None, {}, ["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
     [line] = faults(None, sets=["outer.alpha=0.9"])
-    assert "rule gossip has no alpha" in line
+    assert "rule gossip has no alpha: leave it out, or choose another outer.rule" in line
 
 
 def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_path: Path) -> None:
