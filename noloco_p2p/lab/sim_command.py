@@ -75,10 +75,10 @@ def run_sim(options: SimOptions) -> int:
 
 
 def seeds_of(text: str) -> range:
-    """`A:B` as a range. Raises ConfigError: it is malformed or empty."""
+    """`A:B` as a range. Raises ConfigError: it is malformed or empty, or has too large a seed."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise ConfigError(f"--seeds {text}: write it as A:B, the seeds from A up to B, which is left out")
+    if not found or not int(found[1]) < int(found[2]) <= 2**63:
+        raise ConfigError(f"--seeds {text}: write it as A:B, the seeds from A up to B (≤ 2^63), which is left out")
     return range(int(found[1]), int(found[2]))
 
 

@@ -22,6 +22,7 @@ from noloco_p2p.config import (
     WireSettings,
 )
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.humanize import plural
 
 FaultKind = Literal[
     "crash", "bounce", "wipe", "hang", "mute", "cut", "one_way", "split", "slow", "pause", "leave", "arrive", "depart"
@@ -267,7 +268,7 @@ def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
     Raises ConfigError: fewer nodes than stages.
     """
     if nodes < len(replicas):
-        raise ConfigError(f"{nodes} nodes are too few for {len(replicas)} stages")
+        raise ConfigError(f"{plural(nodes, 'node')} {'is' if nodes == 1 else 'are'} too few for {len(replicas)} stages")
     total = sum(replicas)
     shares = [max(1, nodes * count // total) for count in replicas]
     for stage in sorted(range(len(shares)), key=lambda s: shares[s] - nodes * replicas[s] / total):
