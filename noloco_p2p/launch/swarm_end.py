@@ -20,8 +20,10 @@ TENSORS = "*/checkpoints/*/*.safetensors"
 
 def sample_lines(run_dir: Path) -> list[str]:
     """The first lines that a run's model writes, from its newest checkpoints, or one that says why there are none."""
-    size = sum(path.stat().st_size for path in run_dir.glob(TENSORS))
-    if size > MOST_BYTES:
+    sizes = [path.stat().st_size for path in run_dir.glob(TENSORS)]
+    if not sizes:
+        return ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
+    if sum(sizes) > MOST_BYTES:
         return ["no sample: the model is large; noloco generate loads it"]
     try:
         with tempfile.TemporaryDirectory(prefix="noloco-sample-") as home:

@@ -160,6 +160,10 @@ def test_a_run_on_token_ids_has_no_sample_and_says_why(tmp_path: Path) -> None:
     assert line == "no sample: the run read token ids: noloco export --tokenizer-dir DIR adds their tokenizer"
 
 
+def test_a_run_without_checkpoints_has_no_sample_and_says_why(tmp_path: Path) -> None:
+    assert sample_lines(tmp_path) == ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
+
+
 def test_what_comes_next_is_what_can_be_done(tmp_path: Path) -> None:
     said: list[str] = []
     say_what_next(tmp_path, said.append)
