@@ -153,7 +153,7 @@ def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pyte
     for directory, file, out, message in [
         (tmp_path / "nowhere", data, tmp_path / "out", "there is no such directory"),
         (tmp_path, data, tmp_path / "out", "holds files that are not an exported model"),
-        (model, str(tmp_path / "nowhere.jsonl"), tmp_path / "out", "no file matches"),
+        (model, str(tmp_path / "nowhere.jsonl"), tmp_path / "out", "no data file matches"),
         (model, data, Path(full), "is a file: name"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -42,7 +42,7 @@ MISTAKES = [
     (SWARM, "--set data.tokenizer=a/b --set tokenizer_dir=nowhere", "tokenizer_dir: there is no directory nowhere"),
     (SWARM, "--set tokenizer_dir={tok}", "data.tokenizer is 'bytes', which has no files; unset one"),
     (SWARM, "--set device=cuda:99", "cuda:99 is not here .*; set device to cpu or auto"),
-    (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "data_files: no file matches {tmp}/*.txt"),
+    (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "no data file matches {tmp}/*.txt"),
     (SWARM, "--set data.kind=text", "this kind of data needs data_files"),
     (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: it needs one piece to train on"),
     (SWARM, "--set data_files=[{tmp}/small]", "data.kind 'stdlib' reads Python's own library; set data.kind: text"),

@@ -78,7 +78,7 @@ BAD_RUNS = {
     "tied": (settings(model__config__tie_word_embeddings="true"), "tie_word_embeddings is true"),
     "family": (settings(model__family="lama"), "no causal language model 'lama' (did you mean 'llama'?)"),
     "not splittable": (settings(model__family="granite"), "the family granite cannot be split over 2 stages"),
-    "no files": (settings(data__kind="text", data_files="[nothing/*.txt]"), "no file matches nothing/*.txt"),
+    "no files": (settings(data__kind="text", data_files="[nothing/*.txt]"), "no data file matches nothing/*.txt"),
     "no data": (settings(data__kind="text"), "needs data_files"),
     "vocabulary": (settings(model__config__vocab_size="300"), "384 ids, the model's vocab_size is 300"),
     "no tokenizer": (settings(data__tokenizer="mine", tokenizer_dir="none"), "there is no directory none"),

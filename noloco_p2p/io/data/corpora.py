@@ -138,10 +138,8 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         paths = [Path(name) for name in matches if os.path.isfile(name)]
         if not paths:
             if os.path.isdir(expanded):
-                raise ConfigError(
-                    f"data_files: {pattern} is a directory: name its files, such as {pattern.rstrip('/')}/*"
-                )
-            raise ConfigError(f"data_files: no file matches {pattern}")
+                raise ConfigError(f"{pattern} is a directory: name its files, such as {pattern.rstrip('/')}/*")
+            raise ConfigError(f"no data file matches {pattern}")
         for path in paths:
             name = Path(*path.parts[fixed:]).as_posix()
             while name in found and not found[name].samefile(path):

@@ -130,7 +130,7 @@ def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) 
         chosen = [name for name in names if "validation" in Path(name).name]
         train = [str(found[name]) for name in names if name not in chosen]
         if not train:
-            raise ConfigError(f"data_files: only validation files match {', '.join(patterns)}")
+            raise ConfigError(f"only validation files match {', '.join(patterns)}")
         held_out = [str(found[name]) for name in chosen]
         return _local(train, columns), _local(held_out, columns) if held_out else None
     if data.dataset is None:
@@ -145,11 +145,11 @@ def _local(files: list[str], columns: list[str]) -> Any:
     plain = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path for path in map(Path, files))
     readers = {LAYOUTS.get(path.suffix.lower(), "text") for path in plain}
     if len(readers) > 1:
-        raise ConfigError(f"data_files: files of several kinds ({', '.join(sorted(readers))}) match: name those of one")
+        raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name those of one")
     reader = readers.pop()
     options = {"data_files": files, "split": "train", "streaming": True}
     options |= OPTIONS.get(reader, {})
-    with _failing_as_local_error(f"data_files ({files[0]}, …)"):
+    with _failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
             features = stream.features.copy()
