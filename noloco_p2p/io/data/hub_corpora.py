@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
@@ -110,8 +111,7 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
     """Rows that are token ids already, with an attention mask: one sample a row."""
 
     def encode(row: Row) -> TokenizedDocument:
-        ids = np.asarray(row["input_ids"], np.int64)
-        mask = np.asarray(row["attention_mask"], np.int64) != 0
+        ids, mask = _whole(row, "input_ids"), _whole(row, "attention_mask") != 0
         if ids.shape != mask.shape or ids.ndim != 1:
             raise ValueError(f"a row has {ids.shape} ids and {mask.shape} mask values")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
@@ -120,6 +120,14 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
 
     train, validation = _streams(data, patterns, ["input_ids", "attention_mask"])
     return StreamCorpus(train.reshard(), validation, encode)
+
+
+def _whole(row: Row, column: str) -> NDArray[np.int64]:
+    """What a row has in this column. Raises ValueError: a value is missing, or has a fraction."""
+    values = np.asarray(row[column], np.float64)  # None is NaN here
+    if not np.array_equal(values, np.rint(values)):
+        raise ValueError(f"a row's {column} are not whole numbers")
+    return values.astype(np.int64)
 
 
 def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:

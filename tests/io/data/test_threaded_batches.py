@@ -462,9 +462,12 @@ def test_data_that_breaks_later_ends_next_and_hangs_nothing(tmp_path: Path) -> N
         ({"input_ids": [[1, 384]] * 9, "attention_mask": [[1, 1]] * 9}, "token ids from 1 to 384, vocab_size is 384"),
         ({"input_ids": [[1, 2]] * 9, "attention_mask": [[1]] * 9}, "ids and .* mask values"),
         ({"input_ids": [[1, 2]] * 9}, "attention_mask"),
+        ({"input_ids": [[1, 2.5]] * 9, "attention_mask": [[1, 1]] * 9}, "a row's input_ids are not whole numbers"),
+        ({"input_ids": [[1, None]] * 9, "attention_mask": [[1, 1]] * 9}, "a row's input_ids are not whole numbers"),
+        ({"input_ids": [[1, 2]] * 9, "attention_mask": [[1, 1]] * 8 + [None]}, "attention_mask are not whole numbers"),
     ],
 )
-def test_parquet_that_does_not_fit(tmp_path: Path, columns: dict[str, list[list[int]]], message: str) -> None:
+def test_parquet_that_does_not_fit(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(LocalError, match=message):
         make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
