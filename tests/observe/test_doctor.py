@@ -10,19 +10,23 @@ import socket
 import tempfile
 import time
 from collections import namedtuple
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import diagnosed
 import pytest
 import uvloop
 from served_nodes import served_nodes
 
-from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.launch import run_files
+from noloco_p2p.io.dht.identity import KEY, Identity
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.launch import run_files, run_key
 from noloco_p2p.launch.settings import read
-from noloco_p2p.observe.doctor import machine
+from noloco_p2p.observe.doctor import machine, peers
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time
 from noloco_p2p.observe.doctor.examination import run_doctor
 from noloco_p2p.observe.doctor.run_requirements import RunRequirements
@@ -290,6 +294,18 @@ def test_of_several_nodes_the_swarm_is_asked_through_one_that_is_well(tmp_path: 
         running = uvloop.run(machine.check_node_dirs(report, tmp_path))
     assert outcome(report) == [("error", "node"), ("ok", "node")]
     assert [one.peer_id for one in running] == ["0-1", "0-0"]
+
+
+@pytest.mark.parametrize(("own", "severity"), [(True, "ok"), (False, "error")])
+def test_the_owner_of_a_members_node_needs_no_invitation(tmp_path: Path, own: bool, severity: str) -> None:
+    """`--dir` finds the node's address, and nobody gave one that an invitation could be in."""
+    manifest = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    report = DoctorReport()
+    with closing(Identity.open(tmp_path / KEY)) as identity:
+        libp2p = cast(Libp2pDaemon, SimpleNamespace(identity=identity, joined=()))
+        _, answered = uvloop.run(peers.admission(report, libp2p, manifest, own_node=own))
+    assert not answered
+    assert outcome(report) == [(severity, "members")]
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Examination:
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
             return
-        standing, answered = await peers.admission(report, libp2p, manifest)
+        standing, answered = await peers.admission(report, libp2p, manifest, own_node=self.runs_here)
         links, opened = standing.links, standing.open_directory(libp2p, manifest, folder)
         directory = await report.attempt("directory", "joining the directory (DHT)", opened, "join another node")
         if directory is not None:

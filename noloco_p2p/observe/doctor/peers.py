@@ -189,8 +189,17 @@ async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str
     report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)
 
 
-async def admission(report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest) -> tuple[Standing, bool]:
-    """The standing with which this machine may ask the swarm, and whether nodes answer it over gRPC. Reports if not."""
+async def admission(
+    report: DoctorReport, libp2p: Libp2pDaemon, manifest: RunManifest, *, own_node: bool
+) -> tuple[Standing, bool]:
+    """The standing with which this machine may ask the swarm, and whether nodes answer it over gRPC. Reports if not.
+
+    `own_node`: it may ask through a node of its own, whose address carries no invitation.
+    """
+    invited = any(address.invitation for address in libp2p.joined)
+    if own_node and not invited and manifest.security.root_key is not None:
+        report.ok("members", "links between nodes are not checked; for that give --join what noloco invite prints")
+        return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
     asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
     advice = "give the address that noloco invite prints; the links between nodes are not checked"
     standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
