@@ -27,6 +27,8 @@ Rank = tuple[Precedence, tuple[int, int]]
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
 """The first message of a call, before everything: its sender asks soon whether its header has come."""
+WINDOW_BYTES = 1 << 22
+"""Most that comes on a call and is not read, without a cap: about as much as TCP has under way on a fast, far line."""
 BUFFERED_S = 0.001
 """A message that comes sooner was here already: it says nothing of the line."""
 
@@ -87,8 +89,9 @@ class OwnersLine:
         self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
         """An activation of more tensor bytes is announced: its header is not to wait with it."""
 
-        # Else gRPC lets a fast sender have megabytes under way on each call, whether they are read or not.
-        self.grpc_options = () if down is None else (("grpc.http2.bdp_probe", 0),)
+        # Else gRPC lets a sender have up to 128 MiB under way on each call, whether they are read or not.
+        window = ("grpc.http2.lookahead_bytes", WINDOW_BYTES), ("grpc.http2.max_frame_size", wire.PACK_BYTES)
+        self.grpc_options = ("grpc.http2.bdp_probe", 0), *(window if down is None else ())
         """Options of every connection."""
         self.measured = MeasuredLine()
         """By the messages that are not short."""

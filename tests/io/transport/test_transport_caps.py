@@ -16,6 +16,7 @@ from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, MESSAG
 from noloco_p2p.core.messages import Gradient, Header, MicrobatchId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
+from noloco_p2p.io.transport import capped_line
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
@@ -219,6 +220,6 @@ def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
             await receive()
         assert line.measured.down.bytes_per_s == pytest.approx(4e6, rel=0.3)
         assert taken == [LEAST_MESSAGE_BYTES, 100_000, 100_000]
-        assert line.grpc_options == ()
+        assert dict(line.grpc_options)["grpc.http2.lookahead_bytes"] == capped_line.WINDOW_BYTES
 
     virtual_time.run(scenario(), limit_s=100.0)

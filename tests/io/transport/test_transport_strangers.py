@@ -53,7 +53,7 @@ from noloco_p2p.io.transport.callers import (
     Patience,
     Share,
 )
-from noloco_p2p.io.transport.capped_line import OwnersLine
+from noloco_p2p.io.transport.capped_line import WINDOW_BYTES, OwnersLine
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
@@ -313,6 +313,34 @@ def test_who_takes_nothing_of_many_gradients_pins_none_longer_than_one(
             await asyncio.wait_for(let_go(), count / 2 * callers.RESERVE_S)
             for call in calls:
                 call.cancel()
+
+    run(scenario())
+
+
+def test_what_comes_and_is_not_read_is_bounded_for_each_call() -> None:
+    """gRPC's windows grew with what came: a stranger had 8 GiB in 64 calls."""
+    mib, count, sent = 1 << 20, 32, [0]
+
+    async def scenario() -> None:
+        async with server(Node(hang)) as (_, stub):
+            calls = [stub.Propagate(timeout=60.0, metadata=ME) for _ in range(count)]
+
+            async def push(number: int, call: Any) -> None:
+                head, _ = announced()
+                head.header.microbatch.counter = number
+                await call.write(head)
+                while sent[0] < 2 * count * WINDOW_BYTES // mib:
+                    await call.write(pb.ActivationMessage(frames=[pb.Frame(chunk=pb.Chunk(data=bytes(mib)))]))
+                    sent[0] += 1
+
+            pushing, before = [asyncio.create_task(push(*one)) for one in enumerate(calls)], -1
+            while sent[0] > before:
+                before = sent[0]
+                await asyncio.sleep(SOON_S / 3)
+            assert sent[0] <= count * (WINDOW_BYTES // mib + 1)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*pushing, return_exceptions=True)
 
     run(scenario())
 
