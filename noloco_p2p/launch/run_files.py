@@ -180,12 +180,12 @@ class LocalFiles(NamedTuple):
     @classmethod
     def of(cls, local: NodeConfig) -> "LocalFiles":
         """Those that a node's settings name."""
-        return cls(absolute(local.tokenizer_dir), tuple(str(absolute(name)) for name in local.data_files))
+        return cls(local.tokenizer_dir and absolute(local.tokenizer_dir), tuple(map(absolute, local.data_files)))
 
 
-def absolute(name: str | None) -> str | None:
-    """A path, or a glob, as it is from every directory."""
-    return None if name is None else str(Path(name).expanduser().absolute())
+def absolute(name: str) -> str:
+    """A path, or a glob, that means the same in every working directory."""
+    return str(Path(name).expanduser().absolute())
 
 
 def store_local_files(directory: Path, local: NodeConfig) -> None:

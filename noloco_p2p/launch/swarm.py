@@ -85,7 +85,7 @@ class LocalSwarm:
         self._cut_off = False
         """The relay has died, so that no node reaches another one."""
         self._saved = True
-        """Not so if the run has ended and its last weights could not be written."""
+        """False if the run has ended but its last weights could not be written."""
         self._shown_at = 0.0
         self._trains = False
         """Some node has taken an inner step."""
@@ -243,8 +243,8 @@ class LocalSwarm:
             print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1
         if not self._saved:
-            why = "the last weights of a stage could not be saved; the logs say why"
-            print(f"error: {why}: put it right and start again with this --dir", file=sys.stderr)
+            why = "the last weights of a stage could not be saved, for the reason in its log"
+            print(f"error: {why}: fix that, then start again with this --dir", file=sys.stderr)
         elif not completed:
             print("error: a node left before the run's end; see the logs", file=sys.stderr)
         return 0 if completed else 1

@@ -82,7 +82,7 @@ class SwarmPlan:
         """Store the settings in the directory; it may be continued from elsewhere. Raises LocalError."""
         everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
         everything |= run_files.LocalFiles.of(self.local)._asdict()
-        everything["audit"]["dir"] = run_files.absolute(self.local.audit.dir)
+        everything["audit"]["dir"] = self.local.audit.dir and run_files.absolute(self.local.audit.dir)
         run_files.write_json(run_dir / SETTINGS, everything)
 
 
@@ -178,13 +178,13 @@ def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
 
 
 def is_saved(plan: SwarmPlan, run_dir: Path) -> bool:
-    """The last outer round has a checkpoint of every stage, or there are to be none. Raises LocalError."""
+    """Whether every stage has a checkpoint of the last outer round, or there are to be none. Raises LocalError."""
     from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
-    m = plan.manifest
-    found = [one.manifest for one in stored_checkpoints(run_dir) if one.manifest.run_id == m.run_id]
-    ended = {one.stage for one in found if due_round(m.steps, m.outer.inner_steps, one.round, m.steps) is None}
-    return plan.local.checkpoint.every_steps is None or ended == set(range(m.stages))
+    run = plan.manifest
+    found = [one.manifest for one in stored_checkpoints(run_dir) if one.manifest.run_id == run.run_id]
+    ended = {one.stage for one in found if due_round(run.steps, run.outer.inner_steps, one.round, run.steps) is None}
+    return plan.local.checkpoint.every_steps is None or ended == set(range(run.stages))
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:

@@ -105,6 +105,12 @@ class Events:
         return nullcontext()
 
 
+async def all_have_ended(server: GrpcTransport) -> None:
+    """A call ends after its caller has the reply."""
+    while not server._servicer.callers.holds_nothing:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged, without what gRPC still had for the loop of a test before."""
     closed = "Event loop is closed"

@@ -63,8 +63,8 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
 
 
 def _is_no_given_up_search(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio is worth an entry in the log. A search of hivemind that took too long, and was
-    cancelled, leaves tasks behind that wait for its end, and of which asyncio says that they were destroyed."""
+    """Whether a message of asyncio belongs in the log. A search of hivemind that is cancelled because it took too long
+    leaves tasks that wait for its end, and asyncio reports that they were destroyed."""
     return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()
 
 

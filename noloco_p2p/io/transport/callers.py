@@ -129,9 +129,12 @@ class Unread(PeerError):
     """The peer does not take what is written. gRPC cannot end its call any more."""
 
 
-async def answered(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
-    """Answer a call; what the caller holds meanwhile is in the stack. If it does not take what is written, it holds
-    that until its call is over, because gRPC keeps a message: its end or its deadline cancels this."""
+async def until_over(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
+    """Answer a call; the shares that its caller holds are in the stack.
+
+    A caller that does not take what is written holds them until the call is over, because gRPC keeps a message: then
+    the caller or its deadline ends the call, and gRPC cancels this.
+    """
     with ExitStack() as held:
         with suppress(Unread):  # With the error go the frames that hold what would have been sent.
             await answer(held)
@@ -139,8 +142,8 @@ async def answered(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
         await asyncio.Event().wait()
 
 
-async def question(context: Any) -> bytes:
-    """The only message of a call that asks something. Raises Silent, DecodeError: there is none."""
+async def read_request(context: Any) -> bytes:
+    """The only message of a call with one request. Raises Silent, DecodeError: there is none."""
     message: Any = await Patience().reading(context.read)()
     if message is grpc.aio.EOF:
         raise DecodeError
@@ -217,6 +220,7 @@ class Callers:
         self._held: Counter[tuple[str, ...]] = Counter()
         self._patience: dict[Caller, Patience] = {}
         self._taking = WeakValueDictionary[Caller, Patience]()
+        """See `taking`."""
         self._late: dict[str, float] = {}
         """When the last `late` refusal that waits will be given to each host."""
 
@@ -253,8 +257,8 @@ class Callers:
                     del self._patience[caller]
 
     def taking(self, caller: Caller) -> Patience:
-        """The patience for replies to activations, as long as somebody keeps it: all of a caller's share it, because
-        they leave for it one by one."""
+        """The patience for replies to activations. All that are being sent to a caller share it, because they leave one
+        by one."""
         return self._taking.setdefault(caller, Patience())
 
     async def delay(self, caller: Caller, refusal: Exception) -> None:

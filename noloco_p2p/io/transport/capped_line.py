@@ -28,7 +28,8 @@ OTHER: Rank = (Precedence.OTHER, (0, 0))
 FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
 """The first message of a call, before everything: its sender asks soon whether its header has come."""
 WINDOW_BYTES = 1 << 22
-"""Most that comes on a call and is not read, without a cap: about as much as TCP has under way on a fast, far line."""
+"""Most that comes on a call and is not read, without a cap. In a round trip of 100 ms it makes 335 Mbit/s for each
+connection."""
 BUFFERED_S = 0.001
 """A message that comes sooner was here already: it says nothing of the line."""
 

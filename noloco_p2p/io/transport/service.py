@@ -16,13 +16,15 @@ from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, answered, question
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, read_request, until_over
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler
 
+Answer = Callable[[Caller, Any, ExitStack], Awaitable[None]]
+"""Answers a call of this caller in its context; what the caller holds of this node is in the stack."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
@@ -40,11 +42,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 def methods(servicer: GrpcServicer) -> Any:
     """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel.
 
-    All are streams: gRPC itself would wait without end for a question that does not come, and for who does not read the
-    answer, outside of every bound.
+    All are streams, because gRPC itself would wait without limit for a request that does not come, and for a caller
+    that does not read the response.
     """
     serve, asked = partial(partial, servicer.serve_activation), partial(partial, _asked)
-    answers: dict[str, Callable[[Caller, Any, Any], Awaitable[None]]] = {
+    answers: dict[str, Answer] = {
         "Propagate": serve(_propagate),
         "Evaluate": serve(_evaluate),
         "Stripe": servicer.stripe,
@@ -79,23 +81,21 @@ def bound(
 
 
 def _is_no_lost_caller(record: logging.LogRecord) -> bool:
-    """Whether a message of gRPC is worth an entry in the log. One that could not tell a caller how its call has ended
-    is none: the caller is gone, but gRPC notices that a moment later. A call that could not even begin to is a bug."""
+    """Whether a message of gRPC belongs in the log. If the status of a call could not be delivered, its caller is gone,
+    and gRPC has only not noticed yet. If gRPC could not even begin to send it, that is a bug."""
     return not (record.exc_info and str(record.exc_info[1]).startswith('Failed "execute_batch"'))
 
 
-def _bounded(
-    servicer: GrpcServicer, method: Callable[[Caller, Any, Any], Awaitable[None]]
-) -> Callable[[Any, Any], Awaitable[None]]:
+def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awaitable[None]]:
     """The method, for as many calls at once as one caller may have, and as long as it belongs to the run; it is told
     who calls."""
 
-    async def answer(request_iterator: Any, context: Any) -> None:
+    async def answer(_: Any, context: Any) -> None:
         try:
             caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
-                    await method(caller, request_iterator, context)
+                    await until_over(partial(method, caller, context))
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:
@@ -112,17 +112,13 @@ async def _asked(
     method: Callable[[Caller, Any, Any], Awaitable[Message]],
     kind: type[Message],
     caller: Caller,
-    request_iterator: Any,
     context: Any,
+    held: ExitStack,
 ) -> None:
     """Answer one message with another one."""
-
-    async def answer(held: ExitStack) -> None:
-        reply = await method(caller, kind.FromString(await question(context)), context)
-        with suppress(grpc.aio.InternalError):  # The caller is gone.
-            await Patience().writing(context.write)(reply.SerializeToString())
-
-    await answered(answer)
+    reply = await method(caller, kind.FromString(await read_request(context)), context)
+    with suppress(grpc.aio.InternalError):  # The caller is gone.
+        await Patience().writing(context.write)(reply.SerializeToString())
 
 
 async def _propagate(handler: Handler, caller: PeerId, header: Header, body: Body) -> ReplyParts:

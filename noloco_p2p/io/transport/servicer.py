@@ -21,7 +21,7 @@ from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Caller, Callers, Patience, Silent, Unread, answered, least_rate
+from noloco_p2p.io.transport.callers import Caller, Callers, Patience, Silent, Unread, least_rate
 from noloco_p2p.io.transport.capped_line import FIRST_MESSAGE, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
@@ -37,8 +37,6 @@ ReplyParts = tuple[Messages, str, int]
 """The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Serves an activation."""
-Give = Callable[[ExitStack], Awaitable[None]]
-"""Sends weights; what the caller holds meanwhile is in the stack."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,17 +71,14 @@ class GrpcServicer:
         self._striped = StripedCalls()
         self.handler: Handler | None = None
 
-    async def serve_activation(self, serve: Serve, claimed: Caller, request_iterator: Any, context: Any) -> None:
+    async def serve_activation(self, serve: Serve, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
 
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
-        await answered(partial(self._answer, serve, claimed, context))
-
-    async def _answer(self, serve: Serve, claimed: Caller, context: Any, leaving: ExitStack) -> None:
         try:
             caller, handler = self._admit(claimed, context)
-            header, incoming = await self._incoming(context, caller, leaving)
+            header, incoming = await self._incoming(context, caller, held)
             parts = await serve(handler, caller.name, header, incoming)
         except Unread:
             raise
@@ -96,7 +91,7 @@ class GrpcServicer:
             return
         reply = _Reply(caller.name, header.microbatch)
         self._replies[reply] = None
-        leaving.callback(self._replies.pop, reply, None)
+        held.callback(self._replies.pop, reply, None)
         takes_turns = parts[1] == "gradient" and not incoming.whole
         patience = self.callers.taking(caller)
         try:
@@ -139,11 +134,8 @@ class GrpcServicer:
             if reply is not None:
                 reply.sent += len(message)
 
-    async def stripe(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
+    async def stripe(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Carry part of what another call has announced or asked for."""
-        await answered(partial(self._carry, claimed, context))
-
-    async def _carry(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         try:
             caller, _ = self._admit(claimed, context, observers=True)
             first = await self._first_message(context)
@@ -159,11 +151,11 @@ class GrpcServicer:
         if await self.callers.drain(claimed, context, NO_MORE.__ne__):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
 
-    async def fetch_snapshot(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
+    async def fetch_snapshot(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Send a snapshot."""
 
-        async def give(held: ExitStack) -> None:
-            request = pb.SnapshotRequest.FromString(await callers.question(context))
+        async def give() -> None:
+            request = pb.SnapshotRequest.FromString(await callers.read_request(context))
             self._line.charge(sent=0, received=request.ByteSize())
             caller, handler = self._admit(claimed, context, observers=True)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
@@ -172,14 +164,14 @@ class GrpcServicer:
             parts = partial(weights_codec.to_snapshot, snapshot), wanted.kind, snapshot.nbytes
             await self._send_weights(context, caller, request.stripe, parts, Patience().writing)
 
-        await answered(partial(self._give, give, pb.SnapshotMessage, Patience(), context))
+        await self._give(give, pb.SnapshotMessage, Patience(), context)
 
-    async def fetch_state(self, claimed: Caller, request_iterator: Any, context: Any) -> None:
+    async def fetch_state(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Send this replica's state, or the rest of it. Writes, for the reason given above."""
         patience = Patience(callers.STATE_RESERVE_S)
 
-        async def give(held: ExitStack) -> None:
-            request = pb.StateRequest.FromString(await callers.question(context))
+        async def give() -> None:
+            request = pb.StateRequest.FromString(await callers.read_request(context))
             resume = request.resume
             caller, handler = self._admit(claimed, context)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
@@ -189,14 +181,14 @@ class GrpcServicer:
                 writing = partial(patience.writing, least_bytes_per_s=least_rate(size, callers.LONGEST_TRANSFER_S))
                 await self._send_weights(context, caller, request.stripe, parts, writing)
 
-        await answered(partial(self._give, give, pb.StateMessage, patience, context))
+        await self._give(give, pb.StateMessage, patience, context)
 
     async def _give(
-        self, give: Give, kind: type[ReplyMessage], patience: Patience, context: Any, held: ExitStack
+        self, give: Callable[[], Awaitable[None]], kind: type[ReplyMessage], patience: Patience, context: Any
     ) -> None:
         """Give weights, and report to the caller what goes wrong."""
         try:
-            await give(held)
+            await give()
         except Unread:
             raise
         except Unreachable as error:

@@ -106,7 +106,8 @@ class Stripes:
     async def carry(self, write: Write, read: Read) -> bool:
         """Take what comes on a further call, and send part of the reply there; False: the call is not wanted.
 
-        Raises Unread: gRPC cannot end it."""
+        Raises Unread: gRPC cannot end it.
+        """
         if self._calls >= CONNECTIONS:
             return False
         self._calls += 1

@@ -198,7 +198,7 @@ async def admission(
     """
     invited = any(address.invitation for address in libp2p.joined)
     if own_node and not invited and manifest.security.root_key is not None:
-        report.ok("members", "links between nodes are not checked; for that give --join what noloco invite prints")
+        report.ok("members", "links between nodes are not checked; for that, give --join what noloco invite prints")
         return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
     asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
     advice = "give the address that noloco invite prints; the links between nodes are not checked"

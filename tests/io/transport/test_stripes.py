@@ -24,6 +24,7 @@ from transport_fixture import (
     Pair,
     activation,
     alive,
+    all_have_ended,
     bare,
     echo,
     hang,
@@ -556,12 +557,6 @@ def snapshot_of(tensors: tuple[HostTensor, ...]) -> tuple[Node, Callable[[Pair],
 def state_of(donor: Donor) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
     """The same."""
     return Node(hang, lend=donor.lend), lambda both: both.a.fetch_state(both.peer, 20.0, LONG_SPECS), LONG
-
-
-async def all_have_ended(server: Any) -> None:
-    """A call ends after its caller has the reply."""
-    while not server._servicer.callers.holds_nothing:  # noqa: ASYNC110
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_server_that_hangs_behind_a_sound_link_is_unreachable_soon(
     monkeypatch.setattr(grpc_transport, "SILENCE_S", 0.3)
     hung = asyncio.Event()
 
-    async def stalling(self: servicer.GrpcServicer, said: Any, request: Any, context: Any) -> None:
+    async def stalling(self: servicer.GrpcServicer, said: Any, context: Any, held: Any) -> None:
         for message in islice(weights_codec.to_snapshot(Snapshot("B", 4, 40, BIG)), messages):
             await context.write(message)
         hung.set()

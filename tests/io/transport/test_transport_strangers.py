@@ -20,6 +20,7 @@ from transport_fixture import (
     activation,
     advert,
     alive,
+    all_have_ended,
     bare,
     echo,
     hang,
@@ -278,8 +279,7 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
             assert served._held[share.what, "127.0.0.1"] == 1, "so nobody can have any number of such calls"
             assert not both.b._servicer._replies, "asked for progress, this node says that the microbatch is lost"
             call.cancel()
-            while not served.holds_nothing:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await all_have_ended(both.b)
 
     run(scenario())
     assert not logged(caplog)
@@ -306,11 +306,15 @@ def test_who_takes_nothing_of_many_gradients_pins_none_longer_than_one(
             while len(made) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-            async def let_go() -> None:
+            async def let_go() -> float:
+                now = asyncio.get_running_loop().time
+                began = now()
                 while alive(made):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+                return now() - began
 
-            await asyncio.wait_for(let_go(), count / 2 * callers.RESERVE_S)
+            waited = await asyncio.wait_for(let_go(), count * callers.RESERVE_S)
+            assert waited < count / 2 * callers.RESERVE_S
             for call in calls:
                 call.cancel()
 
@@ -371,8 +375,7 @@ def test_who_never_asks_what_it_called_for_has_a_place_of_its_own_and_loses_it(m
             while not served._held[CALLS.what, "127.0.0.1"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
-            while not served.holds_nothing:  # noqa: ASYNC110  its caller knows a moment before
-                await asyncio.sleep(0)
+            await all_have_ended(both.b)
 
     run(scenario())
 
@@ -409,8 +412,7 @@ def test_who_does_not_read_an_answer_keeps_its_place_and_nothing_of_its_question
             await asyncio.sleep(2 * callers.RESERVE_S)
             assert served._held[CALLS.what, "127.0.0.1"] == 1
             call.cancel()
-            while not served.holds_nothing:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await all_have_ended(both.b)
 
     run(scenario())
     assert not logged(caplog)
@@ -451,8 +453,8 @@ def test_a_donor_that_drips_is_given_up_long_before_the_deadline(hasty: None, mo
     state = ReplicaState("B", 1, 3, 30.0, 30, 30, (tensor("slow/w", "float32", (1 << 20,)),), 7)
     gone, calls = asyncio.Event(), list[object]()
 
-    async def dripping(self: Any, said: Caller, request: pb.StateRequest, context: Any) -> None:
-        calls.append(request)
+    async def dripping(self: Any, said: Caller, context: Any, held: ExitStack) -> None:
+        calls.append(await callers.read_request(context))
         try:
             head, *body = weights_codec.to_state(state, 0, 0)
             await context.write(head)
