@@ -36,8 +36,6 @@ StreamHandler = Callable[[PeerId, Stream], Awaitable[None]]
 """Serves one stream of an authenticated peer, which ends with it."""
 
 DIAL_TIMEOUT_S = 5.0
-HUNG_S = 60.0
-"""A daemon that has not answered this node for so long hangs, and is killed: like any that dies, it is restarted."""
 CALL_LIMIT_BYTES = 1 << 20
 """Largest request or response; hivemind's own limit is 4 MiB."""
 _ERROR, _ANSWER = b"\x00", b"\x01"
@@ -65,8 +63,6 @@ class Libp2pDaemon:
         self._host, self._address = host, address
         self._death = "the libp2p daemon has ended"
         self._watch: asyncio.Task[None] | None = None
-        self._silent_since: float | None = None
-        """When the first question was asked that it did not answer, on the loop's clock; None: it answered the last."""
         self._added: list[Callable[[], Awaitable[object]]] = []
         """Each makes the daemon answer calls, or take streams, of one name."""
         self._stream_handlers: dict[str, StreamHandler] = {}
@@ -150,19 +146,11 @@ class Libp2pDaemon:
             )
 
     async def links(self) -> set[PeerId]:
-        """The peers to which there is a link now. Raises LocalError. Kills a daemon that hangs."""
-        now = asyncio.get_running_loop().time
-        asked_at = now()
+        """The peers to which there is a link now. Raises LocalError."""
         try:
             peers = await self.guard(self.p2p.list_peers(), p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
         except Unreachable as error:
-            self._silent_since = asked_at if self._silent_since is None else self._silent_since
-            if (silent_s := now() - self._silent_since) >= HUNG_S:
-                log.warning("the libp2p daemon has not answered for %.0f s: it is killed", silent_s)
-                with contextlib.suppress(ProcessLookupError):
-                    self.p2p._child.kill()
             raise LocalError("the libp2p daemon does not answer") from error
-        self._silent_since = None
         return {peer.peer_id.to_base58() for peer in peers}
 
     async def serve(self, name: str, handler: CallHandler) -> None:
@@ -287,7 +275,7 @@ class Libp2pDaemon:
                 importing = asyncio.to_thread(importlib.import_module, "hivemind.p2p")
                 await asyncio.gather(self.router.try_map(self._address.port), importing)
             self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
-        self.failed, self._silent_since = asyncio.get_running_loop().create_future(), None
+        self.failed = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watched())
 
     async def _watched(self) -> None:

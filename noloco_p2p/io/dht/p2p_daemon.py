@@ -6,7 +6,6 @@ hivemind starts it; what hivemind has no parameter for is added to the daemon's 
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -196,13 +195,18 @@ def _broke(task: "asyncio.Task[None]") -> None:
         task.get_loop().call_exception_handler(context)
 
 
+def kill(p2p: Any) -> None:
+    """SIGKILL. Harmless when it is dead already."""
+    with contextlib.suppress(ProcessLookupError):
+        p2p._child.kill()
+
+
 async def stop(p2p: Any) -> None:
     """SIGTERM, and SIGKILL to a daemon that is not gone after that. Harmless when it is dead already."""
     try:
         await asyncio.wait_for(p2p.shutdown(), END_TIMEOUT_S)
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(p2p._child.pid, signal.SIGKILL)
+        kill(p2p)
         await p2p._child.wait()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(p2p._daemon_listen_maddr["unix"])  # a daemon that was killed leaves it
