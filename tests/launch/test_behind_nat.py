@@ -36,7 +36,7 @@ def trains(home: Path, build: Callable[[Internet], Hosts], *more: str) -> None:
         key = home / "root.key"
         made = nodes.start("key", "new", str(key), command=NOLOCO)
         assert made.end() == 0, made.logged()
-        few = settings(steps="8", start_replicas="2", listen__host=address)
+        few = settings(steps="12", start_replicas="2", listen__host=address)
         first = in_namespace(nodes, net, "public", *SMALL, *few, "--key", str(key), "--stage", "1")
         first.endpoints()
         invited = nodes.start("invite", "--dir", str(first.dir), "--for", "1h", "--uses", "3", command=NOLOCO)
@@ -51,7 +51,7 @@ def trains(home: Path, build: Callable[[Internet], Hosts], *more: str) -> None:
         assert "by the address of another one" in node.printed()
     found = [node.summary() for node in (*others, first)]
     assert [one["state"] for one in found] == ["finished"] * 4
-    assert [one["outer_rounds"] for one in found[:2]] == [2, 2]
+    assert [one["outer_rounds"] for one in found[:2]] == [3, 3]
     for one in found:
         assert one["microbatch_results"]["done"] > 0
         assert one["results"].keys() - {"alone"}, "partners meet"

@@ -61,7 +61,7 @@ def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_p
         address = net.public("public", 1)
         net.router("home", 12, "silent", known_to=["public"])
         net.behind("home", "next", 13, "11.1.1.12", known_to=["public"])
-        few = settings(steps="60", start_replicas="1", security="open", listen__host=address)
+        few = settings(steps="20", start_replicas="1", security="open", listen__host=address)
         first = in_namespace(nodes, net, "public", *SMALL, *few, "--stage", "1")
         joining = "--join", first.endpoints().join[0], "--stage"
         other = in_namespace(nodes, net, "next", *joining, "1", *settings(listen__host="192.168.13.2"))
@@ -86,7 +86,7 @@ def test_a_run_begins_behind_a_home_router_and_goes_on_without_a_public_node(tmp
             net.gateway(name, number)
         made = nodes.start("key", "new", str(key := tmp_path / "root.key"), command=NOLOCO)
         assert made.end() == 0, made.logged()
-        few = settings(steps="8", start_replicas="2", listen__host="0.0.0.0")
+        few = settings(steps="12", start_replicas="2", listen__host="0.0.0.0")
         first = in_namespace(nodes, net, "at-home", *SMALL, *few, "--key", str(key), "--stage", "0")
         first.endpoints()
         address, nearby = (line.split()[-1] for line in first.printed().splitlines()[-2:])

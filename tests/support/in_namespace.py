@@ -1,8 +1,14 @@
-"""`noloco-node` in a network namespace: a script with its name (`ip netns`) and the arguments of `noloco-node`."""
+"""`noloco-node` in a network namespace: a script with its name (`ip netns`) and the arguments of `noloco-node`.
+
+It rests after each inner step, or the first nodes that see all others there would end a short run before the last one
+has seen it.
+"""
 
 import ctypes
 import os
 import sys
+
+from paced_node import pace
 
 from noloco_p2p.cli.node import main
 
@@ -13,4 +19,5 @@ if __name__ == "__main__":
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(namespace)
+    pace()
     main()
