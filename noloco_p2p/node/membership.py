@@ -11,6 +11,8 @@ from noloco_p2p.node.state import NodeState
 
 DISTRUST = "gradients"
 """The trouble of a node that has set a peer aside for its gradients, wherever it has moved since."""
+DESERTED_S = 2.0
+"""A stage that nobody serves is reported after so long: where a whole swarm ends, the last nodes soon end, too."""
 
 
 class Membership:
@@ -29,6 +31,8 @@ class Membership:
         """When the last microbatch arrived, or at stage 0 the last gradient."""
         self.deserted: dict[int, float] = {}
         """Stages that nobody serves, as far as this node knows, and since when, on the loop's clock."""
+        self._reported: set[int] = set()
+        """Those of them that have been reported."""
         self.run_ended = False
         """Some node of stage 0 has finished; it may have left since."""
         self.unlisted_called = False
@@ -124,13 +128,15 @@ class Membership:
         self.update_deserted()
 
     def update_deserted(self, *, reading: bool = False) -> None:
-        """Keep `deserted` up to date; report it when it changes, and at each `reading` while it is not empty."""
+        """Keep `deserted` up to date; report what has lasted when it changes, and at each `reading` while it does."""
         node, now = self._node, self._node.now()
         found = self.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
         changed = found != sorted(self.deserted)
         self.deserted = {stage: self.deserted.get(stage, now) for stage in found}
-        if changed or (reading and found):
-            node.event("deserted", stages={stage: now - since for stage, since in self.deserted.items()})
+        lasting = {stage: now - since for stage, since in self.deserted.items() if now - since >= DESERTED_S}
+        if lasting.keys() != self._reported or (reading and lasting):
+            self._reported = set(lasting)
+            node.event("deserted", stages=lasting)
         if changed:
             node.waits.pulse()
 

@@ -1,6 +1,8 @@
 """Hung nodes and deserted stages in the simulator: who is blamed, how long it stalls, what is lost."""
 
+import asyncio
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -173,3 +175,20 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     assert stages[-1] == {}, "and that it is over"
     during = Counter(h.peer for h in outcome.trace.of("reroute") if GONE_FROM_S + 8 < h.at_s < back_s)
     assert max(during.values(), default=0) < 2 * 6 * away_s, "nobody spins"
+
+
+@pytest.mark.parametrize(("alone_s", "reported"), [(1.0, False), (6.0, True)])
+def test_a_stage_that_is_deserted_is_reported_unless_this_node_soon_leaves_as_well(
+    alone_s: float, reported: bool
+) -> None:
+    swarm = SimSwarm(plan_of((1, 1), "random", 1))
+
+    def leave_later() -> None:
+        noticed = bool(swarm.process("s1r0").node.swarm.deserted)
+        leave = partial(swarm.drain, "s1r0") if noticed else leave_later
+        asyncio.get_running_loop().call_later(alone_s if noticed else 0.1, leave)
+
+    swarm.at(5.0, lambda: swarm.drain("s0r0"))
+    swarm.at(5.0, leave_later)
+    outcome = swarm.run(limit_s=300, tolerate=True)
+    assert bool(outcome.trace.of("deserted")) == reported

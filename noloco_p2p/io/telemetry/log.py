@@ -201,7 +201,9 @@ class EventLog:
             seconds = now - self._deserted[stage]
             text = f"stage {stage} has had no replica for {seconds:.0f} s: the run waits for one"
             _log(logging.WARNING, text, "deserted", {"stage": stage, "seconds": seconds})
-        for stage in before.keys() - self._deserted.keys():
+        # Else this node has stopped to look: it leaves, or pauses.
+        back = before.keys() - self._deserted.keys() if self._counters.state == "training" else ()
+        for stage in back:
             text = f"stage {stage} has a replica again, after {now - before[stage]:.0f} s"
             _log(logging.INFO, text, "deserted", {"stage": stage, "seconds": 0.0})
 
