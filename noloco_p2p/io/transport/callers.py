@@ -35,6 +35,9 @@ RESERVE_S = 20.0
 """How far a caller may fall behind with bytes that are due, seconds: a message of 1 MiB at 0.5 Mbit/s."""
 STATE_RESERVE_S = 60.0
 """The same for a state, whose bytes are due at an even rate until its deadline."""
+LET_GO_S = 10.0
+"""How long a caller has to end a call on which a write was broken off, before its connection is ended, seconds. The end
+of a call comes after all that waits in the sockets of its caller."""
 LEAST_BYTES_PER_S = 8192.0
 """A slower transfer uses up its reserve, and is then given up."""
 
@@ -83,9 +86,13 @@ class Caller(NamedTuple):
     def of(cls, context: Any, streams: Mapping[str, str]) -> "Caller":
         """Who makes a call; `streams`: see `Links.own`."""
         [name, *_] = context.auth_context().get("peer_dns", ()) or [b""]
-        peer = str(context.peer())
-        host = streams.get(unquote(peer).partition(":")[2]) or _host(peer)
+        host = streams.get(connection_of(context)) or _host(str(context.peer()))
         return cls(host, name[:PEER_ID_CHARACTERS].decode(errors="replace"))
+
+
+def connection_of(context: Any) -> str:
+    """`host:port` of the other end of the connection that carries a call."""
+    return unquote(str(context.peer())).partition(":")[2]
 
 
 @lru_cache(1024)
@@ -126,20 +133,7 @@ class Silent(Unreachable):
 
 
 class Unread(PeerError):
-    """The peer does not take what is written. gRPC cannot end its call any more."""
-
-
-async def until_over(answer: Callable[[ExitStack], Awaitable[None]]) -> None:
-    """Answer a call; the shares that its caller holds are in the stack.
-
-    A caller that does not take what is written holds them until the call is over, because gRPC keeps a message: then
-    the caller or its deadline ends the call, and gRPC cancels this.
-    """
-    with ExitStack() as held:
-        with suppress(Unread):  # With the error go the frames that hold what would have been sent.
-            await answer(held)
-            return
-        await asyncio.Event().wait()
+    """The peer does not take what is written. gRPC cannot end its call any more, only the connection can be ended."""
 
 
 async def read_request(context: Any) -> bytes:
@@ -223,6 +217,9 @@ class Callers:
         """See `taking`."""
         self._late: dict[str, float] = {}
         """When the last `late` refusal that waits will be given to each host."""
+        self.unread = Counter[str]()
+        """Connections with calls whose caller does not read, as `connection_of`, and how many calls: they are to end,
+        because gRPC keeps what such a call has brought and what it should take."""
 
     @property
     def holds_nothing(self) -> bool:
@@ -245,6 +242,20 @@ class Callers:
                 self._held[key] -= 1
                 if not self._held[key]:
                     del self._held[key]
+
+    async def until_over(self, connection: str, answer: Callable[[ExitStack], Awaitable[None]]) -> None:
+        """Answer a call; the shares that its caller holds are in the stack. A caller that does not take what is written
+        holds them until the call is over, and gRPC cancels this."""
+        with ExitStack() as held:
+            with suppress(Unread):  # With the error go the frames that hold what would have been sent.
+                await answer(held)
+                return
+            await asyncio.sleep(LET_GO_S)
+            self.unread[connection] += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.unread -= Counter((connection,))
 
     @contextmanager
     def sending(self, caller: Caller) -> Iterator[Patience]:

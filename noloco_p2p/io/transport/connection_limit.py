@@ -1,6 +1,8 @@
-"""How many connections this node accepts: gRPC neither limits them by host nor shows its sockets.
+"""Which connections this node ends: those beyond as many as it accepts, because gRPC does not limit them by host, and
+those of callers that do not read, because gRPC keeps what came on them.
 
-Here they are found among the open files of this process, as in `sockets`; on a system without /proc nothing happens.
+gRPC does not show its sockets. Here they are found among the open files of this process, as in `sockets`; on a system
+without /proc nothing happens.
 """
 
 import asyncio
@@ -8,9 +10,11 @@ import os
 import resource
 import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
+from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.transport.allocator import give_back_freed
 from noloco_p2p.io.transport.callers import host_of
 from noloco_p2p.io.transport.sockets import MAPPED, OPEN_FILES
 
@@ -41,29 +45,38 @@ def room() -> int:
 
 
 class ConnectionLimit:
-    """Ends connections to a port while there are more than `room`: of the hosts with the most, the newest first.
+    """Ends connections to a port: those that are `unread`, and others while there are more than `room`: of the hosts
+    with the most, the newest first.
 
     If no host has more than FEW, the newest end. To gRPC it looks as if the other end had closed them.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, unread: Collection[str] = ()) -> None:
+        """`unread`: see `Callers`; it may change."""
         self._port = port
+        self._unread = unread
         self._known: set[End] = set()
         """Those that there were at the last look."""
         self._ends: dict[tuple[int, int], End | None] = {}
         """Of each file open then, by device and inode: the other end, None if it is no accepted connection."""
 
     async def watch(self) -> None:
-        """Look again and again."""
+        """Look again and again. The memory of what was unread goes back to the system one look later."""
+        ended = False
         while OPEN_FILES.is_dir():
             await asyncio.sleep(LOOK_S)
+            if ended:
+                await asyncio.to_thread(give_back_freed)
+            ended = bool(self._unread)
             with suppress(OSError):  # a look opens a file, and none can be opened now
-                if len(os.listdir(OPEN_FILES)) > room():
-                    await asyncio.to_thread(self.look)
+                if self._unread or len(os.listdir(OPEN_FILES)) > room():
+                    await asyncio.to_thread(self.look, frozenset(self._unread))
 
-    def look(self) -> None:
-        """Count, and end what is too much."""
+    def look(self, unread: Collection[str] = ()) -> None:
+        """End those that are unread, count the others, and end what is too much."""
         files = self.accepted()
+        for end in [end for end in files if joined(*end) in unread]:
+            _end(end, files.pop(end))
         hosts = defaultdict[str, list[End]](list)
         newest = sorted(files, key=self._known.__contains__, reverse=True)
         for end in newest:
@@ -71,9 +84,7 @@ class ConnectionLimit:
         for _ in range(len(files) - room()):
             busiest = max(hosts.values(), key=len)
             end = busiest.pop() if len(busiest) > FEW else newest.pop()
-            with suppress(OSError), _copied(files.pop(end, -1)) as one:
-                if one.getpeername()[1] == end[1]:
-                    one.shutdown(socket.SHUT_RDWR)
+            _end(end, files.pop(end, -1))
         self._known = set(files)
 
     def accepted(self) -> dict[End, int]:
@@ -94,6 +105,13 @@ class ConnectionLimit:
                 host, port, *_ = one.getpeername()
                 return host.removeprefix(MAPPED), port
         return None
+
+
+def _end(end: End, number: int) -> None:
+    """End the connection behind a file, unless that is another one by now."""
+    with suppress(OSError), _copied(number) as one:
+        if one.getpeername()[1] == end[1]:
+            one.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -82,6 +82,8 @@ class GrpcTransport:
         """See `ports.Transport`."""
         bounds = max_body_bytes, limits.microbatch_deadline_s
         self._servicer = servicer.GrpcServicer(links, telemetry, self._line, bounds)
+        self.unread = self._servicer.callers.unread
+        """See `Callers`."""
         self._channels = ChannelPool(links, self._line.grpc_options, self._line.unsent.set)
         self._turns = Turns(self.line)
         self._warming = Warming(self._line, self._calling, self.describe)

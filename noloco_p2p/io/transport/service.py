@@ -16,7 +16,7 @@ from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, read_request, until_over
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, connection_of, read_request
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
@@ -95,7 +95,7 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
             caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
                 async with servicer.links.called(context):
-                    await until_over(partial(method, caller, context))
+                    await servicer.callers.until_over(connection_of(context), partial(method, caller, context))
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:

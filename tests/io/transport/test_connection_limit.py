@@ -7,14 +7,35 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 
+import grpc
 import pytest
 from machine import at_most
-from transport_fixture import Node, activation, echo, pair, run
+from transport_fixture import (
+    SOON_S,
+    Events,
+    NamedLinks,
+    Node,
+    activation,
+    advert,
+    all_have_ended,
+    bare,
+    echo,
+    hang,
+    pair,
+    run,
+    soon,
+)
 
-from noloco_p2p.io.transport import connection_limit, service, sockets
+from noloco_p2p.config import ListenSettings
+from noloco_p2p.io.transport import callers, connection_limit, message_codec, service, sockets
+from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
+from noloco_p2p.io.transport.grpc_transport import GrpcTransport
+from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 
+ME = callers.metadata()
 DEADLINE = "grpc.server_handshake_timeout_ms"
 
 pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
@@ -159,5 +180,43 @@ def test_more_connections_than_that_are_not_accepted_at_all(monkeypatch: pytest.
                         ended += end.recv(1) == b""
             assert (await both.a.propagate(both.peer, activation())).tokens, "who is in stays"
         assert ended >= 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_who_does_not_read_loses_the_connection_and_what_it_brought_on_it(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC kept 4 MiB for each of thousands of such calls, for up to an hour, and the process had it even longer."""
+    monkeypatch.setattr(callers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
+    monkeypatch.setattr(callers, "LET_GO_S", 0.1)
+    monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
+
+    async def scenario() -> None:
+        loop, given_back = asyncio.get_running_loop(), asyncio.Event()
+        give_back = partial(loop.call_soon_threadsafe, given_back.set)
+        monkeypatch.setattr(connection_limit, "give_back_freed", give_back)
+        b = GrpcTransport(NamedLinks("B"), ListenSettings(host=host), Events(), 1 << 20)
+        await b.serve(Node(hang))
+        watching = asyncio.create_task(ConnectionLimit(b.port, b.unread).watch())
+        peer = advert(f"127.0.0.1:{b.port}")
+        blind = ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)
+        async with bare(peer, "A") as honest, bare(peer, "X", blind) as channel:
+            served = NodeStub(honest).Propagate(timeout=60.0, metadata=ME)
+            await served.write(pb.ActivationMessage.FromString(message_codec.announced(activation(), 0)[0]))
+            ask = channel.stream_stream("/noloco.v1.Node/Describe")
+            calls = [ask(timeout=60.0, metadata=ME) for _ in range(3)]
+            for call in calls:
+                await call.write(pb.DescribeRequest().SerializeToString())
+            for call in calls:
+                assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
+            assert not served.done(), "others stay"
+            served.cancel()
+            await all_have_ended(b)
+        assert not b.unread
+        await soon(given_back.wait())
+        watching.cancel()
+        await b.close()
 
     run(scenario())

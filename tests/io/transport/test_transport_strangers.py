@@ -47,12 +47,14 @@ from noloco_p2p.io.transport.callers import (
     LATE,
     LATE_PER_S,
     LEAST_BYTES_PER_S,
+    LET_GO_S,
     RESERVE_S,
     TRANSFERS,
     Caller,
     Callers,
     Patience,
     Share,
+    Unread,
 )
 from noloco_p2p.io.transport.capped_line import WINDOW_BYTES, OwnersLine
 from noloco_p2p.io.transport.incoming import IncomingActivation
@@ -568,6 +570,26 @@ def test_what_this_nodes_cap_delays_does_not_count_where_several_calls_bring_a_b
         assert await carrying
 
     virtual_time.run(scenario(), limit_s=1000)
+
+
+def test_a_caller_has_time_to_end_a_call_that_was_broken_off() -> None:
+    """Its other calls on the connection are not lost with one of which the rest is not wanted any more."""
+
+    async def broken_off(held: ExitStack) -> None:
+        raise Unread("the reply has ended")
+
+    async def scenario() -> None:
+        here = Callers()
+        for seconds, unread in (LET_GO_S - 1, {}), (LET_GO_S + 1, {"10.0.0.1:5": 2}):
+            calls = [asyncio.create_task(here.until_over("10.0.0.1:5", broken_off)) for _ in range(2)]
+            await asyncio.sleep(seconds)
+            assert here.unread == unread
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            assert not here.unread
+
+    virtual_time.run(scenario(), limit_s=100)
 
 
 def test_late_refusals_are_given_to_each_host_one_by_one_and_others_at_once() -> None:
