@@ -472,7 +472,7 @@ def test_a_reply_that_ends_while_it_is_sent_on_other_connections_ends_their_call
             with pytest.raises(Unreachable):
                 await soon(both.a.propagate(both.peer, activation(LARGE)))
             assert carried.sent.get("Stripe", 0) > 0
-        await all_have_ended(both.b)
+            await all_have_ended(both.b)
 
     run(scenario())
     assert not logged(caplog)
