@@ -77,18 +77,19 @@ class GrpcServicer:
         Writes instead of yielding: so a call that is cancelled gives its turn back at once.
         """
         try:
-            caller, handler = self._admit(claimed, context)
-            header, incoming = await self._incoming(context, caller, held)
-            parts = await serve(handler, caller.name, header, incoming)
+            caller, incoming, parts = await self._served(serve, claimed, context, held)
         except Unread:
             raise
         except Silent as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except NolocoError as error:
+            error.with_traceback(None)  # Its frames hold what the caller has sent.
+            held.close()
             await self.callers.delay(claimed, error)
             await callers.refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
             await self.callers.drain(claimed, context)
             return
+        header = incoming.header
         reply = _Reply(caller.name, header.microbatch)
         self._replies[reply] = None
         held.callback(self._replies.pop, reply, None)
@@ -108,6 +109,13 @@ class GrpcServicer:
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
             await self.callers.drain(claimed, context)
+
+    async def _served(
+        self, serve: Serve, claimed: Caller, context: Any, held: ExitStack
+    ) -> tuple[Caller, IncomingActivation, ReplyParts]:
+        caller, handler = self._admit(claimed, context)
+        header, incoming = await self._incoming(context, caller, held)
+        return caller, incoming, await serve(handler, caller.name, header, incoming)
 
     async def _send(
         self, write: Write, context: Any, incoming: IncomingActivation, reply: _Reply, parts: ReplyParts
