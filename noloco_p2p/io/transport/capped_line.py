@@ -92,7 +92,8 @@ class OwnersLine:
 
         # Else gRPC lets a sender have up to 128 MiB under way on each call, whether they are read or not.
         window = ("grpc.http2.lookahead_bytes", WINDOW_BYTES), ("grpc.http2.max_frame_size", wire.PACK_BYTES)
-        self.grpc_options = ("grpc.http2.bdp_probe", 0), *(window if down is None else ())
+        identity_only = "grpc.compression_enabled_algorithms_bitset", 1
+        self.grpc_options = ("grpc.http2.bdp_probe", 0), identity_only, *(window if down is None else ())
         """Options of every connection."""
         self.measured = MeasuredLine()
         """By the messages that are not short."""
