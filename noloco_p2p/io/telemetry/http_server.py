@@ -11,12 +11,13 @@ import http.server
 import json
 import logging
 import re
+import select
 import socket
 import socketserver
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
@@ -30,17 +31,18 @@ from noloco_p2p.core.status import Status
 from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.telemetry import status_json
+from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH, targets
 
 REQUESTS_LIMIT = 16
 """Requests at once; for one more the oldest of the host that has the most is cut off."""
-NODES_LIMIT = 1024
-"""Others that Prometheus is told of."""
 DEADLINE_S = 10.0
 """Longest life of a request, from its connection to the last byte of the answer."""
 SILENCE_S = 5.0
 """Longest wait for the next bytes of a client."""
 POLL_S = 0.25
 """How often the server looks for requests past their deadline, and whether it is to close."""
+CPU_SHARE = 0.1
+"""Most of a core that the requests of one host take in the long run: the next one waits until the last are paid for."""
 FREED_S = 0.1
 """Wait for the thread of a request that was cut off."""
 SMALLEST_GZIP_BYTES = 1_024
@@ -49,10 +51,6 @@ TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 STARTING = "starting: this node is meeting the others and reading what it needs"
 """Its health before there is a node that could be asked."""
-METRICS_PATH = "/metrics"
-METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")
-GONE = frozenset({"left"})
-"""States of nodes that no longer serve anything."""
 HELP = """\
 /metrics  for Prometheus
 /sd       all nodes that this one knows, for Prometheus' HTTP service discovery
@@ -99,6 +97,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.pages, self.outside = pages, outside
         self._accepted: dict[Any, tuple[float, str]] = {}
         """Connection → when it was accepted, and from where, oldest first."""
+        self._paid_at: dict[str, float] = {}
+        """When the next request of each host may be answered."""
         self._changed = threading.Condition()
         super().__init__((host, port), _PageHandler)
 
@@ -137,13 +137,25 @@ class HttpServer(socketserver.ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, close, and give the place back."""
+        """Answer when it is the host's turn, close, and give the place back."""
+        host = client_address[0]
         try:
-            super().process_request_thread(request, client_address)
+            if self._is_cut_off_within(self._paid_at.get(host, 0.0) - time.monotonic(), request):
+                self.shutdown_request(request)
+            else:
+                super().process_request_thread(request, client_address)
         finally:
             with self._changed:
+                now = time.monotonic()
+                self._paid_at[host] = max(now, self._paid_at.get(host, 0.0)) + time.thread_time() / CPU_SHARE
+                self._paid_at = {host: at for host, at in self._paid_at.items() if at > now}
                 self._accepted.pop(request, None)
                 self._changed.notify_all()
+
+    def _is_cut_off_within(self, seconds: float, request: Any) -> bool:
+        poll = select.poll()
+        poll.register(request, 0)
+        return seconds > 0 and bool(poll.poll(1e3 * seconds))
 
     def service_actions(self) -> None:
         """Between two connections, and every POLL_S: end what takes too long."""
@@ -268,30 +280,6 @@ def _unlocated(advert: Advert) -> Advert:
 def _is_public(host: str) -> bool:
     ip = ip_address(host.partition("%")[0])
     return (getattr(ip, "ipv4_mapped", None) or ip).is_global
-
-
-def targets(status: Status) -> list[dict[str, object]]:
-    """What Prometheus scrapes: this node and the first that it knows, in the order of their ids, one entry a target."""
-    known = [seen.advert for seen in status.seen if seen.advert.state not in GONE]
-    adverts = sorted([status.advert, *known[:NODES_LIMIT]], key=lambda advert: advert.peer_id)
-    return [target for advert in adverts if advert.state not in GONE for target in _targets(advert)]
-
-
-def _targets(advert: Advert) -> Iterator[dict[str, object]]:
-    for kind, url in (("node", advert.metrics), ("libp2p", advert.libp2p_metrics)):
-        found = METRICS_URL.fullmatch(url)
-        if found is None:
-            continue
-        labels = {
-            "__meta_noloco_peer_id": advert.peer_id,
-            "__meta_noloco_stage": str(advert.stage) if advert.stage >= 0 else "",
-            "__meta_noloco_run_id": advert.run_id,
-            "__meta_noloco_version": advert.version,
-            "__meta_noloco_kind": kind,
-        }
-        if found[2] not in (None, METRICS_PATH):
-            labels["__metrics_path__"] = found[2]
-        yield {"targets": [found[1]], "labels": labels}
 
 
 def _line(text: str, code: int) -> HttpResponse:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.io.telemetry.http_server import METRICS_PATH
+from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH
 from noloco_p2p.lab.bench import floods, pipeline
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import peer_process

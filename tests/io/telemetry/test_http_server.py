@@ -18,7 +18,7 @@ from machine import at_most, in_time
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.telemetry import http_server, status_json
+from noloco_p2p.io.telemetry import http_server, scrape_targets, status_json
 from noloco_p2p.io.telemetry.http_server import REQUESTS_LIMIT, HttpResponse, HttpServer
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 
@@ -414,6 +414,38 @@ def test_a_host_that_asks_all_the_time_cuts_off_its_own_requests_only() -> None:
 
 
 def test_discovery_lists_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "NODES_LIMIT", 3)
-    named = [each["labels"]["__meta_noloco_peer_id"] for each in http_server.targets(status(10))]  # type: ignore[index]
+    monkeypatch.setattr(scrape_targets, "NODES_LIMIT", 3)
+    named = [each["labels"]["__meta_noloco_peer_id"] for each in scrape_targets.targets(status(10))]  # type: ignore[index]
     assert named == [advert(number).peer_id for number in range(4)], "this node is among them"
+
+
+def test_a_host_gets_a_share_of_the_cpu_and_others_do_not_wait_for_it() -> None:
+    """One that asked for page after page took 0.9 of a core."""
+    page_s, pages = 0.02, 5
+
+    def costly(query: str, accept: str) -> HttpResponse:
+        began = time.thread_time()
+        while time.thread_time() - began < page_s:
+            pass
+        return HttpResponse(b"ok")
+
+    server = HttpServer.open("127.0.0.1", 0, {"/": costly})
+    asker, port = Asker(server.server_address[1]), server.server_address[1]
+    try:
+        began = time.monotonic()
+        assert [asker.line("/") for _ in range(pages)] == [(200, "ok")] * pages
+        assert time.monotonic() - began >= (pages - 1) * page_s / http_server.CPU_SHARE
+        while server._accepted:
+            time.sleep(0.01)
+        server._paid_at["127.0.0.1"] = time.monotonic() + 600
+        waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(REQUESTS_LIMIT)]
+        other = http.client.HTTPConnection("127.0.0.1", port, timeout=60, source_address=("127.0.0.2", 0))
+        other.request("GET", "/")
+        assert other.getresponse().read() == b"ok"
+        assert waiting[0].recv(1) == b"", "the place that it had"
+        other.close()
+    finally:
+        server.close()
+    for one in waiting[1:]:
+        assert one.recv(1) == b"", "none waits for its turn any more"
+        one.close()
