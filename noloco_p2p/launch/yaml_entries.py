@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -25,6 +25,10 @@ SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
 """Keys of earlier versions → what is set in their place."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError)
 """What PyYAML raises for text that is not YAML."""
+SIGNS_AND_DIGITS = list("-+0123456789")
+WITH_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+NO_NUMBER = re.compile(r"^[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")
+"""A time of day, or digits after a zero."""
 
 
 class SettingEntry(NamedTuple):
@@ -37,12 +41,25 @@ class SettingEntry(NamedTuple):
 
 
 class SettingsLoader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as text; everybody means the number."""
+    """YAML as people mean it: version 1.1 reads `1e-3` as text, `22:00` as 1320, `010` as 8.
+
+    A list or a section can have no alias: aliases of aliases make a small file a huge value.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next node, or the one that its alias stands for."""
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(
+                problem="an alias of a list or a section: write it out", problem_mark=alias.start_mark
+            )
+        return node
 
 
-SettingsLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+SettingsLoader.add_implicit_resolver("tag:yaml.org,2002:float", WITH_EXPONENT, SIGNS_AND_DIGITS)
+for first in SIGNS_AND_DIGITS:  # before YAML's own, of which one would fit as well
+    SettingsLoader.yaml_implicit_resolvers[first].insert(0, ("tag:yaml.org,2002:str", NO_NUMBER))
 
 
 def fields(model: type[BaseModel], key: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:

@@ -33,10 +33,23 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 1e-3), ("2E4", 2e4), ("3", 3.0), ("0.5", 0.5)],
+    [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e3", 1.5e3), ("3", 3.0), ("0.5", 0.5)],
 )
 def test_numbers_are_read_as_people_mean_them(text: str, value: float) -> None:
     assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
+
+
+@pytest.mark.parametrize("text", ["22:00", "-1:30", "1:30:15.5", "010"])
+def test_times_of_day_and_codes_are_text(text: str) -> None:
+    """YAML 1.1 reads the first as 1320, the last as 8."""
+    assert faults(None, sets=[f"seed={text}"]) == [f"--set seed: seed must be a whole number, not {text!r}"]
+
+
+def test_a_time_of_day_in_place_of_a_span_is_named_as_it_was_written() -> None:
+    for given in ("22:00", "[22:00]"):
+        assert faults(None, sets=[f"limits.hours={given}"]) == [
+            "--set limits.hours: limits.hours must be HH:MM-HH:MM, not '22:00'"
+        ]
 
 
 def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
@@ -117,6 +130,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         ("a: 1\nb: [1\n", ":3: not valid YAML: expected ',' or ']', but got '<stream end>'"),
         ("name: !!python/name:os.system\n", ":1: not valid YAML: could not determine a constructor"),
         ("seed: !!timestamp a\n", ": not valid YAML: "),
+        ("a: &a [1]\nb: [*a]\n", ":2: not valid YAML: an alias of a list or a section: write it out"),
     ],
 )
 def test_a_file_that_is_no_settings_file(tmp_path: Path, text: str, message: str) -> None:
@@ -124,6 +138,13 @@ def test_a_file_that_is_no_settings_file(tmp_path: Path, text: str, message: str
     path.write_text(text)
     [line] = faults(path)
     assert line.startswith(f"{path}{message}")
+
+
+def test_an_alias_of_a_single_value_is_that_value(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: &seed 7\nsteps: *seed\n")
+    manifest, _ = settings.load(path, {}, [])
+    assert (manifest.seed, manifest.steps) == (7, 7)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
