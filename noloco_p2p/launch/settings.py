@@ -31,7 +31,12 @@ WANTED = {
 """First word of pydantic's error types → what the key must do."""
 
 LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
-LIMITS |= {"expected": "be", "form": "be"}
+LIMITS |= {
+    "expected": "be",
+    "form": "be",
+    "min_length": "have a length of at least",
+    "max_length": "have one of at most",
+}
 """What pydantic calls the limit that a value does not keep to → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)

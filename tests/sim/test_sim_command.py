@@ -260,6 +260,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             SimOptions(seeds="9223372036854775807:9223372036854775809"),
             "--seeds 9223372036854775807:9223372036854775809: write it as A:B",
         ),
+        (SimOptions(seeds="0:100001"), "--seeds 0:100001 are 100,001 runs: at most 100,000 at once"),
         (SimOptions(seeds="1:5", seed=0), "--seed is for one run: leave out --seeds"),
         (SimOptions(seeds="1:5", trace=Path("t")), "--trace is for one run: leave out --seeds"),
         (SimOptions(seeds="1:5", check=True), "--check is for one run: leave out --seeds"),
@@ -267,6 +268,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (SimOptions(trace=Path("/nowhere/t")), "/nowhere/t: there is no directory /nowhere"),
         (SimOptions(nodes=1), "--nodes: 1 node is too few for 2 stages"),
         (SimOptions(path=Path("missing.yaml")), "missing.yaml cannot be read"),
+        (SimOptions(sets=("replicas=[]",)), "--set replicas: replicas must have a length of at least 1, not []"),
         (SimOptions(sets=("run.stps=3",)), "--set run.stps: there is no key run.stps; the nearest is run.steps"),
     ],
 )
