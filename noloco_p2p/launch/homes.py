@@ -97,12 +97,19 @@ def refuse_finished(named: str, run_dir: Path) -> None:
         raise ConfigError(f"{named}{run_dir} holds a finished run; name another --dir")
 
 
+def require_file(named: str, path: Path) -> None:
+    """A file that is to be written may replace no directory, device or pipe. Raises ConfigError, OSError."""
+    if path == Path("-") or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{named}{path} is no regular file: name another one")
+
+
 def require_page(named: str, path: Path, mark: bytes, what: str) -> None:
     """A file that is to be written may replace one of its own kind, which has `mark` near its beginning, and no other.
 
     Raises ConfigError.
     """
     try:
+        require_file(named, path)
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except FileNotFoundError:

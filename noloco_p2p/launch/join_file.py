@@ -13,6 +13,7 @@ from pathlib import Path
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
 
 AT = "@"
@@ -104,9 +105,10 @@ def remove(path: Path) -> None:
     ConfigError when it is something else."""
     if not path.parent.is_dir():
         raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
-    if path.is_file():
-        read(path)  # what is no list of addresses is not ours to remove
     try:
+        homes.require_file("--address-file ", path)
+        if path.is_file():
+            read(path)  # what is no list of addresses is not ours to remove
         path.unlink(missing_ok=True)
     except OSError as error:
         raise LocalError(f"--address-file {path} cannot be removed: {error.strerror or error}") from error

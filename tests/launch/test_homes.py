@@ -1,6 +1,7 @@
 """No command writes into a directory that is something else, or takes it for that: every command, every kind."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -203,5 +204,12 @@ def test_files_that_are_something_else_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(mine))):
         join_file.remove(mine)
     assert mine.read_text() == "years"
+    os.mkfifo(tmp_path / "pipe")  # as root, a device would be replaced by a file
+    for path in (Path("-"), tmp_path / "pipe", tmp_path):
+        for words in (["report", str(node), "--out"], ["report", str(node), "--csv"], ["sim", "--trace"]):
+            option, refusal = words[-1], "is no regular file: name another one"
+            assert answer([*words, str(path)]) == f"{option} {path} {refusal}"
+        with pytest.raises(ConfigError, match=refusal):
+            join_file.remove(path)
     for _ in range(2):
         assert answer(["report", str(node), "--out", str(tmp_path / "page.html")]) == ""
