@@ -248,7 +248,8 @@ class Scenario(Settings):
             if sum((bool(fault.peers), fault.region is not None, fault.share is not None)) != 1:
                 raise ValueError(f"a fault ({fault.kind} at {fault.at_s:g} s) needs one of peers, region and share")
             if fault.region is not None and fault.region not in regions.names:
-                raise ValueError(f"a fault is in region {fault.region!r}, but the regions are {list(regions.names)}")
+                known = f"the regions are {', '.join(regions.names)}" if regions.names else "there are no regions"
+                raise ValueError(f"a fault is in region {fault.region!r}, but {known}")
         return self
 
     @property

@@ -177,7 +177,7 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[-5]]}"], "network.regions.mbit_per_s"),
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[1, 2]]}"], "mbit_per_s must have 1 rows"),
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
-        (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but the regions are []"),
+        (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but there are no regions"),
         (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha: leave it out"),
         (["network.loss=1"], "network.loss must be less than 1.0, not 1"),  # it would be sent again for ever
     ],

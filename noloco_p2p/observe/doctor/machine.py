@@ -216,7 +216,7 @@ def _report_end(report: DoctorReport, node_dir: Path) -> None:
         advice = "restart it with the same --dir: it continues from its checkpoint"
         report.warning("node", sentence, advice)
     else:
-        state = "" if summary is None else f", it ended {summary.get('state')}"
+        state = "" if summary is None else f"; its last state: {summary.get('state')}"
         report.ok("node", f"{node_dir}: no node runs here{state}")
 
 
