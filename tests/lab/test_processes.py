@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,6 +38,23 @@ def test_workers_end_when_the_command_is_killed() -> None:
         assert alive(worker)
         command.kill()
     wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_and_its_workers_and_leaves_no_semaphore(number: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=-1, stderr=-1, text=True) as command:
+        assert command.stdout is not None
+        worker = int(command.stdout.readline())
+        command.send_signal(number)
+        assert command.communicate() == ("", "")
+        assert command.returncode == 128 + number
+    wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    hangup = COMMAND.replace("time.sleep(1000)\n", "os.kill(os.getpid(), 1)\n    os._exit(7)\n")
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN){hangup}"
+    assert subprocess.run([sys.executable, "-c", ignoring], capture_output=True, check=False).returncode == 7
 
 
 def test_workers_have_their_environment_and_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
