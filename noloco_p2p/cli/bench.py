@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Json, Settings
+from noloco_p2p.core.block_format import WireCodec
+from noloco_p2p.errors import ConfigError
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
@@ -184,8 +186,16 @@ def bench_links(
     lines = links.QUICK_LINES if quick else links.LINES
     mbit = lines[0] if rates is None else links.numbers("--rates", rates)
     ms = lines[1] if delays is None else links.numbers("--delays", delays)
-    plan = links.LinksPlan(mbit, ms, tuple(codecs.split(",")), shape_of(nodes), seconds, out, tuple(set or ()))
+    plan = links.LinksPlan(mbit, ms, _codecs(codecs), shape_of(nodes), seconds, out, tuple(set or ()))
     _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    """As in --codecs. Raises ConfigError: one is no codec."""
+    found, known = tuple(text.split(",")), get_args(WireCodec)
+    if not set(found) <= set(known):
+        raise ConfigError(f"--codecs {text}: name some of {', '.join(known)}")
+    return found
 
 
 def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool = False) -> None:

@@ -150,6 +150,7 @@ def test_the_command_refuses_before_anything_is_started(tmp_path: Path) -> None:
     for options in (["--delays", "x"], ["--nodes", "2"], ["--codecs", "int3"]):
         result = CliRunner().invoke(app, ["bench", "links", "--out", str(tmp_path / "out"), *options])
         assert isinstance(result.exception, ConfigError)
+        assert str(result.exception).startswith(" ".join(options)), "the option that was given"
     assert not (tmp_path / "out").exists()
 
 
