@@ -260,7 +260,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             SimOptions(seeds="9223372036854775807:9223372036854775809"),
             "--seeds 9223372036854775807:9223372036854775809: write it as A:B",
         ),
-        (SimOptions(seeds="0:100001"), "--seeds 0:100001 are 100,001 runs: at most 100,000 at once"),
+        (SimOptions(seeds="0:100001"), "--seeds 0:100001: write it as A:B, at most 100,000 seeds"),
         (SimOptions(seeds="1:5", seed=0), "--seed is for one run: leave out --seeds"),
         (SimOptions(seeds="1:5", trace=Path("t")), "--trace is for one run: leave out --seeds"),
         (SimOptions(seeds="1:5", check=True), "--check is for one run: leave out --seeds"),
