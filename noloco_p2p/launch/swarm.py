@@ -49,9 +49,10 @@ Beside = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The requests to stop that arrive inside the `with`: the numbers of the signals."""
+    """The requests to stop that arrive inside the `with`: the numbers of the signals. What is ignored stays so."""
     heard: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in STOP_SIGNALS}
+    minded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in minded}
     try:
         yield heard
     finally:

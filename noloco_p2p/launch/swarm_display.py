@@ -1,9 +1,12 @@
 """A swarm on this machine for its owner while it runs: a bar above a live table, or plain lines."""
 
+import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from statistics import fmean
 from typing import Any
 
@@ -79,6 +82,18 @@ def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
     return [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
 
 
+@contextmanager
+def _hanging_up() -> Iterator[None]:
+    """If standard output can no longer be written (a closed terminal, `| head`, a full disk), that is a hangup."""
+    try:
+        yield
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with suppress(OSError):
+            print(f"error: standard output cannot be written: {error.strerror}; the swarm stops", file=sys.stderr)
+        signal.raise_signal(signal.SIGHUP)
+
+
 class Display:
     """Where the launcher shows the swarm: a table drawn in place at a terminal, else lines on standard output."""
 
@@ -91,6 +106,7 @@ class Display:
         self.interval_s = LIVE_INTERVAL_S if live else PLAIN_INTERVAL_S
         """Seconds between two readings of the nodes."""
 
+    @_hanging_up()
     def show(self, rows: Sequence[Row], notes: Sequence[str], doing: str = "") -> None:
         """The nodes as they are now, and lines about the whole swarm; `doing`: what it does while it does not train."""
         shown = rows if len(rows) <= MOST_ROWS else stage_rows(rows)
@@ -107,6 +123,7 @@ class Display:
             print(doing, flush=True)
         self._doing = doing
 
+    @_hanging_up()
     def say(self, line: str) -> None:
         """One line that stays; above the table where there is one."""
         if self._live is None:
@@ -114,6 +131,7 @@ class Display:
         else:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    @_hanging_up()
     def close(self) -> None:
         """Leave the terminal as it was; the last table stays."""
         if self._live is not None:

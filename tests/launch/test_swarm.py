@@ -176,6 +176,30 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
     assert [node["exit_code"] for node in summary["nodes"]] == [0, 0]
 
 
+def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> None:
+    reader = 'exec "$@" > >(until [ -e gone ]; do sleep 0.1; done)'
+    with node_processes(tmp_path) as nodes:
+        command = ("bash", "-c", reader, "bash", *FRESH)
+        swarm = nodes.start(*size(2, 1, ENDLESS), command=command, own_dir="run", fresh=True)
+        wait_for_steps(swarm)
+        (tmp_path / "gone").touch()
+        assert swarm.end() == 128 + signal.SIGHUP, swarm.logged()
+        nodes.nothing_left()
+    assert swarm.logged() == "error: standard output cannot be written: Broken pipe; the swarm stops\n"
+    assert [node["exit_code"] for node in swarm.summary()["nodes"]] == [0, 0]
+    assert checkpoints_of(swarm.dir) > 0
+
+
+def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        command = ("bash", "-c", 'trap "" HUP; exec "$@"', "bash", *FRESH)
+        swarm = nodes.start(*size(1, 1, ENDLESS), command=command, own_dir="run", fresh=True)
+        wait_for_steps(swarm)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            swarm.process.send_signal(number)
+        assert swarm.end() == 128 + signal.SIGTERM, swarm.logged()
+
+
 def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(1, 2, ENDLESS), command=FORKED, own_dir="run")
