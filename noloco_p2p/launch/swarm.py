@@ -6,12 +6,11 @@ The launcher trains nothing and shares no memory with the nodes: it reads their 
 """
 
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from noloco_p2p.launch.local_time import local_time
 from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
+from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm_display import Display, current_row, deserted, row
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
@@ -41,23 +41,9 @@ LEAVE_MARGIN_S = 10.0
 """Time beyond `limits.drain_s` for a node to close what it has open, seconds."""
 KILL_UNSTEPPED_S = 0.5
 """Time to end for nodes that have taken no step: they have nothing to lose, seconds."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Beside = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
 """What goes on beside a swarm, from its directory and its manifest."""
-
-
-@contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The requests to stop that arrive inside the `with`: the numbers of the signals. What is ignored stays so."""
-    heard: list[int] = []
-    minded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
-    before = {number: signal.signal(number, lambda n, _: heard.append(n)) for number in minded}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class LocalSwarm:

@@ -18,6 +18,7 @@ from tracked import read_back
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.settings import read
+from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm
 from noloco_p2p.launch.swarm_display import Display
 from noloco_p2p.launch.swarm_plan import make_plan
@@ -188,6 +189,13 @@ def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> Non
     assert swarm.logged() == "error: standard output cannot be written: Broken pipe; the swarm stops\n"
     assert [node["exit_code"] for node in swarm.summary()["nodes"]] == [0, 0]
     assert checkpoints_of(swarm.dir) > 0
+
+
+def test_a_hangup_is_no_second_signal() -> None:
+    with stop_signals() as heard:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP):
+            signal.raise_signal(number)
+    assert heard == [signal.SIGHUP, signal.SIGINT]
 
 
 def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
