@@ -247,6 +247,8 @@ class SignalHandler:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         loop.add_signal_handler(signal.SIGUSR1, self._command, "pause", Node.pause)
         loop.add_signal_handler(signal.SIGUSR2, self._command, "resume", Node.resume)
         if watch_stdin:
@@ -257,6 +259,11 @@ class SignalHandler:
             self.node.drain()
         elif self._all is not None:
             self._all.cancel()
+
+    def _hang_up(self) -> None:
+        """A closed terminal may send several of these; they are one signal."""
+        if self.node is None or not self.node.state.leaving:
+            self._leave()
 
     def _command(self, what: str, do: Callable[[Node], None]) -> None:
         if self.node is None:

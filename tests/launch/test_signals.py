@@ -126,19 +126,29 @@ def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatc
         monkeypatch.undo()
 
 
+def signals_of_a_node() -> SignalHandler:
+    """What a node that trains does with its signals; `drain` is the node's own."""
+    telemetry = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None))
+    advert = Advert("me", "run", 1, ("127.0.0.1:1",), state="training")
+    state = NodeState(advert, RunManifest(), NodeConfig(), telemetry)
+    signals = SignalHandler(watch_stdin=False)
+    node: Node = cast(Node, SimpleNamespace(state=state, drain=lambda: Node.drain(node)))
+    signals.node = node
+    return signals
+
+
 @pytest.mark.parametrize("moves", [False, True])
-def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(moves: bool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(number: int, moves: bool) -> None:
     told: list[bool] = []
 
     async def main() -> None:
-        telemetry = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None))
-        advert = Advert("me", "run", 1, ("127.0.0.1:1",), state="training")
-        state = NodeState(advert, RunManifest(), NodeConfig(), telemetry)
+        signals = signals_of_a_node()
+        assert signals.node is not None
+        state = signals.node.state
         if moves:
             state.drain("moving to stage 0", next_stage=0)
-        signals = SignalHandler(watch_stdin=False)
-        signals.node = cast(Node, SimpleNamespace(state=state, drain=lambda: Node.drain(cast(Node, signals.node))))
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         told.append(await state.waits.until(lambda: state.leaving, "signal", "me", 60.0))
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60.0)
@@ -146,3 +156,22 @@ def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(mov
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     assert told == [True]
+
+
+def test_a_terminal_that_hangs_up_twice_is_one_signal_and_one_that_nohup_ignores_is_none() -> None:
+    async def hung_up() -> bool:
+        signals, heard = signals_of_a_node(), asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGALRM, heard.set)
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGALRM):
+            os.kill(os.getpid(), number)
+        await heard.wait()
+        assert signals.node is not None
+        return signals.node.state.leaving
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert asyncio.run(hung_up())
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert not asyncio.run(hung_up())
+    finally:
+        signal.signal(signal.SIGHUP, before)
