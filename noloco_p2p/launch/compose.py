@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import uvloop
 from noloco_p2p import __version__
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import NO_STAGE, Advert
+from noloco_p2p.errors import LocalError, PeerError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import clock_watch
 from noloco_p2p.io.dht import join_handshake as joining
@@ -102,6 +103,7 @@ async def run(options: NodeOptions) -> None:
         standing = await run_key.of_node(options.dir, options.identity, options.key, manifest, libp2p)
         heard = local.model_copy(update={"listen": listen})
         ports = await _open_ports(closing, libp2p, heard, manifest, options, standing)
+        await refuse_second(ports)
         limit = ConnectionLimit(ports.transport.port, ports.transport.unread)
         closing.callback(asyncio.create_task(limit.watch()).cancel)
         run_files.store_manifest(options.dir, manifest)
@@ -124,6 +126,19 @@ async def run(options: NodeOptions) -> None:
         closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)
+
+
+async def refuse_second(ports: NodePorts) -> None:
+    """Raises LocalError when another process runs with this identity, in a copied directory, and answers."""
+    listed: list[Advert] = []
+    with suppress(PeerError):
+        listed = await ports.directory.peers()
+    for other in listed:
+        if other.peer_id == ports.advert.peer_id and other.metrics != ports.advert.metrics:
+            with suppress(PeerError):  # what a process has left that was killed
+                await ports.transport.describe(other)
+                where = f"at {other.addresses[0]}, with this identity"
+                raise LocalError(f"another process takes part {where}: remove identity.key here, or stop that one")
 
 
 async def _open_ports(

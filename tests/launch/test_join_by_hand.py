@@ -1,6 +1,7 @@
 """A swarm started by hand, one terminal a node: the join command that is printed, leaving, dying, being left."""
 
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from processes import PACED, SMALL, NodeProcess, Nodes, node_processes, settings, wait_until
 
 from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.launch import node_probe
 from noloco_p2p.observe.health_check import ask
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -106,6 +108,23 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         assert summary["state"] == serves.summary()["state"] == "finished"
         assert summary["outer_rounds"] == 20
         assert summary["rerouted"] > 0, "what the killed replica had was sent to the other one"
+
+
+def test_a_copy_of_a_directory_whose_node_runs_is_refused(tmp_path: Path) -> None:
+    with node_processes(tmp_path) as nodes:
+        (first,), (other,) = start_swarm(nodes, (1, 1), *settings(steps="100000", start_replicas="1"))
+        shutil.copytree(other.dir, tmp_path / "copy")
+        copy = nodes.start("--join", first.endpoints().join[0], *LOCAL, own_dir="copy")
+        assert copy.end() == 2
+        at = (node_probe.read_json(other.dir / node_probe.ENDPOINTS) or {})["grpc"]
+        said = f"another process takes part at {at}, with this identity: remove identity.key here, or stop that one"
+        assert copy.logged() == f"error: {said}\n"
+        taken = other.total("inner_steps_total")
+        other.wait_for_steps(int(taken) + 2)
+        # What a killed process has announced keeps nobody away.
+        other.process.send_signal(signal.SIGKILL)
+        other.process.wait()
+        nodes.start("--join", first.endpoints().join[0], *LOCAL, own_dir="copy").wait_for_steps(1)
 
 
 def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_at_once(tmp_path: Path) -> None:
