@@ -2,7 +2,10 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How long an example takes says nothing: the machine does other things meanwhile.
@@ -17,3 +20,11 @@ def pytest_collection_finish() -> None:
     """Exempt the 570,000 objects that collection imported from garbage collection, which took 12 % of a simulation."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def minds_hangups() -> Iterator[None]:
+    """For a test of hangups: the suite may run under nohup, which ignores them, and so would what a test starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

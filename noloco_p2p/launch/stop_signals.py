@@ -4,19 +4,19 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The requests to stop that arrive inside the `with`: the numbers of the signals. What is ignored stays so."""
+    """The requests to stop that arrive inside the `with`: the numbers of the signals. A hangup that nohup ignores is
+    none; in the background of a script Ctrl-C is ignored, too, and counts."""
     heard: list[int] = []
 
     def hear(number: int, _: object) -> None:
         if number != signal.SIGHUP or not heard:  # a closed terminal may send several
             heard.append(number)
 
-    minded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    minded = (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
     before = {number: signal.signal(number, hear) for number in minded}
     try:
         yield heard
