@@ -31,7 +31,10 @@ def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; 
 
 def invite_others(
     dir: Annotated[
-        Path, Option(metavar="DIR", help="Directory of the node that others will join; it was started with --key.")
+        Path,
+        Option(
+            metavar="DIR", help="Directory of the node that others will join, which has the key, or of noloco swarm."
+        ),
     ],
     uses: Annotated[int, Option(min=1, metavar="N", help="How many peers it admits.")] = 1,
     lasts: Annotated[
@@ -54,7 +57,10 @@ def invite_others(
 
 def revoke_peers(
     peers: Annotated[list[str], Argument(metavar="PEER", help="Peer ids, as noloco top --json has them.")],
-    dir: Annotated[Path, Option(metavar="DIR", help="Directory of a node of the run, best one that is running.")],
+    dir: Annotated[
+        Path,
+        Option(metavar="DIR", help="Directory of a node of the run, best one that is running, or of noloco swarm."),
+    ],
     key: KeyFile = None,
 ) -> None:
     """Expel peers from a members-only run, and whom they have admitted: their calls end within a minute, everywhere."""

@@ -26,7 +26,7 @@ from noloco_p2p.io.security.invitations import MOST_USES, Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.io.transport.probe import probe
-from noloco_p2p.launch import node_probe, run_files
+from noloco_p2p.launch import homes, node_probe, run_files
 from noloco_p2p.launch.swarm_plan import ROOT_KEY
 
 KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json", "revoked"
@@ -77,7 +77,8 @@ def trust_in(manifest: RunManifest) -> RunTrust | None:
 
 def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage: int | None) -> str:
     """A join address of the node with an invitation to its run. Raises ConfigError, one line that says what to do."""
-    manifest, found = _members_run(node_dir), node_probe.read_endpoints(node_dir)
+    node_dir, manifest = _members_run(node_dir)
+    found = node_probe.read_endpoints(node_dir)
     if found is None:
         raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of the node that others will join")
     if not (node_dir / ISSUER).exists():
@@ -93,7 +94,7 @@ def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage
 
 def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyList:
     """Add peers to the list in a node's directory, which it gives to all others. Raises ConfigError, LocalError."""
-    manifest = _members_run(node_dir)
+    node_dir, manifest = _members_run(node_dir)
     trust = trust_in(manifest)
     assert trust is not None
     revoked = Revocations(trust, node_dir / REVOKED)
@@ -104,14 +105,19 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
     return made
 
 
-def _members_run(node_dir: Path) -> RunManifest:
-    """The manifest of the members-only run in a directory. Raises ConfigError: there is none."""
+def _members_run(directory: Path) -> tuple[Path, RunManifest]:
+    """A node's directory, of a swarm's that of its first node, and the manifest of its members-only run.
+
+    Raises ConfigError: there is none.
+    """
+    is_swarm = homes.kind_of(directory) is homes.Home.SWARM
+    node_dir = next(node_probe.node_dirs(directory), directory) if is_swarm else directory
     manifest = run_files.stored_manifest(node_dir)
     if manifest is None:
         raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of a node of the run")
     if manifest.security.root_key is None:
         raise ConfigError(f"the run of {node_dir} is open: anybody can join it by its join address")
-    return manifest
+    return node_dir, manifest
 
 
 def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519PrivateKey:

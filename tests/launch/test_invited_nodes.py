@@ -188,3 +188,20 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
     run_files.store_manifest(tmp_path / "node", manifest)
     with pytest.raises(ConfigError, match=r"the run's key is none of \S+root.key, .*: name it with --key"):
         run_key.revoke(tmp_path / "node", None, ["peer"])
+
+
+def test_the_directory_of_a_swarm_stands_for_its_first_node(tmp_path: Path) -> None:
+    run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    (tmp_path / "swarm.json").touch()
+    with pytest.raises(ConfigError, match="no node has run"):
+        run_key.revoke(tmp_path, None, ["peer"])
+    peers = []
+    for name in ("0-1", "0-0"):
+        identity = Identity.open(tmp_path / name / KEY)
+        identity.close()
+        peers.append(identity.peer_id)
+        run_files.store_manifest(tmp_path / name, run)
+    made = run_key.revoke(tmp_path, None, peers[:1])
+    assert (tmp_path / "0-0" / "revoked").read_bytes() == made.signed
+    with pytest.raises(ConfigError, match=r"no node has run in \S+/0-0: "):
+        run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=None)
