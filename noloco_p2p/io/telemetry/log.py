@@ -209,7 +209,7 @@ class EventLog:
 
     def _trouble(self, text: str, kind: str, fields: Fields) -> None:
         peer = f", {fields['peer']}" if "peer" in fields else ""
-        reason = f": {fields['message']}" if "message" in fields else ""
+        reason = f": {fields['message']}" if fields.get("message") else ""
         self._warn(text, peer + reason, kind, fields)
 
     def _warn(self, text: str, details: str, kind: str, fields: Fields) -> None:

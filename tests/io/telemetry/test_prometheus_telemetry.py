@@ -180,6 +180,13 @@ def test_a_node_that_leaves_does_not_say_that_a_deserted_stage_has_a_replica_aga
     assert not caplog.records
 
 
+def test_a_reason_without_words_leaves_no_colon(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry.event("microbatch", result="dropped", reason="cancelled", message="")
+    assert [r.message for r in caplog.records] == ["microbatch dropped (cancelled)"]
+
+
 def test_what_a_guardian_has_dropped_is_no_longer_among_the_metrics(telemetry: PrometheusTelemetry) -> None:
     telemetry.event("guards", rounds={1: 4})
     assert scraped(telemetry)["noloco_guarded_round", (("stage", "1"),)] == 4
