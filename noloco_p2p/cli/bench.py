@@ -204,12 +204,11 @@ def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool
     `says`: it says itself how far it is.
     """
     from noloco_p2p.humanize import duration
-    from noloco_p2p.lab.processes import ended_by_signals
     from noloco_p2p.launch.progress_line import ProgressLine
 
     if least_s > 60:
         print(f"this takes more than {duration(least_s)}", file=sys.stderr, flush=True)
-    with ended_by_signals(), nullcontext() if says else ProgressLine(lambda: ("measuring", 0.0), terminal_only=as_json):
+    with nullcontext() if says else ProgressLine(lambda: ("measuring", 0.0), terminal_only=as_json):
         figures = measure()
     for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):
         print(line)

@@ -2,8 +2,12 @@
 
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from errno import EDQUOT, ENOSPC
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -51,6 +55,23 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does: no process, and no half-written directory, is left.
+
+    What is ignored (a hangup, by nohup) stays so.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with ExitStack() as after:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                after.callback(signal.signal, number, signal.signal(number, leave))
+        yield
 
 
 def fail(message: str, code: int) -> NoReturn:

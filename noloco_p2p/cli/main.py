@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option, Typer
 from noloco_p2p import __version__, humanize
 from noloco_p2p.cli.admit import invite_others, keys, revoke_peers
 from noloco_p2p.cli.bench import bench
-from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.cli.exits import DEBUG, ended_by_signals, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import (
     MOST_SEED,
@@ -276,7 +276,8 @@ app.command("tasks", cls=WithArguments)(make_tasks)
 
 def main() -> None:
     """The command `noloco`."""
-    run_app(app, "noloco")
+    with ended_by_signals():
+        run_app(app, "noloco")
 
 
 if __name__ == "__main__":

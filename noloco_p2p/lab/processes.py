@@ -10,9 +10,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 from noloco_p2p.errors import LocalError
@@ -25,15 +24,14 @@ FRESH = multiprocessing.get_context("spawn")
 def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes with these environment variables, all started at the first `submit`.
 
-    They end at once if an exception leaves the `with`, or a signal ends it. Raises LocalError: one of them dies.
+    They end at once if an exception leaves the `with`. Raises LocalError: one of them dies.
     """
     before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, FRESH, initializer=_as_a_worker)
     own = dict(os.environ)
     os.environ.update(environment)
     try:
-        with ended_by_signals():
-            yield pool
+        yield pool
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
@@ -76,21 +74,6 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
     finally:
         process.kill()
         process.join()
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process is left; what is ignored (by
-    nohup) stays so."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    with ExitStack() as after:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                after.callback(signal.signal, number, signal.signal(number, leave))
-        yield
 
 
 def peak_bytes() -> int:

@@ -15,8 +15,9 @@ from noloco_p2p.lab.processes import peer_process, workers
 
 COMMAND = """
 import os, time
+from noloco_p2p.cli.exits import ended_by_signals
 from noloco_p2p.lab.processes import workers
-with workers(1) as pool:
+with ended_by_signals(), workers(1) as pool:
     print(pool.submit(os.getpid).result(), flush=True)
     pool.submit(time.sleep, 1000)
     time.sleep(1000)

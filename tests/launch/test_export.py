@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -302,3 +303,30 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
     with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: nothing can be written to {tmp_path}: name"):
         refuse_existing(tmp_path / "new" / "model")
+
+
+SLOW = """
+import time
+from noloco_p2p.cli import main
+from noloco_p2p.launch import export
+def slow(join, from_, out, **_):
+    with export.replaced(out) as fresh:
+        (fresh / "model.safetensors").touch()
+        print("writing", flush=True)
+        time.sleep(1000)
+export.run_export = slow
+main.main()
+"""
+
+
+@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_a_signal_ends_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", SLOW, "export", "--from", "run", "--out", str(tmp_path / "model")]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as export:
+        assert export.stdout is not None
+        assert export.stdout.readline() == "writing\n"
+        export.send_signal(number)
+        assert export.communicate() == ("", "")
+    assert export.returncode == 128 + number
+    assert [*tmp_path.iterdir()] == []
