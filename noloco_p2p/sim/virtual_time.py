@@ -154,7 +154,12 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
         found.append(await main)
 
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner, _rare_collections():
-        runner.run(keep())
+        try:
+            runner.run(keep())
+        except BaseException:
+            # It says why the run ended; thousands of tasks that are cancelled now would each log an error of their own.
+            runner.get_loop().set_exception_handler(lambda loop, context: None)
+            raise
     return found[0]
 
 

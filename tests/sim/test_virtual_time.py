@@ -167,6 +167,23 @@ print(run(main()))
 """
 
 
+def test_what_ends_a_run_is_all_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails_when_it_is_cancelled() -> None:
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            raise ValueError("of no interest")
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(fails_when_it_is_cancelled())]
+        await asyncio.sleep(1.0)
+        raise KeyboardInterrupt(f"while {len(tasks)} task waits")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main())
+    assert caplog.records == []
+
+
 def test_even_the_sets_of_asyncio_have_one_order() -> None:
     printed = {
         subprocess.run(
