@@ -50,7 +50,7 @@ def invite_others(
 
     found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", lasts)
     if found is None:
-        raise ConfigError(f"--for {lasts}: give a number of minutes, hours or days, such as 24h")
+        raise ConfigError(f"--for {lasts}: give 1 to 99999 minutes, hours or days, such as 24h")
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
 
