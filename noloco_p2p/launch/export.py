@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_p2p import __version__
+from noloco_p2p import __version__, humanize
 from noloco_p2p.config import RunManifest
-from noloco_p2p.errors import NO_JSON, ConfigError, Violation
+from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
@@ -160,12 +160,15 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
     return load_tokenizer(name, None if name == "bytes" else str(directory), vocabulary)
 
 
-def refuse_existing(out: Path) -> None:
-    """Raises ConfigError unless `out` can be written to, and without loss."""
+def refuse_existing(out: Path, size_bytes: int = 0) -> None:
+    """Raises ConfigError unless `out` can be written to, and without loss; LocalError if so much does not fit."""
     homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"--out {out}: nothing can be written to {nearest}: name another directory")
+    if (free := shutil.disk_usage(nearest).free) < size_bytes:
+        room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
+        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some, name another --out")
 
 
 @contextlib.contextmanager

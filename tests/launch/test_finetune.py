@@ -3,9 +3,11 @@
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,17 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8-sig")
     assert len(read_examples([str(path)], BYTES)) == 1
+
+
+def test_a_disk_without_room_for_the_model_is_named_before_it_is_trained(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
+    said: list[str] = []
+    with pytest.raises(LocalError, match=rf"{tmp_path} has .* free, the model needs .*: free some, name another --out"):
+        tuned(model, written(tmp_path / "data.jsonl"), tmp_path / "tuned", said)
+    assert said == []
 
 
 def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
