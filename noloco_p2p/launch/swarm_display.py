@@ -90,7 +90,9 @@ def _hanging_up() -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with suppress(OSError):
-            print(f"error: standard output cannot be written: {error.strerror or error}; the swarm stops", file=sys.stderr)
+            print(
+                f"error: standard output cannot be written: {error.strerror or error}; the swarm stops", file=sys.stderr
+            )
         signal.raise_signal(signal.SIGHUP)
 
 
