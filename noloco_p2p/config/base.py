@@ -1,14 +1,23 @@
 """What all settings have in common."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def one_or_more(given: Any) -> Any:
+    """A text that stands alone as a list of one; anything else as it is."""
+    return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
+
+
+OneOrMore = BeforeValidator(one_or_more)
+"""For a list of texts."""
 
 
 def matching(pattern: str, form: str) -> AfterValidator:

@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from noloco_p2p.config.base import Positive, Seconds, Settings, matching
-from noloco_p2p.core.hours import SPAN, one_or_more
+from noloco_p2p.config.base import OneOrMore, Positive, Seconds, Settings, matching
+from noloco_p2p.core.hours import SPAN
 
 
 class ListenSettings(Settings):
@@ -58,7 +58,7 @@ class LimitSettings(Settings):
     relay_mbit_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Most that this node relays between nodes behind NAT, Mbit/s, on top of the caps above; 0: nothing; none: a
     twentieth of its line in a members-only run, nothing in an open one."""
-    hours: Annotated[tuple[Annotated[str, matching(SPAN, "HH:MM-HH:MM")], ...], BeforeValidator(one_or_more)] = ()
+    hours: Annotated[tuple[Annotated[str, matching(SPAN, "HH:MM-HH:MM")], ...], OneOrMore] = ()
     """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans. Outside them the node
     pauses, and a node started then joins when they begin; none: always."""
     linger_s: Seconds = 30.0
@@ -103,8 +103,8 @@ class NodeConfig(Settings):
     """Compute versus memory."""
     stage: Annotated[int, Field(ge=0)] | None = None
     """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
-    data_files: tuple[str, ...] = ()
-    """Files or globs to read instead of a hub data set."""
+    data_files: Annotated[tuple[str, ...], OneOrMore] = ()
+    """A file or glob, or a list of them, to read instead of a hub data set."""
     tokenizer_dir: str | None = None
     """Directory with the tokenizer's files, instead of the hub."""
     directory: DirectorySettings = DirectorySettings()

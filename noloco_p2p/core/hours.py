@@ -6,15 +6,9 @@ one out. A span begins at its first minute and ends before its last; one that en
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 SPAN = r"(([01][0-9]|2[0-3]):[0-5][0-9])-((([01][0-9]|2[0-3]):[0-5][0-9])|24:00)"
 """A span, as a regular expression."""
-
-
-def one_or_more(spans: Any) -> Any:
-    """A span that stands alone as a list of one; anything else as it is."""
-    return (spans,) if isinstance(spans, str) else tuple(spans) if isinstance(spans, list) else spans
 
 
 def closed_until(spans: Sequence[str], now: datetime) -> str | None:

@@ -69,7 +69,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         "device: gpu\n"
         "routing: best\n"
         "evaluation: 3\n"
-        "data_files: x\n"
+        "data_files: 7\n"
         "threads: true\n"
         "steps: 1.5\n"
     )
@@ -94,7 +94,7 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         f"{path}:14: evaluation must be a section of keys, not 3",
         f"{path}:12: device must be auto, cpu, cuda or cuda:N, not 'gpu'",
         f"{path}:16: threads must be a whole number, not True",
-        f"{path}:15: data_files must be a list, not 'x'",
+        f"{path}:15: data_files must be a list, not 7",
     ]
 
 
@@ -111,6 +111,12 @@ def test_moments_that_leave_the_steps_without_a_bound_are_refused() -> None:
     ]
     assert settings.load(None, {}, ["inner.beta2=0.8", "inner.beta1=0.8"])[0].inner.most_mean < 1.1
     settings.load(None, {}, ["inner.beta2=0", "inner.beta1=0"])
+
+
+def test_a_text_that_stands_alone_is_a_list_of_one() -> None:
+    local = settings.load(None, {}, ["data_files=one.txt", "limits.hours=22:00-07:00"])[1]
+    assert (local.data_files, local.limits.hours) == (("one.txt",), ("22:00-07:00",))
+    assert settings.load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
