@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
 from noloco_p2p.errors import LocalError
-from noloco_p2p.humanize import clock, short_id, size_text
+from noloco_p2p.humanize import clock, plural, short_id, size_text
 from noloco_p2p.io.dht.addresses import reserve_port
 from noloco_p2p.launch import cpu_seconds, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
@@ -98,7 +98,8 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
         return found.device
     cores, threads = cpu_seconds.cores(), local.threads or found.threads
     asked = os.environ.get("OMP_NUM_THREADS", "not set")
-    sentence = f"cpu: {threads} threads on {cores} cores (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
+    used = f"{plural(threads, 'thread')} on {plural(cores, 'core')}"
+    sentence = f"cpu: {used} (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
         advice = "install the CUDA build of torch, or set device to cpu"
         report.warning("device", f"a GPU is here (driver {driver}), but torch does not see it; {sentence}", advice)

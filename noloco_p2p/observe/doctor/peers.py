@@ -253,7 +253,7 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: 
             node = f"node {short_id(advert.peer_id)} of stage {advert.stage}"
             advice = "check that it still runs and that its port is open to this machine"
             report.warning("unreachable", f"{node} cannot be reached from here ({reason})", advice, advert.peer_id)
-    sentence = f"{reasons.count(None)} of {plural(len(dialled), 'node')} can be reached at their gRPC addresses"
+    sentence = f"{reasons.count(None)} of {plural(len(dialled), 'node')} can be reached by gRPC"
     if None in reasons:
         report.ok("peers", sentence)
     else:
