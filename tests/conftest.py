@@ -23,8 +23,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def minds_hangups() -> Iterator[None]:
-    """For a test of hangups: the suite may run under nohup, which ignores them, and so would what a test starts."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def minds_signals() -> Iterator[None]:
+    """For a test of signals. The suite may ignore some, and then so would what a test starts: hangups under nohup, and
+    Ctrl-C in the background of a script."""
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, hangup)
+    signal.signal(signal.SIGINT, interrupt)

@@ -202,7 +202,8 @@ def figures_are_true(prometheus: Prometheus) -> None:
         assert abs(sent - weighs[node] * counted[node]) <= weighs[node], both
     # Rates of half a minute are extrapolated, each series by itself.
     for sample in prometheus.query("stage:noloco_pulled_bytes:per_parameter_and_round"):
-        assert 0 < sample.value <= 1.5 * max(weighs[node] / held[node] for node in held)
+        assert sample.value <= 1.5 * max(weighs[node] / held[node] for node in held)
+        assert sample.value > 0 or sample.labels["node_stage"] == "1", "half a minute ago its second replica was killed"
     for sample in prometheus.query("stage:noloco_utilisation:ratio"):
         assert 0 < sample.value <= 1
     (loss,) = prometheus.query("run:noloco_loss:mean")

@@ -41,7 +41,7 @@ def test_workers_end_when_the_command_is_killed() -> None:
     wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_command_and_its_workers_and_leaves_no_semaphore(number: int) -> None:
     with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=-1, stderr=-1, text=True) as command:

@@ -319,7 +319,7 @@ main.main()
 """
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_export_that_a_signal_ends_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-c", SLOW, "export", "--from", "run", "--out", str(tmp_path / "model")]

@@ -137,7 +137,7 @@ def signals_of_a_node() -> SignalHandler:
     return signals
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(number: int, moves: bool) -> None:
@@ -159,7 +159,7 @@ def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(num
     assert told == [True]
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 def test_a_terminal_that_hangs_up_twice_is_one_signal_and_one_that_nohup_ignores_is_none() -> None:
     async def hung_up() -> bool:
         signals, heard = signals_of_a_node(), asyncio.Event()

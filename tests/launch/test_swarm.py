@@ -177,7 +177,7 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
     assert [node["exit_code"] for node in summary["nodes"]] == [0, 0]
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> None:
     reader = 'exec "$@" > >(until [ -e gone ]; do sleep 0.1; done)'
     with node_processes(tmp_path) as nodes:
@@ -192,7 +192,7 @@ def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> Non
     assert checkpoints_of(swarm.dir) > 0
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 def test_a_hangup_is_no_second_signal() -> None:
     with stop_signals() as heard:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP):
@@ -200,7 +200,7 @@ def test_a_hangup_is_no_second_signal() -> None:
     assert heard == [signal.SIGHUP, signal.SIGINT]
 
 
-@pytest.mark.usefixtures("minds_hangups")
+@pytest.mark.usefixtures("minds_signals")
 def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         command = ("bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *FRESH)
