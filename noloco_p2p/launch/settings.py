@@ -35,7 +35,7 @@ LIMITS |= {
     "expected": "be",
     "form": "be",
     "min_length": "have a length of at least",
-    "max_length": "have one of at most",
+    "max_length": "have a length of at most",
 }
 """What pydantic calls the limit that a value does not keep to → what the key must do."""
 

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from machine import at_most
 
 from noloco_p2p.config import LimitSettings, ListenSettings
+from noloco_p2p.core.line_rate import CONNECTIONS, ROUND_TRIPS
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -277,3 +278,13 @@ class Pair:
     a: GrpcTransport
     b: GrpcTransport
     peer: Advert
+
+
+def is_far(both: Pair) -> None:
+    """What A knows of B: a fast line, and a long way. So it takes as many connections as there may be."""
+    line, now, much = both.a.line, asyncio.get_running_loop().time(), 1 << 30
+    for rate in (line.up, line.down):
+        rate.ended(rate.began(now - 1.0), 50e6, now)
+    for _ in range(ROUND_TRIPS):
+        line.answered("B", 0.2)
+    assert line.connections("B", much) == line.connections("B", much, comes=True) == CONNECTIONS

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from noloco_p2p.errors import LocalError
+from noloco_p2p.humanize import plural
 from noloco_p2p.io.dht import p2p_daemon
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
@@ -14,7 +15,7 @@ fails to start that often in a row is given up, but not one that dies after each
 RECOVERED_S = 60.0
 """A restarted daemon that has lived this long has recovered. As often each daemon is asked whether it still answers."""
 SILENCES = 2
-"""One that gives so many answers in a row too late hangs, and is killed."""
+"""A daemon that leaves so many questions in a row without an answer hangs, and is killed."""
 
 log = logging.getLogger(__name__)
 
@@ -63,4 +64,4 @@ async def _answers(libp2p: Libp2pDaemon) -> bool:
 
 
 def _again(starts: int) -> str:
-    return f"started again {starts} time{'s' if starts > 1 else ''}"
+    return f"started again {plural(starts, 'time')}"

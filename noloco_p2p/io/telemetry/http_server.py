@@ -140,7 +140,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Answer when it is the host's turn, close, and give the place back."""
         host = client_address[0]
         try:
-            if self._is_cut_off_within(self._paid_at.get(host, 0.0) - time.monotonic(), request):
+            if _is_cut_off_within(self._paid_at.get(host, 0.0) - time.monotonic(), request):
                 self.shutdown_request(request)
             else:
                 super().process_request_thread(request, client_address)
@@ -151,11 +151,6 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 self._paid_at = {host: at for host, at in self._paid_at.items() if at > now}
                 self._accepted.pop(request, None)
                 self._changed.notify_all()
-
-    def _is_cut_off_within(self, seconds: float, request: Any) -> bool:
-        poll = select.poll()
-        poll.register(request, 0)
-        return seconds > 0 and bool(poll.poll(1e3 * seconds))
 
     def service_actions(self) -> None:
         """Between two connections, and every POLL_S: end what takes too long."""
@@ -275,6 +270,13 @@ def without_addresses(health: Health) -> Health:
 
 def _unlocated(advert: Advert) -> Advert:
     return replace(advert, addresses=(), metrics="", libp2p_metrics="")
+
+
+def _is_cut_off_within(seconds: float, request: Any) -> bool:
+    """Wait so long, if at all, or until somebody has shut the connection of a request down."""
+    poll = select.poll()
+    poll.register(request, 0)
+    return seconds > 0 and bool(poll.poll(1e3 * seconds))
 
 
 def _is_public(host: str) -> bool:

@@ -182,7 +182,7 @@ def _of_stages(counters: RunCounters) -> Iterator[Metric]:
     peers = {} if members is None else {(str(s), each): members.get((s, each), 0) for s in stages for each in STATES}
     yield _gauges("peers", "Nodes of the swarm, this one included.", ["stage", "state"], peers)
     deserted = {(str(s),): max(0.0, now - counters.deserted_since.get(s, now)) for s in stages}
-    text = "Since when nobody serves a stage; 0 when served."
+    text = "Seconds for which nobody has served a stage, from 2 on; 0 when served."
     yield _gauges("stage_deserted_seconds", text, ["stage"], deserted)
     guarded = {(str(stage),): outer_round for stage, outer_round in counters.guarded_rounds.items()}
     yield _gauges("guarded_round", "Outer round of the weights held for another stage.", ["stage"], guarded)

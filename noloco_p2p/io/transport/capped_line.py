@@ -90,8 +90,8 @@ class OwnersLine:
         self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
         """An activation of more tensor bytes is announced: its header is not to wait with it."""
 
-        # Else gRPC lets a sender have up to 128 MiB under way on each call, whether they are read or not. Before 1.74,
-        # a whole connection got 64 KiB then: a third of the speed on a line of 200 Mbit/s and 50 ms.
+        # Else gRPC lets a sender have up to 128 MiB under way on each call, whether they are read or not. This needs
+        # gRPC 1.74: older ones then give a whole connection 64 KiB, a third of the speed at 200 Mbit/s and 50 ms.
         window = ("grpc.http2.lookahead_bytes", WINDOW_BYTES), ("grpc.http2.max_frame_size", wire.PACK_BYTES)
         identity_only = "grpc.compression_enabled_algorithms_bitset", 1
         self.grpc_options = ("grpc.http2.bdp_probe", 0), identity_only, *(window if down is None else ())

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from machine import at_most
-from transport_fixture import Node, Pair, activation, alive, echo, pair, run, tensor, watched_buffers
+from transport_fixture import Node, Pair, activation, alive, echo, is_far, pair, run, tensor, watched_buffers
 
-from noloco_p2p.core.line_rate import ROUND_TRIPS
 from noloco_p2p.core.messages import Gradient, Header, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, PeerError
@@ -89,15 +88,6 @@ async def freeze(request: SnapshotRequest) -> Snapshot:
 
 async def refuse(header: Header, body: Body) -> Gradient:
     raise Busy("who are you?", late=True)
-
-
-def is_far(both: Pair) -> None:
-    """A takes several connections to B."""
-    line, now = both.a.line, asyncio.get_running_loop().time()
-    for rate in (line.up, line.down):
-        rate.ended(rate.began(now - 1.0), 50e6, now)
-    for _ in range(ROUND_TRIPS):
-        line.answered("B", 0.2)
 
 
 def ours() -> set["asyncio.Task[Any]"]:

@@ -28,6 +28,7 @@ from transport_fixture import (
     bare,
     echo,
     hang,
+    is_far,
     logged,
     pair,
     run,
@@ -44,7 +45,6 @@ from noloco_p2p.core.line_rate import (
     FILLER_BYTES,
     LEAST_STRIPE_BYTES,
     PART_BYTES,
-    ROUND_TRIPS,
     STRIPES,
     MeasuredLine,
     Sending,
@@ -69,16 +69,6 @@ MUCH = 1 << 30
 AT_ONCE = (2, 64, 1600)
 """800 KiB: it fits a message, and goes over five connections."""
 LARGE_BYTES = 4 * LARGE[0] * LARGE[1] * LARGE[2]
-
-
-def is_far(both: Pair) -> None:
-    """What A knows of B: a fast line, and a long way."""
-    line, now = both.a.line, asyncio.get_running_loop().time()
-    for rate in (line.up, line.down):
-        rate.ended(rate.began(now - 1.0), 50e6, now)
-    for _ in range(ROUND_TRIPS):
-        line.answered("B", 0.2)
-    assert line.connections("B", MUCH) == line.connections("B", MUCH, comes=True) == CONNECTIONS
 
 
 class Carried:
