@@ -1,17 +1,17 @@
-"""Numbers, sizes and times as people read them. Pure, and below everything else so that every layer can use it."""
+"""Formats numbers, sizes and times for people to read. Pure functions that every layer may import."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from math import isfinite
 
 DASH = "–"
-"""Stands where nothing is known."""
+"""Placeholder for an unknown value."""
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _TIME_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def finite(value: float | None) -> float:
-    """A finite float; 0.0 for None and for whatever is no finite number."""
+    """The value as a finite float; 0.0 for None and for anything that is not a finite number."""
     try:
         found = float(value or 0.0)
     except (OverflowError, ValueError, TypeError):
@@ -20,13 +20,14 @@ def finite(value: float | None) -> float:
 
 
 def plain(text: str, most: int = 10_000) -> str:
-    """One line that a terminal may show, of at most so many characters, whatever a stranger has put into it."""
+    """One line that is safe to show on a terminal, even if a stranger wrote it: unprintable characters become spaces,
+    and the text is cut to `most` characters."""
     text = text if len(text) <= most else f"{text[: most - 1]}…"
     return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def plain_lines(text: str) -> str:
-    """Text as a terminal may show it, with its line ends and tabs, whatever a stranger has put into it."""
+    """Text that is safe to show on a terminal, even if a stranger wrote it; line ends and tabs are kept."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else " " for letter in text)
 
 
@@ -36,7 +37,7 @@ def count(value: float) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """`0.0123`, `12,345`: significant digits, large numbers in full up to a million; a dash for None."""
+    """`0.0123`, `12,345`: `digits` significant digits, but large numbers in full up to a million; a dash for None."""
     if value is None:
         return DASH
     in_full = min(10.0**digits - 0.5, 1e3) <= abs(value) < 1e6
@@ -44,7 +45,7 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def compact(value: float | None, digits: int = 3) -> str:
-    """`0`, `840`, `12.3k`, `4.1M`: for axes and narrow columns. What is no finite number counts as 0."""
+    """`0`, `840`, `12.3k`, `4.1M`: for axes and narrow columns. Anything that is not a finite number counts as 0."""
     number, prefix = _scaled(value, digits)
     return f"{number}{prefix}"
 
@@ -58,24 +59,24 @@ def size_text(value: float | None, digits: int = 3) -> str:
 def _scaled(value: float | None, digits: int) -> tuple[str, str]:
     found = finite(value)
     for prefix, unit in _PREFIXES:
-        # What rounds up to the unit is written in it: 999.9 is 1k, not 1e+03.
+        # A value that rounds up to the unit is written in it: 999.9 is 1k, not 1e+03.
         if abs(found) >= (1 - 0.5 * 10.0**-digits) * unit:
             return f"{found / unit:.{digits}g}", prefix
     return f"{found:.{digits}g}", ""
 
 
 def loss(value: float | None) -> str:
-    """Nats per token, four digits behind the point."""
+    """Nats per token with four decimals; a dash for None."""
     return DASH if value is None else f"{value:.4f}"
 
 
 def percent(share: float | None) -> str:
-    """A share as `12.3 %`."""
+    """A share from 0 to 1 as `12.3 %`; a dash for None."""
     return DASH if share is None else f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """`0.0123 s`, `3 min 20 s`, `2 h`: the two largest units, the second where it is not 0."""
+    """`0.0123 s`, `3 min 20 s`, `2 h`: the two largest units, the second one only if it is not 0."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     left = round(seconds)
@@ -88,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """`0.4 s`, `42 s`, `3 min`, `2 h`, `5 d`: how long something has been so, one unit only."""
+    """`0.4 s`, `42 s`, `3 min`, `2 h`, `5 d`: how long something has lasted, in one unit only."""
     seconds = max(0.0, finite(seconds))
     if seconds < 10.0:
         return f"{seconds:.1f} s"
@@ -106,13 +107,13 @@ def stopwatch(seconds: float) -> str:
 
 
 def progress(step: float, steps: int, tokens_per_s: float | None, loss: float | None) -> tuple[str, str, str]:
-    """`step 230/1,000`, `2.6k tok/s`, `loss 2.41`: how far a run is; empty for what is not known."""
+    """`step 230/1,000`, `2.6k tok/s`, `loss 2.41`: how far a run is; empty strings for what is unknown."""
     speed = f"{compact(tokens_per_s)} tok/s" if tokens_per_s else ""
     return f"step {step:,.0f}/{steps:,}", speed, "" if loss is None else f"loss {loss:.2f}"
 
 
 def clock(at: float) -> str:
-    """A Unix time as `2026-01-31 12:00:00`, UTC."""
+    """A Unix time as `2026-01-31 12:00:00`, in UTC; a dash if it is out of range."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -125,10 +126,10 @@ def plural(number: int, noun: str) -> str:
 
 
 def tally(counts: Mapping[str, int]) -> str:
-    """`3 alone, 117 partner`; a dash where there is none."""
+    """`3 alone, 117 partner`, without zero counts; a dash if nothing is left."""
     return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number) or DASH
 
 
 def short_id(peer_id: str) -> str:
-    """A peer id as `12D3…Qx7Qf`: they all begin alike, so the end is what tells them apart."""
+    """A peer id as `12D3…Qx7Qf`: all peer ids begin alike, so the end tells them apart."""
     return peer_id if len(peer_id) <= 12 else f"{peer_id[:4]}…{peer_id[-5:]}"
