@@ -1,1 +1,1 @@
-"""Pure decisions: values in, values out, the standard library only. No clock, no socket, no tensor, no log."""
+"""Pure decisions: values in, values out. No clock, no sockets, no tensors, no logging."""

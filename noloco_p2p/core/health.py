@@ -1,35 +1,35 @@
-"""Whether a node is well: the one line of `/health` and of the watchdog. Pure, from the node's own status."""
+"""Whether a node is healthy: the one line that `/health` and the watchdog show. Derived from its own status alone."""
 
 from typing import NamedTuple
 
 from noloco_p2p.core.status import AnyReplica, Resource, Status, Wait
 
 STEPS_LATE = 10
-"""A node in training that has done no inner step for this many times the median stands still."""
+"""A training node has stalled if it has taken no inner step for this many times the median step."""
 SHORTEST_STALL_S = 5.0
-"""A shorter pause is none: it may be an evaluation, or an outer round whose partner is late."""
+"""Shorter pauses are not stalls: they may be an evaluation, or an outer round whose partner is late."""
 OVERDUE_SHARE, OVERDUE_S = 0.1, 1.0
-"""A wait is overdue a tenth of its deadline or a second after it, whichever is more: timers come late, too."""
+"""A wait is overdue if it is past its deadline by a tenth of it or by a second, whichever is more: timers fire late."""
 LONGEST_SILENCE_S = 5.0
-"""The event loop comes to its heartbeat every half second."""
+"""Longest time without a heartbeat of the event loop, which is due every half second."""
 
 
 class HealthProblem(NamedTuple):
     """What is wrong with a node."""
 
     key: str
-    """Equal as long as it is the same problem."""
+    """Stays the same while it is the same problem."""
     line: str
 
 
 def problem_line(status: Status) -> str | None:
-    """What is wrong with a node, in one line; None when it is well."""
+    """What is wrong with a node, in one line; None if nothing is."""
     found = problem(status)
     return found.line if found is not None else None
 
 
 def problem(status: Status) -> HealthProblem | None:
-    """The first of: the event loop stands still, a wait is overdue, no inner step for far too long."""
+    """The first of these that applies: the event loop is stuck, a wait is overdue, no inner step for far too long."""
     silent_s = status.figures.loop_silent_s
     if silent_s > LONGEST_SILENCE_S:
         line = f"the event loop has been silent for {silent_s:.0f} s: something blocks this process"
@@ -46,14 +46,14 @@ def problem(status: Status) -> HealthProblem | None:
 
 
 def overdue(wait: Wait) -> bool:
-    """The wait has outlived its deadline, by more than timers come late."""
+    """Whether the wait is past its deadline by more than a late timer explains."""
     if wait.deadline_s is None:
         return False
     return wait.since_s > wait.deadline_s + max(OVERDUE_S, OVERDUE_SHARE * wait.deadline_s)
 
 
 def lateness_s(status: Status) -> float | None:
-    """Seconds since the last inner step when that is far too long; None while training goes on, or is not going on."""
+    """Seconds since the last inner step if that is far too long; None if it is not, or if the node is not training."""
     since_s, took_s = status.since_step_s, status.step_took_s
     if since_s is None or took_s is None or since_s <= max(STEPS_LATE * took_s, SHORTEST_STALL_S):
         return None
@@ -61,7 +61,8 @@ def lateness_s(status: Status) -> float | None:
 
 
 def longest_wait(status: Status) -> Wait | None:
-    """What holds the training up: the longest wait that leads to somebody, else the longest of all; no idle ones."""
+    """What holds training up: the longest wait for the device or a known peer, else for any replica of a stage, else
+    the longest of all. Idle waits do not count."""
     others = {seen.advert.peer_id for seen in status.seen}
     waits = [wait for wait in status.waits if not wait.idle]
     leading = [wait for wait in waits if wait.whom == Resource.DEVICE or wait.whom in others]
@@ -70,7 +71,7 @@ def longest_wait(status: Status) -> Wait | None:
 
 
 def sentence(wait: Wait) -> str:
-    """A wait for people: how long, of how long at most, what for, from whom, on whose behalf."""
+    """A wait in words: how long it has lasted, its limit, what for, from whom, and on whose behalf."""
     limit = "" if wait.deadline_s is None else f" (at most {wait.deadline_s:.3g} s)"
     why = "" if wait.why is None else f" ({wait.why})"
     return f"waited {wait.since_s:.3g} s{limit} for {wait.what} from {wait.whom}{why}"

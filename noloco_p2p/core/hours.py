@@ -1,7 +1,7 @@
 """The hours in which a machine may work for the swarm: spans of its local time, such as 22:00-07:00. Pure.
 
-Hours are what the clock on the wall shows: one that is put back shows an hour twice, and one that is put forward leaves
-one out. A span begins at its first minute and ends before its last; one that ends before it begins goes over midnight.
+Spans follow the wall clock: where it is put back an hour happens twice, and where it is put forward one is skipped.
+A span includes its first minute and excludes its last; a span that ends before it begins crosses midnight.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ SPAN = r"(([01][0-9]|2[0-3]):[0-5][0-9])-((([01][0-9]|2[0-3]):[0-5][0-9])|24:00)
 
 
 def closed_until(spans: Sequence[str], now: datetime) -> str | None:
-    """The time of day at which the next span begins; None: one is on, or there are none, which is always.
+    """The time of day at which the next span begins; None if one is on now, or if there are no spans (always open).
 
-    `now` is local time, `spans` match SPAN.
+    `now` is local time, and `spans` match SPAN.
     """
     minute = 60 * now.hour + now.minute
     begins = []

@@ -1,8 +1,7 @@
-"""Admission of microbatches into inner steps of one replica, on the header alone (ARCHITECTURE.md, "Admission").
+"""Admission of microbatches into the inner steps of one replica, on the header alone (ARCHITECTURE.md, "Admission").
 
 Forward and backward use the same weights, because a microbatch is admitted into one inner step, and the step is taken
-only when everything admitted has ended. A microbatch that cannot be admitted now waits in a short line, or is answered
-Busy.
+only once everything admitted has ended. A microbatch that cannot be admitted now waits in a short line, or gets Busy.
 
 Pure: the node calls `offer` when a header arrives, `leave` or `done` when the attempt ends, and `open`, `seal` and
 `close` around its inner steps. Each call returns what it admits. No clock, no tasks, no tensors.
@@ -18,14 +17,14 @@ from noloco_p2p.core.messages import MicrobatchId, Origin, PeerId
 from noloco_p2p.core.spent_ids import SpentIds
 
 QUEUE_PLACES = 256
-"""Headers that wait for a waiting place."""
+"""Maximum number of headers that queue for a waiting place."""
 LAST_PLACES = 3
-"""Waiting places and microbatches in flight, together: the next step's bodies travel while this step drains. If they
-came earlier, a body would be bound to a replica that need not be the first with room."""
+"""Maximum of waiting places plus microbatches in flight, so that the next step's bodies travel while this step drains.
+If they came earlier, a body would be bound to a replica that need not be the first with room."""
 AHEAD_PLACES = 2
-"""Waiting places for microbatches that are ahead of the step (`balanced`): no other replica can take them."""
+"""Waiting places for microbatches that are ahead of the step (`balanced`), which no other replica can take."""
 REPLY_STEPS = 2
-"""Inner steps for which a reply is kept for a sender that asks again."""
+"""Inner steps for which a reply is kept, in case its sender asks again."""
 
 Reply = TypeVar("Reply")
 Slot = tuple[PeerId, int]
@@ -33,14 +32,14 @@ Slot = tuple[PeerId, int]
 
 
 class AttemptKey(NamedTuple):
-    """One route of one microbatch: the same id with another digest came through another replica."""
+    """One route of one microbatch: the same id with another digest came along another route."""
 
     microbatch: MicrobatchId
     digest: int
 
 
 class Phase(Enum):
-    """OPEN admits; SEALED makes newcomers wait (the inner step is taken); CLOSED answers Busy (an outer round)."""
+    """OPEN admits; SEALED makes microbatches wait while the inner step is taken; CLOSED answers Busy (outer round)."""
 
     OPEN = "open"
     SEALED = "sealed"
@@ -48,22 +47,22 @@ class Phase(Enum):
 
 
 class Admission(Enum):
-    """What happens to a microbatch when its header has come."""
+    """What happens to a microbatch whose header has arrived."""
 
     ADMIT = "admit"
     WAIT = "wait"
-    """A waiting place is free: its body may come."""
+    """It gets a waiting place: its body may come."""
     QUEUE = "queue"
     """No waiting place is free: its body may come once `granted` names it."""
     JOIN = "join"
     """The same attempt is already here: share its reply."""
     REPEAT = "repeat"
-    """It has already ended: the stored reply is the answer."""
+    """The same attempt has already ended: answer with the stored reply."""
     BUSY = "busy"
 
 
 class Verdict(NamedTuple, Generic[Reply]):
-    """An answer, its reason, and the kept reply of a REPEAT."""
+    """The decision on a header, its reason, and for REPEAT the stored reply."""
 
     answer: Admission
     reason: str
@@ -75,12 +74,12 @@ class _Attempt:
     origin: Origin
     running: bool = False
     queued: bool = False
-    """It waits without a waiting place: its body has not been asked for."""
+    """It waits without a waiting place, so its body has not been asked for."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """A place in the target. An id holds it from its first running attempt on, and for good once it has counted."""
+    """A place in the target. An id holds it while an attempt of it runs, and for good once it has counted."""
 
     slot: Slot | None
     counted: bool = False
@@ -90,9 +89,9 @@ class _Place:
 class _Step:
     number: int
     target: int
-    """Places in all (`random`, `fixed`); under `balanced` the due slots are the target."""
+    """Number of places; under `balanced` the due slots are the target instead."""
     due: set[Slot] | None
-    """Slots that have not been taken yet; None where arrival order decides."""
+    """Slots that have not been taken yet (`balanced`); None under the policies where order of arrival decides."""
     places: dict[MicrobatchId, _Place] = field(default_factory=dict)
 
     @property
@@ -103,7 +102,7 @@ class _Step:
 class Intake(Generic[Reply]):
     """The admission of one replica.
 
-    `places` gives the most attempts that may be in flight now (each may hold an autograd graph). Under `balanced`,
+    `places` returns how many attempts may be in flight now (each may hold an autograd graph). Under `balanced`,
     labels ahead of the step have their own waiting places, so that they take none from those that this step waits for.
     """
 
@@ -126,7 +125,7 @@ class Intake(Generic[Reply]):
         return self._admit_from_line()
 
     def seal(self) -> None:
-        """The inner step is about to be taken: what comes now waits for the next one."""
+        """The inner step is about to be taken: whatever arrives now waits for the next one."""
         assert self._in_flight == 0, "an inner step may not be taken while an admitted microbatch is in flight"
         self._phase = Phase.SEALED
         self._spent.end_step()
@@ -135,13 +134,13 @@ class Intake(Generic[Reply]):
             self._replies.popitem(last=False)
 
     def close(self) -> list[AttemptKey]:
-        """Answer Busy from now on. Returns the waiting line, which is to hear Busy and `leave`; the others continue."""
+        """Answer Busy from now on. Returns the waiting line: send these Busy and call `leave`. The others continue."""
         self._phase = Phase.CLOSED
         return [key for key, attempt in self._attempts.items() if not attempt.running]
 
     @property
     def ready(self) -> bool:
-        """The step can be taken: its target is reached and all that was admitted has ended."""
+        """The step can be taken: its target is reached, and everything admitted has ended."""
         return self._phase is Phase.OPEN and self._in_flight == 0 and self._step.full
 
     @property
@@ -151,12 +150,12 @@ class Intake(Generic[Reply]):
 
     @property
     def waiting(self) -> int:
-        """Attempts in the line."""
+        """Attempts in the waiting line."""
         return len(self._attempts) - self._in_flight
 
     @property
     def queued(self) -> int:
-        """Those among them that have no waiting place."""
+        """Attempts in the waiting line that have no waiting place."""
         return sum(attempt.queued for attempt in self._attempts.values())
 
     @property
@@ -167,7 +166,7 @@ class Intake(Generic[Reply]):
     # --- what arrives ---------------------------------------------------------------------------------------------
 
     def offer(self, key: AttemptKey, origin: Origin, *, patient: bool = False) -> Verdict[Reply]:
-        """A header has arrived; a `patient` one queues rather than get Busy.
+        """A header has arrived; a `patient` one queues if it can, rather than get Busy.
 
         ADMIT, WAIT and QUEUE must be followed by exactly one `leave` or `done` of the same key.
         """
@@ -190,7 +189,7 @@ class Intake(Generic[Reply]):
         return Verdict(Admission.QUEUE if attempt.queued else Admission.WAIT, obstacle)
 
     def granted(self) -> list[AttemptKey]:
-        """Give free waiting places to the queue, one origin after the other; returns who got them."""
+        """Give free waiting places to queued attempts, in turn over their origins; returns those that got one."""
         given = []
         for ahead in (False, True):
             for _ in range(self._free_places(ahead=ahead)):
@@ -202,12 +201,12 @@ class Intake(Generic[Reply]):
         return given
 
     def leave(self, key: AttemptKey) -> list[AttemptKey]:
-        """A waiting or running attempt failed or was cancelled: it leaves no trace. Returns those now admitted."""
+        """A waiting or running attempt failed or was cancelled; it leaves no trace. Returns those now admitted."""
         self._end(key)
         return self._admit_from_line()
 
     def done(self, key: AttemptKey, *, counted: bool, reply: Reply) -> list[AttemptKey]:
-        """An attempt gave its reply; `counted`: its gradients were added here. Returns those now admitted."""
+        """An attempt ended with a reply; `counted`: its gradients were added here. Returns those now admitted."""
         if counted:
             self._spent.spend(key.microbatch)
             if key.microbatch in self._step.places:
@@ -217,7 +216,7 @@ class Intake(Generic[Reply]):
         return self._admit_from_line()
 
     def drop_slots(self, has_left: Callable[[PeerId], bool]) -> list[AttemptKey]:
-        """Drop due slots whose origin has left this step or is gone. Returns those now admitted (`balanced` only)."""
+        """Drop due slots whose origin has left this step or the swarm. Returns those now admitted (`balanced` only)."""
         if self._step.due:
             self._step.due = {slot for slot in self._step.due if not has_left(slot[0])}
         return self._admit_from_line()
@@ -228,14 +227,14 @@ class Intake(Generic[Reply]):
         return self._step.due is not None and attempt.origin.step > self._step.number
 
     def _free_places(self, *, ahead: bool) -> int:
-        """Free waiting places: those for labels `ahead` of the step, or the others."""
+        """Number of free waiting places: those for labels `ahead` of the step, or the others."""
         held = sum(
             not (other.running or other.queued) and self._ahead(other) == ahead for other in self._attempts.values()
         )
         return (AHEAD_PLACES if ahead else max(0, LAST_PLACES - self._in_flight)) - held
 
     def _first_queued(self, *, ahead: bool) -> AttemptKey | None:
-        """The one that has waited longest, of the origin that holds the fewest places here."""
+        """The attempt that has queued longest, of the origin with the fewest attempts here that are not queued."""
         held: Counter[PeerId] = Counter(one.origin.peer for one in self._attempts.values() if not one.queued)
         queue = [key for key, one in self._attempts.items() if one.queued and self._ahead(one) == ahead]
         return min(queue, key=lambda key: held[self._attempts[key].origin.peer], default=None)
@@ -247,16 +246,16 @@ class Intake(Generic[Reply]):
         return slot if due is not None and attempt.origin.step == self._step.number and slot in due else None
 
     def _wants_place(self, key: AttemptKey, attempt: _Attempt) -> bool:
-        """Reply-only attempts and, under `balanced`, microbatches whose slot is not ours take no place."""
+        """Reply-only attempts take no place, nor, under `balanced`, do microbatches whose slot is not ours."""
         if key.microbatch in self._step.places or key.microbatch in self._spent:
             return False
         return self._step.due is None or self._slot(attempt) is not None
 
     def _obstacle(self, key: AttemptKey, attempt: _Attempt) -> str | None:
-        """Why an attempt cannot be admitted now, or None.
+        """Why an attempt cannot be admitted now; None if it can.
 
         A label ahead of the step waits even while there is room, because its slot belongs to a later step. A label
-        behind the step is served, because its origin still waits for the gradient, but takes no place.
+        behind the step is served, because its origin still waits for the gradient, but it takes no place.
         """
         if self._phase is not Phase.OPEN:
             return "stepping"
@@ -292,7 +291,7 @@ class Intake(Generic[Reply]):
 
     def _admit_from_line(self) -> list[AttemptKey]:
         admitted = []
-        # Those with a waiting place first: their bodies are here, or on their way.
+        # Those with a waiting place go first: their bodies are here, or on their way.
         for key, attempt in sorted(self._attempts.items(), key=lambda item: item[1].queued):
             if not attempt.running and self._obstacle(key, attempt) is None:
                 self._run(key, attempt)

@@ -1,6 +1,6 @@
-"""The membership as one node sees it, the states of a node, and the choice of a stage.
+"""The membership as one node sees it: the states of nodes, who is present, who is set aside, and how far peers are.
 
-All routing uses a snapshot of adverts (ARCHITECTURE.md, "Membership"). Pure: `now` is the caller's clock in seconds.
+All routing uses this snapshot of adverts (ARCHITECTURE.md, "Membership"). Pure: `now` is the caller's clock in seconds.
 """
 
 from collections.abc import Collection, Iterable, Sequence, Set
@@ -29,31 +29,31 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 FIRST_ASIDE_S = 1.0
 LONGEST_ASIDE_S = 60.0
 """A peer that fails is set aside for 1, 2, 4, … seconds, but at most for this long."""
-DISTRUSTED_S = 3600.0  # one whose gradients are wrong again and again
+DISTRUSTED_S = 3600.0  # how long a peer is set aside whose gradients are wrong again and again
 
 FAILURES_TO_DESERT = 2
 """A stage counts as having no replica if all of its replicas have failed this often in a row, with no answer since."""
 
 READS_TO_VANISH = 2
-"""A peer is gone if its advert has expired and it is missing in this many successive readings. Until then a reading
-without it counts as a bad reading: a loaded DHT gives some for seconds, and a node that leaves says so."""
+"""A peer is gone if its advert has expired and it is missing from this many successive readings. Until then a reading
+without it counts as a bad one: a loaded DHT returns bad readings for seconds, and a node that leaves announces it."""
 
 TRAINING = frozenset({"training"})
 READY = frozenset({"waiting", "syncing", "training"})
-"""They have their weights: a membership counts them, and those that do not serve yet answer Busy."""
+"""Nodes that have their weights: they count as replicas, and those that do not serve yet answer Busy."""
 HOLDING = frozenset({"training", "finished"})
-"""They have a replica's trained weights: newcomers start from these, and evaluations use them."""
+"""Nodes with a replica's trained weights: newcomers start from these, and evaluations use them."""
 TRAINED = HOLDING | {"paused"}
-"""They have and keep a replica's trained weights: a stage with one of these is not lost."""
+"""Nodes that have and keep a replica's trained weights: a stage with one of these is not lost."""
 IN_ROUNDS = READY | HOLDING
-"""Partners of an outer round. In an old view of the membership a replica may still appear to be waiting."""
+"""Possible partners in an outer round. In an old view of the membership a replica may still appear to be waiting."""
 PRESENT = frozenset({"starting", "waiting", "syncing", "training", "paused", "finished"})
 STAGE_0_AT_WORK = frozenset({"training", "syncing", "draining"})
-"""The run has not ended while there is one of these. Nobody waits for a node that pauses."""
+"""The run has not ended while a stage-0 node is in one of these states. Nobody waits for a paused node."""
 
 
 def next_state(state: str, event: str) -> str:
-    """The state after `event`. Raises ValueError, which names both: the pair is not legal."""
+    """The state after `event`. Raises ValueError, which names both, if there is no such transition."""
     if (state, event) not in TRANSITIONS:
         raise ValueError(f"no transition from state {state!r} on event {event!r}")
     return TRANSITIONS[state, event]
@@ -71,7 +71,7 @@ class _Failures:
 class Members:
     """Who is in the swarm, and who is set aside. Peers are always sorted by id.
 
-    Callers must not change what is returned: the same list answers the same question until the next reading. A reading
+    Callers must not modify the lists returned: equal queries return the same list until the next reading. A reading
     costs little for a peer without a new advert, so a node can know thousands.
     """
 
@@ -81,22 +81,22 @@ class Members:
         self._adverts: dict[PeerId, Advert] = {}
         """All other nodes, sorted."""
         self._missed: dict[PeerId, int] = {}
-        """Number of successive readings that have not listed a peer; the last one listed all peers not in here."""
+        """How many successive readings have missed a peer; the last one listed all peers that are not in here."""
         self._heard: dict[PeerId, tuple[int, float, float]] = {}
         """Of a peer's microbatches: (highest step, when that came last, when any came last: it may have restarted)."""
         self._failures: dict[PeerId, _Failures] = {}
         self._distrusted: dict[PeerId, float] = {}
-        """Until when a peer is set aside whatever it answers."""
+        """Until when a peer is set aside, whatever it answers."""
         self._by_state: dict[tuple[int, str], list[Advert]] = {}
         """`_adverts` by (stage, state), as of the last reading."""
         self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
-        """Answers that are still valid, by stage and states."""
+        """Cached results of `of_stage`, by stage and states."""
         self._ids: dict[tuple[int, Set[str]], list[PeerId]] = {}
         self.left_at_step = 0.0
         """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
 
     def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
-        """A reading of the directory. Returns how many joined and left. An empty one removes only those long gone."""
+        """Apply a reading of the directory. Returns how many joined and left. An empty one only removes old adverts."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
@@ -105,7 +105,7 @@ class Members:
                 if peer == self._me:
                     continue
                 if old is not None and advert.stage != old.stage and advert.announced_at < old.announced_at:
-                    pass  # It was there before: the search missed its newer record, which has another key.
+                    pass  # its advert of an earlier stage: the search missed its newer record, which has another key
                 elif advert.state == "left":
                     self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
                     self._forget(peer)
@@ -127,12 +127,12 @@ class Members:
     def _renew(self, old: Advert, advert: Advert) -> None:
         failures = self._failures.get(advert.peer_id)
         if failures is not None and old.state != advert.state and advert.announced_at > failures.newest_at:
-            # A peer that has changed its state since then is at work, maybe in a new process.
+            # A peer that has changed its state since it failed is at work, maybe in a new process.
             del self._failures[advert.peer_id]
         self._adverts[advert.peer_id] = advert
 
     def _miss(self, listed: Set[PeerId], now: float) -> None:
-        """Count the readings in which each peer has been missing, and forget those that are gone."""
+        """Count the readings that missed each peer, and forget peers that are gone."""
         for peer, advert in list(self._adverts.items()):
             if peer in listed:
                 self._missed.pop(peer, None)
@@ -162,7 +162,7 @@ class Members:
     # --- who is there -----------------------------------------------------------------------------------------------
 
     def get(self, peer: PeerId) -> Advert | None:
-        """The newest advert of a peer."""
+        """The newest advert of a peer; None if the peer is unknown."""
         return self._adverts.get(peer)
 
     def of_stage(self, stage: int, states: Set[str] = PRESENT) -> Sequence[Advert]:
@@ -192,14 +192,14 @@ class Members:
         return {which: len(adverts) for which, adverts in self._by_state.items()}
 
     def seen(self, *, now: float) -> tuple[SeenPeer, ...]:
-        """All other nodes as of `now`. May be called from any thread."""
+        """All other nodes as of `now`. Callable from any thread."""
         aside, adverts = self._aside(now), tuple(self._adverts.values())
         return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, now) - now) for a in adverts)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 
     def failed(self, peer: PeerId, *, now: float) -> None:
-        """A call to a peer failed: set it aside for a time that doubles with each failure."""
+        """A call to a peer failed: set the peer aside for a time that doubles with each failure."""
         if peer not in self._adverts:
             return
         failures = self._failures.setdefault(peer, _Failures())
@@ -209,15 +209,15 @@ class Members:
             failures.count = min(failures.count + 1, 16)
 
     def answered(self, peer: PeerId) -> None:
-        """A peer answered a call, with any answer."""
+        """A peer answered a call, whatever the answer."""
         self._failures.pop(peer, None)
 
     def distrust(self, peer: PeerId, *, now: float) -> None:
-        """Set a peer aside for long, whatever it answers."""
+        """Set a peer aside for DISTRUSTED_S, whatever it answers."""
         self._distrusted = {**self.distrusted(now), peer: now + DISTRUSTED_S}
 
     def distrusted(self, now: float) -> dict[PeerId, float]:
-        """Who is, and until when."""
+        """The peers that are distrusted now, and until when."""
         return {peer: until for peer, until in self._distrusted.items() if until > now}
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
@@ -229,7 +229,7 @@ class Members:
         return failed | self.distrusted(now)
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
-        """Ready replicas of a stage that are not set aside. If all are, the one whose time ends first."""
+        """Ready replicas of a stage that are not set aside; if all are, only the one whose time ends first."""
         ready = self.ids(stage, READY)
         if without:
             ready = [peer for peer in ready if peer not in without]
@@ -241,7 +241,7 @@ class Members:
     def deserted(self, stages: int, mine: int) -> list[int]:
         """Stages other than `mine` that nobody serves: there is no replica, or none of the next stage answers any more.
 
-        Only the next stage is called continually, so only there would an answer soon tell that it is served again.
+        Silence counts only for the next stage: it is called continually, so an answer soon shows that it is back.
         """
         silent = {peer for peer, one in self._failures.items() if one.count >= FAILURES_TO_DESERT}
 
@@ -252,35 +252,35 @@ class Members:
         return [stage for stage in range(stages) if stage != mine and not served(stage)]
 
     def anybody(self, stage: int) -> bool:
-        """Whether the stage has a replica other than this node, answering or not."""
+        """Whether the stage has a replica other than this node, whether it answers or not."""
         return bool(self.of_stage(stage, IN_ROUNDS))
 
     # --- the clock of the swarm -----------------------------------------------------------------------------------
 
     def heard(self, origin: Origin, *, now: float) -> None:
-        """A microbatch of `origin` arrived. Its label says how far that node has come."""
+        """A microbatch of `origin` arrived; its label says how far that node has come."""
         if origin.peer in self._adverts:
             step, at, _ = self._heard.get(origin.peer, (0, now, now))
             self._heard[origin.peer] = (origin.step, now, now) if origin.step >= step else (step, at, now)
 
     def heard_at(self, peer: PeerId) -> float:
-        """When the newest microbatch of this peer arrived; −inf: none has."""
+        """When this peer's newest microbatch arrived; −inf if none has."""
         return self._heard[peer][2] if peer in self._heard else -inf
 
     def last_sign(self, peer: PeerId) -> float | None:
-        """When a peer was last known to be alive, by its advert or a microbatch; None: it is unknown."""
+        """When a peer was last known to be alive, by its advert or a microbatch; None if the peer is unknown."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
         return None if advert is None else max(advert.announced_at, heard[2] if heard else advert.announced_at)
 
     def step_of(self, peer: PeerId) -> float | None:
-        """The highest known step of a peer; None: it is unknown."""
+        """The highest known step of a peer; None if the peer is unknown."""
         advert, heard = self._adverts.get(peer), self._heard.get(peer)
         return None if advert is None else max(advert.step, heard[0] if heard else 0)
 
     def clocks(self, of: Iterable[Advert], *, now: float) -> list[tuple[float, float, float]]:
         """(step, age in seconds, steps per second) of these stage-0 replicas, each at its latest sign of life.
 
-        A replica that has not measured its speed yet is left out: it cannot be projected, and would hold others back.
+        One that has not measured its speed yet is left out: its clock cannot be projected, and would hold others back.
         """
         found = []
         for advert in (one for one in of if one.steps_per_s > 0):
@@ -294,7 +294,7 @@ class Members:
 def lacking(
     me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
 ) -> dict[int, int]:
-    """The number of replicas in one of `states` that each stage still lacks before the run may start; empty: none."""
+    """How many replicas in one of `states` each stage still lacks before the run may start; empty if none lacks any."""
     at = [advert.stage for advert in (*others, me) if advert.state in states]
     counts = [at.count(stage) for stage in range(stages)]
     return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}

@@ -1,4 +1,4 @@
-"""The values that nodes exchange and that the ports speak of. No behaviour beyond checks of themselves.
+"""The plain values that nodes exchange and that ports pass around: tensors, microbatches, replica states, adverts.
 
 Shape legend: B microbatch size, T sequence length, D hidden size.
 """
@@ -18,25 +18,25 @@ ITEM_BYTES = {
     "int16": 2,
     "uint8": 1,
 }
-"""The element types that may travel, by torch's names, with bytes per element."""
+"""Bytes per element of each element type that may travel, by torch's name for it."""
 
 PeerId = str
-"""A libp2p peer id in base58 (`12D3KooW…`): it is the node's Ed25519 public key."""
+"""A libp2p peer id in base58 (`12D3KooW…`); it encodes the node's Ed25519 public key."""
 PEER_ID_CHARACTERS = 128
-"""Longest peer id that is believed; an Ed25519 one has 52."""
+"""Maximum length of a peer id that is accepted; Ed25519 ids have 52 characters."""
 MOST_AVOIDED = 8
-"""Replicas that a microbatch may name as to be left out."""
+"""Maximum number of replicas that a microbatch may ask to bypass (`Header.avoid`)."""
 LARGEST_COUNT = 2**53
-"""Counts of rounds and steps beyond this are none: a clock in steps could not hold them."""
+"""Counts of rounds and steps beyond this are invalid: the step clock, a float, could not represent them exactly."""
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether a peer may be called so: a short text that can be printed and kept."""
+    """Whether `text` is acceptable as a peer id: printable ASCII of 1 to PEER_ID_CHARACTERS characters."""
     return 0 < len(text) <= PEER_ID_CHARACTERS and text.isascii() and text.isprintable()
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is, without its values."""
+    """Name, element type and shape of a tensor, without its values."""
 
     name: str
     dtype: str
@@ -44,15 +44,15 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length of the values in bytes (KeyError for a dtype that may not travel)."""
+        """Size of the values in bytes. Raises KeyError for a dtype that may not travel."""
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """A tensor in host memory: `data` holds its values, C order, little endian, as a flat memoryview of bytes.
+    """A tensor in host memory: `data` is a flat memoryview of its bytes, in C order and little endian.
 
-    Only `compute` turns it into torch and back. Whoever holds one may read `data`, never write to it.
+    Only `compute` converts it to torch and back. Everybody may read `data`; nobody may write to it.
     """
 
     name: str
@@ -67,48 +67,48 @@ class HostTensor:
 
 
 class MicrobatchId(NamedTuple):
-    """Equal on every hop and every retry, and never used twice, not even after a restart of its origin."""
+    """The id of a microbatch: equal on every hop and every retry, never reused, even after its origin restarts."""
 
     peer: PeerId
     """The stage-0 node that read the microbatch."""
     incarnation: int
-    """64 random bits, drawn when that process started."""
+    """64 random bits, drawn when that node's process started."""
     counter: int
-    """How many microbatches that process had begun before this one."""
+    """Number of microbatches that the process had begun before this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The label that a microbatch carries: the node that read it, in which of its steps, and its place in that step."""
+    """The label that a microbatch carries: the node that read it, the node's step, and the index within that step."""
 
     peer: PeerId
     step: int
     """Floor of the origin's clock when the microbatch was begun."""
     index: int
-    """Place within the origin's inner step, from 0. In an evaluation: the origin's rank within stage 0."""
+    """Index within the origin's inner step, from 0. In an evaluation, the origin's rank within stage 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What arrives before the tensors of an activation; admission is decided on it."""
+    """The part of an activation that arrives before its tensors; admission is decided on it alone."""
 
     run_id: str
     microbatch: MicrobatchId
     origin: Origin
     stage: int
-    """The stage that is to receive it, from 1."""
+    """The receiving stage, 1 or later."""
     time_left_s: float
-    """Seconds without progress that the sender still bears, counted from sending."""
+    """Seconds without progress that the sender will still tolerate, counted from when this was sent."""
     specs: tuple[TensorSpec, ...] = ()
-    """Declared tensors, in order: hidden, targets, and mask where there is one. Filled in by the sending transport."""
+    """Declared tensors, in order: hidden, targets, and the mask if any. Filled in by the sending transport."""
     digest: int = 0
     """Digest over the tensors (64 bits). Filled in by the sending transport, verified by the receiving one."""
     patient: bool = False
-    """The sender would rather wait in line for a place than hear Busy."""
+    """The sender would rather wait in line for a place than receive Busy."""
     label: bytes = b""
-    """Shows that the origin has begun the microbatch. Filled in by the origin's transport."""
+    """The origin's signed proof that it began the microbatch. Filled in by the origin's transport."""
     avoid: tuple[PeerId, ...] = ()
-    """Replicas of later stages that are to be left out, because the origin found their gradients wrong."""
+    """Replicas of later stages to bypass, because the origin found their gradients wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +119,15 @@ class Activation:
     hidden: HostTensor
     """`hidden`, B×T×D in the run's codec (`core.block_format`)."""
     targets: HostTensor
-    """`targets`, B×T, int32; −100 is ignored by the loss."""
+    """`targets`, B×T, int32; the loss ignores −100."""
     mask: HostTensor | None = None
-    """`mask`, B×T, uint8, 1 where a token may be attended to; None when every token may."""
+    """`mask`, B×T, uint8, 1 where a token may be attended to; None if every token may be."""
     reply: TensorSpec | None = field(default=None, kw_only=True)
-    """What must come back; it is not sent. None: a tensor like `hidden`."""
+    """Spec of the tensor expected in the reply; not sent. None: the same dtype and shape as `hidden`."""
 
     @property
     def reply_spec(self) -> TensorSpec:
-        """The one tensor of the reply."""
+        """Spec of the single tensor in the reply."""
         return self.reply or self.hidden.spec._replace(name="grad")
 
     @property
@@ -146,11 +146,11 @@ class Gradient:
     loss_sum: float
     """Nats, summed over the tokens that count."""
     tokens: int
-    """How many targets counted."""
+    """Number of targets that counted."""
     served: tuple[PeerId, ...]
     """The peers that served it, from the next stage to the last."""
     finite: bool = True
-    """False: a loss or gradient further on was not finite; `grad`, `loss_sum` and `tokens` are zero."""
+    """False if a loss or gradient downstream was not finite; then `grad`, `loss_sum` and `tokens` are zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ class LossSum:
 
 
 class Progress(NamedTuple):
-    """How far a peer is with a microbatch that it serves."""
+    """How far a peer has got with a microbatch that it is serving."""
 
     events: int
-    """Grows with every byte received and every operation ended, at this peer or further on."""
+    """Grows with every byte received and every operation completed, at this peer or downstream."""
     stuck_s: float
-    """Since when its device has ended nothing although it has work, seconds; 0 when it has none."""
+    """Seconds for which its device has had work without completing anything; 0 if it has no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +181,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """Everything that makes a replica, frozen between two operations of its device.
+    """The complete state of a replica, frozen between two operations of its device.
 
-    A newcomer pulls it from a replica of its stage, a checkpoint holds it. Of the inner step under way it has nothing.
+    A newcomer pulls it from a replica of its stage, and a checkpoint stores it. It has nothing of an unfinished step.
     """
 
     peer: PeerId
@@ -196,31 +196,31 @@ class ReplicaState:
     inner_steps: int
     """Optimizer steps taken."""
     adam_steps: int
-    """Those among them that had tokens: what Adam's bias correction counts."""
+    """The optimizer steps that had tokens; Adam's bias correction counts these."""
     tensors: tuple[HostTensor, ...]
-    """`<kind>/<name>`: for each of the run's `state_kinds` every parameter in the stage's order, in compute_dtype.
-    What Muon moves has no `adam_square`."""
+    """`<kind>/<name>`: for each of the run's `state_kinds`, every parameter in the stage's order, in compute_dtype.
+    Parameters that Muon updates have no `adam_square`."""
     number: int = 0
-    """64 bits drawn by the donor when it froze this copy: two parts of a transfer with one number fit together."""
+    """64 random bits, drawn when the donor froze this copy: parts of a transfer with equal numbers belong together."""
     spent: tuple[MicrobatchId, ...] = ()
-    """Ids counted recently, oldest first: whoever goes on from these weights does not count them again."""
+    """Recently counted ids, oldest first: a replica that continues from these weights must not count them again."""
     returned_norms: tuple[float, ...] = ()
-    """Norms of the gradients that came back last (`core.guard`). They are in checkpoints, and not sent to others."""
+    """Norms of the most recently returned gradients (`core.guard`). Stored in checkpoints, not sent to other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a node needs beyond the code and the data to continue as if it had never stopped."""
+    """Everything, apart from code and data, that a node needs to continue as if it had never stopped."""
 
     state: ReplicaState
     cursor: Mapping[str, object] | None
-    """`Batches.cursor` at stage 0, None later."""
+    """`Batches.cursor` at stage 0, None at later stages."""
     random_state: tuple[object, ...]
     """`random.Random.getstate()` of the node's own generator."""
 
 
 class Holding(NamedTuple):
-    """Weights that a node can give to a node that takes a stage: its own checkpoints, or what it guards for others."""
+    """Weights that a node can offer to a node that takes over a stage: its own checkpoint, or a copy that it guards."""
 
     stage: int
     round: int
@@ -229,66 +229,66 @@ class Holding(NamedTuple):
 
 
 STREAM = "p2p"
-"""The address of a peer that others reach by opening a stream over a link that it keeps."""
+"""The address of a peer that others reach by opening a stream over a link that this peer keeps open."""
 NO_STAGE = -1
 """`Advert.stage` of a node that has not chosen one yet; such an advert is never announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """What a node publishes about itself in the DHT. Signed by its identity; everything in it is a claim."""
+    """What a node publishes about itself in the DHT. It is signed with the node's key, but all it says is a claim."""
 
     peer_id: PeerId
     run_id: str
     stage: int
     addresses: tuple[str, ...]
-    """gRPC addresses, best first: `host:port`; of a node behind NAT `p2p`, over a link that it keeps to the caller, and
-    `relay/<peer id>` of relays, and last `host:port` on its own network. Of a node's own: where it listens, and `p2p`
-    if nobody can dial it there."""
+    """gRPC addresses, best first: `host:port`; for a node behind NAT, `p2p` (over a link that it keeps to the caller),
+    `relay/<peer id>` for each relay, and last `host:port` on its own network. A node's own copy has the address on
+    which it listens, and `p2p` if nobody can dial it there."""
     metrics: str = ""
-    """`http://host:port/metrics`, empty when it serves none."""
-    libp2p_metrics: str = ""  # the same of its libp2p daemon
+    """`http://host:port/metrics`; empty if it serves no metrics."""
+    libp2p_metrics: str = ""  # the same for its libp2p daemon
     state: str = "starting"
     """One of `core.members.STATES`."""
     step: float = 0.0
     """The node's clock, in steps."""
     outer_round: int = 0
-    """The newest outer round it has done."""
+    """The newest outer round that it has done."""
     microbatches_per_s: float = 0.0
-    """What its device can do: microbatches per second of device time."""
+    """Speed of its device: microbatches per second of device time."""
     capacity_per_s: float = 0.0
-    """What its device and its line can do, whichever is slower: microbatches per second; 0: not measured yet."""
+    """Microbatches per second that the slower of its device and its line can handle; 0 if not measured yet."""
     steps_per_s: float = 0.0
     """Inner steps per second of wall time."""
     evaluated: bool = False
-    """A finished stage-0 node that has done its last evaluation."""
+    """True for a finished stage-0 node that has done its last evaluation."""
     settled: bool = False
-    """It will not choose another stage any more (its stage was given, or it has made its weights)."""
-    stays: bool = False  # it never moves: it was started with its stage, or with `rebalance: false`
+    """Its choice of a first stage is final: the stage was given, or it has made its weights."""
+    stays: bool = False  # it never moves to another stage: it was started with its stage, or with `rebalance: false`
     partner_from_round: int = 0
-    """The first outer round in which it may be pulled from: that after its first whole outer interval."""
+    """The first outer round in which others may pull from it: the one after its first complete outer interval."""
     moving_to: int | None = None
-    """The stage that it will move to unless another node does."""
+    """The stage that it is about to move to, unless another node does."""
     holds: tuple[Holding, ...] = ()
-    """Weights that it can give: those of its own checkpoints before its first step, later those that it guards."""
+    """Weights that it can offer: its own checkpoints before its first step, those that it guards afterwards."""
     version: str = ""
     announced_at: float = 0.0
     """When it was announced, on the clock of the event loop that read it; filled in by the directory, never sent."""
 
     @property
     def is_hidden(self) -> bool:
-        """Nobody outside of its own network can dial it. Two such nodes count as far from each other: they reach each
-        other through a relay, unless they share a network."""
+        """Whether nobody outside its own network can dial it. Two hidden nodes are assumed to need a relay, although
+        they need none if they share a network."""
         return STREAM in self.addresses
 
     def needs_relay(self, peer: "Advert") -> bool:
-        """Whether the two may reach each other only through a relay."""
+        """Whether the two may be able to reach each other only through a relay."""
         return self.is_hidden and peer.is_hidden
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDescription:
-    """What a node answers when it is asked about itself directly."""
+    """A node's answer when it is asked directly who it is and how far it has come."""
 
     peer_id: PeerId
     run_id: str

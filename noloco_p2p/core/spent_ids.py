@@ -1,4 +1,4 @@
-"""Ids of microbatches that have been counted (ARCHITECTURE.md, "Exactly once")."""
+"""Remembers which microbatches have been counted, so that none counts twice (ARCHITECTURE.md, "Exactly once")."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from noloco_p2p.core.messages import MicrobatchId
 
 SPENT_STEPS = 8
 SPENT_IDS = 4096
-"""Ids that have been counted are remembered for this many inner steps, and at least this many of them."""
+"""Counted ids are remembered for at least SPENT_STEPS inner steps, and the newest SPENT_IDS in any case."""
 
 
 class SpentIds:
-    """Ids that were counted, forgotten after `SPENT_STEPS` inner steps but never while fewer than `SPENT_IDS`."""
+    """Ids that were counted. They are forgotten after `SPENT_STEPS` inner steps, except for the newest `SPENT_IDS`."""
 
     def __init__(self) -> None:
         self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
@@ -24,25 +24,25 @@ class SpentIds:
         return len(self._step_of)
 
     def spend(self, microbatch: MicrobatchId) -> bool:
-        """True the first time that an id is seen, False ever after."""
+        """Record an id. Returns True if it was not recorded already."""
         if microbatch in self._step_of:
             return False
         self._step_of[microbatch] = self._steps
         return True
 
     def ended(self) -> tuple[MicrobatchId, ...]:
-        """Ids that were counted before the step under way, oldest first."""
+        """Ids that were counted before the current step, oldest first."""
         return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
 
     def refill(self, ended: Iterable[MicrobatchId]) -> None:
-        """Know these ids alone, oldest first, as if the step that has just ended had counted them."""
+        """Remember exactly these ids, given oldest first, as if the step that has just ended had counted them."""
         self._step_of.clear()
         for microbatch in ended:
             self.spend(microbatch)
         self.end_step()
 
     def end_step(self) -> None:
-        """An inner step has been taken: forget what is old."""
+        """An inner step has been taken: forget old ids."""
         self._steps += 1
         while len(self._step_of) > SPENT_IDS:
             oldest, step = next(iter(self._step_of.items()))

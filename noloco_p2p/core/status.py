@@ -1,8 +1,8 @@
-"""What a node says of itself at `/status`: its progress, the peers it sees, and what it waits for. Pure values.
+"""What a node reports about itself at `/status`: its progress, the peers it sees, and what it waits for. Pure values.
 
-Whom and what a wait is for are values, which a diagnosis follows from node to node (ARCHITECTURE.md, "Waits and
-diagnosis"); their words are made where they are shown. Points in time are given as ages, `…_s` seconds before the
-moment of asking: nobody else knows this node's clock.
+The target and the purpose of a wait are values, so that a diagnosis can follow waits from node to node
+(ARCHITECTURE.md, "Waits and diagnosis"); they become text only where they are shown. Points in time are given as ages,
+`…_s` seconds before the status was taken, because other nodes do not know this node's clock.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
 
 
 class Resource(Enum):
-    """What a node waits for when it does not wait for another node."""
+    """What a node waits for, if not for another node."""
 
     DEVICE = "device"
     """An operation on this node's own device."""
     INNER_STEP = "inner step"
-    """This node's own inner step has to end first: its other waits say why it has not."""
+    """This node's own inner step has to end first; its other waits show why it has not ended."""
     DIRECTORY = "directory"
     """The DHT."""
     LINE = "line"
-    """This node's own line has to send first what goes before."""
+    """This node's own line has to send something else first."""
     DISK = "disk"
     DATA = "data"
     """The data set."""
     SWARM = "swarm"
-    """All other nodes together."""
+    """The other nodes as a whole."""
     OWNER = "owner"
-    """A person."""
+    """The person who runs this node."""
 
     def __str__(self) -> str:
         return self.value
@@ -37,7 +37,7 @@ class Resource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnyReplica:
-    """Whoever holds a stage: a wait that any of its replicas can end."""
+    """The target of a wait that any replica of a stage can end."""
 
     stage: int
 
@@ -47,7 +47,7 @@ class AnyReplica:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """What a node of another version says in words that this one does not know: shown as it came, never followed."""
+    """A target or purpose from a node of another version that this one cannot parse: shown verbatim, never followed."""
 
     text: str
 
@@ -56,18 +56,18 @@ class Unknown:
 
 
 WaitTarget = PeerId | AnyReplica | Resource | Unknown
-"""Who or what has to act before a wait ends."""
+"""The peer or thing that has to act before a wait ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForMicrobatch:
-    """On behalf of a microbatch: the same value on every node that it comes by, so that its waits can be followed."""
+    """On behalf of a microbatch: the same value on every node along its route, so that its waits can be followed."""
 
     peer: PeerId
-    """The node of stage 0 that it comes from."""
+    """Its origin."""
     counter: int
     held_out: bool = False
-    """It is evaluated, not trained on."""
+    """True if it is evaluated, not trained on."""
 
     def __str__(self) -> str:
         return f"{'held-out ' if self.held_out else ''}microbatch {self.counter} of {self.peer}"
@@ -75,7 +75,7 @@ class ForMicrobatch:
 
 @dataclass(frozen=True, slots=True)
 class ForRound:
-    """For an outer round: the own one, or one that a partner has asked for."""
+    """For an outer round of this node, or, if `asked`, for a round that a partner has asked for."""
 
     round: int
     asked: bool = False
@@ -95,7 +95,7 @@ class ForGuarding:
 
 
 class Task(StrEnum):
-    """What else a wait may be for."""
+    """The other purposes of a wait."""
 
     CHECKPOINT = "checkpoint"
     NEWCOMER = "for a newcomer"
@@ -106,11 +106,11 @@ Purpose = ForMicrobatch | ForRound | ForGuarding | Task | Unknown
 """What a wait is for."""
 
 ACTIVATION = "activation"
-"""`Wait.what` of the receiver of a call whose tensors have not all come: it is the caller that has to act."""
+"""`Wait.what` at the receiver of a call whose tensors have not all arrived: the caller has to act."""
 
 
 def for_microbatch(microbatch: MicrobatchId) -> ForMicrobatch:
-    """The purpose of everything that is done for this microbatch; held-out ones have incarnation 0."""
+    """The purpose of everything done for this microbatch. Held-out microbatches have incarnation 0."""
     return ForMicrobatch(microbatch.peer, microbatch.counter, microbatch.incarnation == 0)
 
 
@@ -121,19 +121,19 @@ class Wait:
     what: str
     """A noun: `gradient`, `snapshot`, `inner step`, `microbatches`."""
     whom: WaitTarget
-    """Who or what has to act."""
+    """The peer or thing that has to act."""
     since_s: float
-    """How long it has waited, seconds."""
+    """How long it has waited so far, seconds."""
     deadline_s: float | None
-    """How long it waits, or such a wait takes, at most, seconds from its beginning; None: as long as it takes."""
+    """The longest that it waits, or that such a wait can take, seconds from its start; None: no limit."""
     why: Purpose | None = None
     idle: bool = False
-    """A duty beside the training, often one with nothing to do: nothing is held up by it."""
+    """True for a background duty, often one with nothing to do: it holds nothing up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A call of a peer that this node has in hand."""
+    """A call from a peer that this node is serving."""
 
     caller: PeerId
     why: Purpose
@@ -147,14 +147,14 @@ class SeenPeer:
 
     advert: Advert
     age_s: float = 0.0
-    """Since it announced itself like this."""
+    """Age of the advert."""
     aside_s: float = 0.0
-    """It has failed, and is not asked again for this time."""
+    """How much longer it is set aside; 0 if it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that is wrong now, although the node goes on."""
+    """Something that is currently wrong, although the node continues."""
 
     name: str
     """`disk`, `libp2p`, …"""
@@ -165,17 +165,17 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSize:
-    """What an inner step of the run moves between two stages."""
+    """What the microbatches of an inner step move between two stages."""
 
     per_step: int
-    """Microbatches that each replica of stage 0 reads."""
+    """Microbatches that each replica of stage 0 reads in a step."""
     activation_bytes: int
-    """Hidden states of one, as they travel."""
+    """Size of the hidden states of one microbatch, as they travel."""
     gradient_bytes: int
     forward: str
     """Codec of the hidden states."""
     backward: str
-    """Of their gradients."""
+    """Codec of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class NodeFigures:
     up_s: float = 0.0
     tokens: int = 0
     tokens_per_s: float = 0.0
-    """Over about the last ten seconds; at stage 0, what this node trains on."""
+    """Over about the last ten seconds; at stage 0, of the tokens that this node itself reads."""
     loss: float | None = None
     """Nats per token of the last inner step, like all losses."""
     validation_loss: float | None = None
@@ -199,9 +199,9 @@ class NodeFigures:
     rerouted: Mapping[str, int] = field(default_factory=dict)
     """By reason."""
     distrusted: Mapping[str, int] = field(default_factory=dict)
-    """What peers sent and was not taken as it was (`core.guard`), by what came of it."""
+    """What peers sent and this node did not accept as it was (`core.guard`), by what was done about it."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that the device waited, by cause."""
+    """Seconds that the device was idle, by cause."""
     device_s: float = 0.0
     """Seconds that the device worked for inner steps."""
     bytes_in: int = 0
@@ -209,26 +209,26 @@ class NodeFigures:
     bytes_per_s: float = 0.0
     """In and out, over about the last ten seconds."""
     upload_bytes_per_s: float | None = None
-    """What its line up can do, as measured; None: not yet."""
+    """The measured upload capacity of its line; None: not measured yet."""
     download_bytes_per_s: float | None = None
-    """What its line down can do, likewise."""
+    """The measured download capacity of its line; None: not measured yet."""
     round_trip_s: float | None = None
-    """To a peer with nothing in between, the median over those that it asked; None: not yet, or there are none."""
+    """Round trip to a peer when nothing delays it, the median over the peers measured; None: none has been measured."""
     loop_silent_s: float = 0.0
-    """Since the event loop came to its heartbeat last."""
+    """Since the last heartbeat of the event loop."""
     rss_bytes: int = 0
     disk_free_bytes: int | None = None
-    """Where the node's directory is."""
+    """On the disk of the node's directory."""
     unix_time_s: float = 0.0
     """This machine's wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One node, now."""
+    """The status of one node at one moment."""
 
     advert: Advert
-    """Who it is: peer id, run id, stage, state, step, outer round, addresses, speeds."""
+    """Its identity and progress: peer id, run id, stage, state, step, outer round, addresses, speeds."""
     run_name: str
     stages: int
     steps: int
@@ -240,22 +240,22 @@ class Status:
     """Everything it waits for, longest first."""
     serving: tuple[Serving, ...] = ()
     seen: tuple[SeenPeer, ...] = ()
-    """Everybody else, sorted by peer id."""
+    """All other nodes, sorted by peer id."""
     deserted: Mapping[int, float] = field(default_factory=dict)
-    """Stages that nobody serves, as far as this node knows, and for how many seconds."""
+    """Stages that nobody serves, as far as this node knows, with the seconds for which that has been so."""
     step_took_s: float | None = None
-    """Median seconds from one inner step to the next, of the last ones."""
+    """Median seconds between recent inner steps."""
     since_step_s: float | None = None
     """Since the last inner step ended, or training began; None while not training."""
     in_flight: int = 0
     """Microbatches admitted here that have not ended; stage 0 admits none."""
     places: int | None = None
-    """Microbatches that may be in flight here at once, by memory and settings; None: any number."""
+    """Microbatches that may be in flight here at once, by memory and settings; None: no limit."""
     waiting: int = 0
     """Microbatches that wait to be admitted."""
     troubles: tuple[Trouble, ...] = ()
     closed_until: str | None = None
-    """The time of day, where this node is, at which its owner's hours begin again; None: they are on."""
+    """Local time of day at which the owner's hours (`limits.hours`) begin again; None: the node may work now."""
     microbatch: MicrobatchSize | None = None
     """None while the node has no weights."""
     figures: NodeFigures = NodeFigures()
