@@ -1,6 +1,7 @@
-"""Files that outlive a loss of power: whole under their name, or not there.
+"""Files that survive a power loss: either complete under their name, or absent.
 
-A name is on the disk only when its directory has been flushed, a new directory when the one above it has (fsync(2)).
+A file's name is on disk only after its directory has been flushed, and a new directory only after its parent has been
+(fsync(2)).
 """
 
 import os
@@ -8,7 +9,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or the names in a directory, down to the disk. Raises OSError."""
+    """Flush a file, or the names in a directory, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,14 +18,15 @@ def flush(path: Path) -> None:
 
 
 def settle(fresh: Path, path: Path) -> None:
-    """Give a written file its name once its bytes are on the disk, and bring the name there too. Raises OSError."""
+    """Rename a written file to its final name once its bytes are on disk, and flush the name too. Raises OSError."""
     flush(fresh)
     fresh.replace(path)
     flush(path.parent)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, with `mode` where it is a new one. Raises OSError, and then leaves what was there."""
+    """Create or replace a file; the result has `mode`, less the umask. If this raises OSError, an existing file is left
+    as it was."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
     try:
@@ -37,7 +39,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a directory and those above it that are missing. Raises OSError."""
+    """Create a directory durably, along with any missing parents. Raises OSError."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:

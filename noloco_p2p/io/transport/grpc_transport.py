@@ -1,7 +1,7 @@
-"""The Transport port over gRPC: what a node calls at its peers, and the server that answers theirs (`servicer`).
+"""The Transport port over gRPC: a node's calls to its peers, and the server that answers theirs (`servicer`).
 
-An activation goes out as one call, and the reply is its gradient. A small one is sent whole; of a large one the header
-goes first, and the tensors follow when the peer has granted them a place.
+An activation goes out as one call, and the reply is its gradient. A small activation is sent whole. For a large one the
+header goes first, and the tensors follow once the peer has granted them a place.
 """
 
 import asyncio
@@ -44,22 +44,22 @@ from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 DESCRIBE_S = 5.0
 """Longest wait for a peer's description of itself."""
 LONGEST_CALL_S = 3_000.0
-"""Longest call with an activation, seconds: what ends one earlier is a peer that does not get on with it."""
+"""Longest call with an activation, seconds. A peer that makes no progress ends its call earlier."""
 SILENCE_S = 5.0
-"""Longest time between two messages of a transfer, seconds. One is at most about 1 MiB: who is silent for longer hangs,
-or is behind a link of less than 0.2 MiB/s, over which no weights can be moved."""
+"""Longest time between two messages of a transfer, seconds. A message is at most about 1 MiB, so a peer that is silent
+for longer hangs, or is behind a link slower than 0.2 MiB/s, over which no weights can be moved."""
 CAPTURE_S = 20.0
-"""Longest wait for the first message of a state, seconds: a big one is copied from the device before."""
+"""Longest wait for the first message of a state, seconds: the peer first copies it from its device."""
 RESUMES, RESUME_PAUSE_S = 3, 0.5
-"""Calls in a row that may bring nothing new before a cut transfer of a state is given up, and the pause before each,
-seconds: time for a flapping link to come back."""
+"""Consecutive calls without progress after which an interrupted transfer of a state is abandoned, and the pause before
+each, seconds, which gives a flapping link time to come back."""
 
 T = TypeVar("T")
 Weights = TypeVar("Weights", Snapshot, ReplicaState)
 
 
 class GrpcTransport:
-    """Calls to peers and calls from them, for one node of one run. Belongs to the event loop that first uses it."""
+    """Calls to and from peers, for one node of one run. Belongs to the event loop that first uses it."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class GrpcTransport:
         max_body_bytes: int,
         limits: LimitSettings | None = None,
     ) -> None:
-        """`max_body_bytes` bounds the tensors of one activation that a peer may send; the caps of `limits` are kept."""
+        """`max_body_bytes` bounds the tensors of an activation that a peer sends; `limits` has the owner's caps."""
         self.port = 0
-        """TCP port of the server, once it listens."""
+        """TCP port of the server once it listens, 0 before."""
         self._listen = listen
         self._count = partial(telemetry.event, "bytes")
         limits = limits or LimitSettings()
@@ -93,7 +93,7 @@ class GrpcTransport:
         self._numbers, self._closed = count(1), False
 
     async def listen(self) -> None:
-        """Bind and answer; calls are declined until `serve` names a handler. Raises LocalError: the port is in use."""
+        """Start the server; it declines calls until `serve` sets a handler. Raises LocalError if the port is in use."""
         if self._server is not None:
             return
         self._server, self.port = service.bound(self._servicer, self._links, self._listen, self._line.grpc_options)
@@ -101,12 +101,12 @@ class GrpcTransport:
         self._line.unsent.set()
 
     async def serve(self, handler: Handler) -> None:
-        """Start to answer calls with `handler`. Raises LocalError when the port is in use."""
+        """Start answering calls with `handler`. Raises LocalError if the port is in use."""
         self._servicer.handler = handler
         await self.listen()
 
     async def close(self) -> None:
-        """Refuse new calls, cancel those in flight in both directions, free everything."""
+        """Refuse new calls, cancel those in flight in both directions, and free everything."""
         self._closed = True
         await self._warming.close()
         await self._channels.close()
@@ -120,7 +120,7 @@ class GrpcTransport:
         return self.line.sending(peer.peer_id, size, now, fits=fits)
 
     async def propagate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
-        """Send an activation, wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
+        """Send an activation and wait for its gradient. Raises Busy, Declined, Violation, Unreachable."""
         reader = GradientReader(activation)
         gradient = await self._exchange(peer, "Propagate", "gradient", activation, claim, reader.feed)
         self._count(direction="in", kind="gradient", bytes=gradient.grad.data.nbytes)
@@ -128,14 +128,14 @@ class GrpcTransport:
         return gradient
 
     async def evaluate(self, peer: Advert, activation: Activation, claim: Claim = ALONE) -> LossSum:
-        """Send a held-out activation, wait for its loss. Raises as propagate."""
+        """Send a held-out activation and wait for its loss. Raises the same errors as `propagate`."""
         feed = partial(message_codec.from_loss, targets=activation.targets.spec)
         return await self._exchange(peer, "Evaluate", "loss", activation, claim, feed)
 
     async def progress(
         self, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
     ) -> list[Progress | None]:
-        """Ask how far the peer is with each of them. Raises as propagate."""
+        """Ask how far the peer is with each microbatch. Raises the same errors as `propagate`."""
         request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
         async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
             began = asyncio.get_running_loop().time()
@@ -147,18 +147,19 @@ class GrpcTransport:
     async def fetch_snapshot(
         self, peer: Advert, request: SnapshotRequest, deadline_s: float, expected: tuple[TensorSpec, ...]
     ) -> Snapshot:
-        """Fetch a snapshot from its replica or a guardian. Raises Violation unless as `expected`, else as propagate:
-        Unreachable as soon as nothing comes for SILENCE_S (at first: `wait_s` more)."""
+        """Fetch a snapshot from its replica or a guardian. Raises Violation unless it is as `expected`, Unreachable
+        when nothing has come for SILENCE_S (before the first message, `wait_s` longer), and otherwise as
+        `propagate`."""
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
         snapshot, took_s = await self._fetch(peer, reader, expected, limits_s)
         return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
-        """Fetch a replica's whole state. Raises Violation unless it is as `expected`, else as propagate.
+        """Fetch a replica's whole state. Raises Violation unless it is as `expected`, and otherwise as `propagate`.
 
-        A transfer that is cut after its header resumes where it was, with the same copy, after a pause and over a new
-        connection, until RESUMES calls in a row brought nothing, or it could not be whole in time."""
+        A transfer that is interrupted after its header resumes where it stopped, from the same copy, after a pause and
+        over a new connection, until RESUMES consecutive calls have brought nothing or the deadline leaves no time."""
         clock = asyncio.get_running_loop().time
         give_up_at, futile = clock() + deadline_s, 0
         reader = weights_codec.StateReader(peer, expected)
@@ -188,9 +189,9 @@ class GrpcTransport:
         limits_s: tuple[float, float, float | None],
         due: Callable[[Read], Read] = lambda read: read,
     ) -> tuple[Weights, float]:
-        """What `reader` puts together from one call and those beside it, and the seconds since its first message.
-        Raises Unreachable after `limits_s` (in all, before the first message, after it) or SILENCE_S between two, and
-        as `due`, through which all but the first is read."""
+        """Fetch weights over one call and its stripes: the result of `reader`, and the seconds from the first message
+        on. Raises Unreachable beyond `limits_s` (whole call, first message, time after it), or after SILENCE_S between
+        two messages. `due` wraps the function that reads all messages but the first, and may raise, too."""
         what, size, (seconds, first_s, rest_s) = reader.what, sum(spec.nbytes for spec in expected), limits_s
         if size >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
             await self.describe(peer)
@@ -209,7 +210,7 @@ class GrpcTransport:
         return result, took_s
 
     async def describe(self, peer: Advert) -> NodeDescription:
-        """See `ports.Transport`; within 5 s. Raises as propagate."""
+        """See `ports.Transport`; takes at most 5 s."""
         async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
             describe, began = NodeStub(channel.channel).Describe, asyncio.get_running_loop().time()
             reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
@@ -229,7 +230,7 @@ class GrpcTransport:
         claim: Claim,
         feed: Callable[[bytes], T | None],
     ) -> T:
-        """Send an activation; `feed` gets the messages of the reply until it returns the whole."""
+        """Send an activation; `feed` receives the messages of the reply until it returns the complete reply."""
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         at_once = not claim.asked and message_codec.fits_one_message(activation, line.whole_bytes)
@@ -265,7 +266,7 @@ class GrpcTransport:
     def _beside(
         self, peer: Advert, connections: int, call: CallBeside
     ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
-        """A number, and that many calls, each on a connection of its own, which carry parts; 0 if there are none."""
+        """A number for a body, and a stripe on each of so many further connections; without any, the number is 0."""
         number = next(self._numbers) if connections else 0
         return number, [self._stripe(peer, number, part, *call) for part in range(1, connections + 1)]
 
@@ -273,7 +274,7 @@ class GrpcTransport:
     async def _stripe(
         self, peer: Advert, number: int, part: int, what: str, seconds: float, ways_of: Callable[[Any], Ways]
     ) -> AsyncIterator[Ways]:
-        """A call on a connection of its own, which carries part of what has this number."""
+        """A `Stripe` call on a connection of its own, which carries part of the body with this number."""
         async with self._calling(peer, what, seconds, part=part) as (channel, left_s):
             call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
             try:
@@ -287,7 +288,7 @@ class GrpcTransport:
     async def _calling(
         self, peer: Advert, what: str, seconds: float, *, control: bool = False, part: int = 0
     ) -> AsyncIterator[tuple[PeerChannel, float]]:
-        """A connection, and the seconds left once there is one; errors of gRPC become ours here and only here."""
+        """A connection for one call, and the seconds left once it is open; gRPC's errors are translated to ours."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
         if seconds <= 0:

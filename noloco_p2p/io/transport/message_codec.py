@@ -1,6 +1,6 @@
-"""Values of `core/messages` and `core/wire` as messages of proto/noloco.proto, and back. No I/O.
+"""Converts values of `core/messages` and `core/wire` to messages of proto/noloco.proto and back. No I/O.
 
-Snapshots and replica states are in `weights_codec`. What comes from a peer is checked here, as far as it can be
+Snapshots and replica states are in `weights_codec`. Messages from peers are checked here, as far as that is possible
 without the tensors' bytes. Shape legend: B microbatch, T sequence, D hidden size.
 """
 
@@ -35,13 +35,14 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 MESSAGE_CHARACTERS = 500
-"""Longest text of a refusal that is sent, or believed."""
+"""Longest text of a refusal, sent or received; the rest is cut off."""
 LARGEST_LOSS = 1e5
-"""Nats per token; no language model is so wrong, and no mean of losses may be lost in one."""
+"""Upper limit on a loss, in nats per token. No language model is that wrong, and a larger value could swamp a mean of
+losses."""
 MOST_SPECS = 3
-"""Tensors of an activation."""
+"""Most tensors in an activation."""
 HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "uint8"})
-"""uint8: codes with their scales (core.block_format)."""
+"""Element types of hidden states. uint8 holds codes with their scales (core.block_format)."""
 
 KINDS: dict[type[NolocoError], pb.Refusal.Kind.ValueType] = {
     Busy: pb.Refusal.KIND_BUSY,
@@ -53,26 +54,26 @@ Streamed = TypeVar("Streamed", pb.ActivationMessage, pb.Reply, pb.SnapshotMessag
 """The messages that carry frames."""
 
 digest: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
-"""xxh3 of 64 bits: 1.8 ms for 64 MiB."""
+"""64-bit xxh3: 1.8 ms for 64 MiB."""
 
 
 def allocate(length: int) -> memoryview:
-    """A buffer with any content: unlike a bytearray's, its pages are not written twice."""
+    """An uninitialized buffer. A bytearray would be zeroed first, so every page would be written twice."""
     return numpy.empty(length, numpy.uint8).data
 
 
 def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
-    """Receives these tensors, whose sizes have been checked. Raises Violation."""
+    """An assembler for these tensors, whose sizes have already been checked. Raises Violation."""
     return wire.Assembler(specs, sum(spec.nbytes for spec in specs), digest, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:
-    """What a caller that is not served gets to know; an error that is not about the caller becomes Declined."""
+    """The refusal that reports an error to the caller; errors that do not concern the caller become Declined."""
     return pb.Refusal(kind=KINDS.get(type(error), pb.Refusal.KIND_DECLINED), message=str(error)[:MESSAGE_CHARACTERS])
 
 
 def to_error(refusal: pb.Refusal) -> PeerError:
-    """What the peer's refusal means here."""
+    """The error that corresponds to a peer's refusal; its text is made printable and shortened."""
     message = plain(refusal.message, MESSAGE_CHARACTERS)
     if refusal.kind == pb.Refusal.KIND_VIOLATION:
         return Violation(message, ours=True)
@@ -90,25 +91,28 @@ def from_spec(spec: pb.TensorSpec) -> TensorSpec:
 
 
 def from_specs(specs: Collection[pb.TensorSpec], expected: tuple[TensorSpec, ...], what: str) -> tuple[TensorSpec, ...]:
-    """The declared tensors, which are these. Raises Violation; no more of them are looked at than there should be."""
+    """The declared tensors, which must be the `expected` ones. Raises Violation otherwise.
+
+    Surplus ones are not even parsed, beyond the first.
+    """
     wire.check_same([from_spec(spec) for spec in islice(specs, len(expected) + 1)], expected, what)
     return expected
 
 
 def check_counts(*counts: int) -> None:
-    """Raises Violation: more than a clock in steps can hold."""
+    """Raises Violation if a count of rounds or steps exceeds LARGEST_COUNT."""
     if max(counts) > LARGEST_COUNT:
         raise Violation(f"a count of {max(counts)} rounds or steps makes no sense")
 
 
 def feed(into: wire.Assembler, frames: Iterable[wire.Frame]) -> None:
-    """Hands received frames to an assembler. Raises Violation."""
+    """Feeds received frames to an assembler. Raises Violation."""
     for frame in frames:
         into.feed(frame)
 
 
 def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *, head_alone: bool) -> Iterator[bytes]:
-    """The messages of a header and the tensors after it; `head_alone`: the header gets a message of its own."""
+    """The messages of a header and the tensors after it. With `head_alone` the header gets its own message."""
     if head_alone:
         yield packed(head, ())
         head = type(head)()
@@ -118,23 +122,26 @@ def streamed(head: Streamed, stream: Iterable[wire.Frame], message_bytes: int, *
 
 
 def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
-    """A microbatch's name. Raises Violation: it may be kept for long."""
+    """A microbatch's id. Raises Violation unless its peer id is valid: ids may be kept for a long time."""
     if not is_peer_id(message.peer):
         raise Violation("the peer id of a microbatch is not short printable text")
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
 def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, *, head_alone: bool) -> Iterator[bytes]:
-    """The messages of an activation: with `head_alone` the header before the tensors, else one for all that fits it."""
+    """The messages of an activation: with `head_alone` the header comes before the tensors in its own message,
+    otherwise in the first message with tensors."""
     return streamed(*_head_and_frames(activation), message_bytes, head_alone=head_alone)
 
 
 def announced(
     activation: Activation, stripe: int = 0, filler_bytes: int = 0
 ) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
-    """An activation's header alone, and what gives the messages of its body, of at most so many tensor bytes each.
+    """An activation's header as its own message, and a function that returns the messages of its body, given the most
+    tensor bytes per message.
 
-    With a number for `stripe` other calls may carry some of them, and so much filler before the reply.
+    If `stripe` is not 0, stripes with that number may carry some of these messages. `filler_bytes` asks for filler on
+    them before the reply.
     """
     head, stream = _head_and_frames(activation)
     head.header.stripe, head.header.filler_bytes = stripe, filler_bytes
@@ -162,18 +169,18 @@ def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iter
 
 
 def fits_one_message(activation: Activation, whole_bytes: int = wire.PACK_BYTES) -> bool:
-    """Its tensors fit a message of so many bytes, and so does the gradient that comes back."""
+    """Whether the activation's tensors, and the gradient that answers them, each fit into `whole_bytes`."""
     there = sum(tensor.data.nbytes for tensor in activation.tensors)
     return max(there, activation.reply_spec.nbytes) <= whole_bytes
 
 
 def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> Header:
-    """The header of an activation that a peer sends. Raises Violation when it is absent or makes no sense."""
+    """The header of an activation from a peer. Raises Violation if it is absent or makes no sense."""
     if not message.HasField("header"):
         raise Violation("the call carries no header")
     sent = message.header
     if sent.run_id != run_id:
-        raise Violation(f"the activation is of run {sent.run_id[:64]!r}, this node works on {run_id!r}")
+        raise Violation(f"the activation belongs to run {sent.run_id[:64]!r}, this node works on {run_id!r}")
     if not (isfinite(sent.time_left_s) and sent.time_left_s > 0 and sent.stage > 0):
         raise Violation(f"an activation for stage {sent.stage} with {sent.time_left_s} s left makes no sense")
     if not is_peer_id(sent.origin.peer):
@@ -201,7 +208,8 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
 
 
 def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
-    """`hidden` B×T×D floating or bytes, `targets` B×T int32, perhaps `mask` B×T uint8."""
+    """Raises Violation unless these are `hidden` (B×T×D floating point, or one dimension of bytes), `targets` (B×T
+    int32), and optionally `mask` (B×T uint8)."""
     hidden, batch = specs[:1], specs[1:]
     rest = (("targets", "int32"), ("mask", "uint8"))[: max(1, len(batch))]
     rows = batch[0].shape if batch else ()
@@ -214,12 +222,12 @@ def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
     ):
         shown = ", ".join(f"{s.name[:32]} {s.dtype} {s.shape}" for s in specs[:4])
         raise Violation(
-            f"an activation is hidden B×T×D or bytes, targets B×T int32 and at most mask B×T uint8, not: {shown}"
+            f"an activation is hidden B×T×D or bytes, targets B×T int32 and optionally mask B×T uint8, not: {shown}"
         )
 
 
 def to_gradient(gradient: Gradient, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
-    """The messages of a gradient: one when it fits, else the header comes with the first chunk."""
+    """The messages of a gradient; the first has the header and the first chunk."""
     head = pb.GradientHeader(
         microbatch=pb.MicrobatchId(**gradient.microbatch._asdict()),
         loss_sum=gradient.loss_sum,
@@ -233,37 +241,37 @@ def to_gradient(gradient: Gradient, message_bytes: int = wire.PACK_BYTES) -> Ite
 
 
 def to_progress(reports: Iterable[Progress | None]) -> pb.ProgressReply:
-    """The answer to a question for progress."""
+    """The answer to a request for progress; None stands for an unknown microbatch."""
     known = (pb.Progress(known=True, events=one.events, stuck_s=one.stuck_s) if one else None for one in reports)
     return pb.ProgressReply(progress=[one or pb.Progress() for one in known])
 
 
 def from_progress(reply: pb.ProgressReply, count: int) -> list[Progress | None]:
-    """How far a peer is with `count` microbatches. Raises what its refusal means, Violation for nonsense."""
+    """How far a peer is with `count` microbatches. Raises the error of a refusal, or Violation for nonsense."""
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)
     if len(reply.progress) != count or not all(isfinite(one.stuck_s) and one.stuck_s >= 0 for one in reply.progress):
-        raise Violation(f"{len(reply.progress)} reports of progress, asked for {count}, or times that make no sense")
+        raise Violation(f"{len(reply.progress)} progress reports instead of {count}, or a time that makes no sense")
     return [Progress(one.events, one.stuck_s) if one.known else None for one in reply.progress]
 
 
 def check_loss(loss_sum: float, tokens: int, spec: TensorSpec) -> None:
-    """Raises Violation: no loss of as many tokens as these targets have at most."""
+    """Raises Violation for a loss that is too large, or over more tokens than the targets `spec` have."""
     if not (tokens <= prod(spec.shape) and abs(loss_sum) <= LARGEST_LOSS * max(1, tokens)):
         raise Violation(f"a loss of {loss_sum:g} nats over {tokens} of {prod(spec.shape)} tokens makes no sense")
 
 
 def to_loss(loss: LossSum) -> bytes:
-    """The one message of a loss."""
+    """The single message of a reply with a loss."""
     return pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
 
 
 def from_description(reply: pb.DescribeReply) -> NodeDescription:
-    """A peer's description of itself. Raises what its refusal means, or Violation when there is none."""
+    """A peer's description of itself. Raises the error of a refusal, or Violation if there is no valid description."""
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)
     if not reply.HasField("description"):
-        raise Violation("the peer describes nothing")
+        raise Violation("the peer's description of itself is missing")
     d = reply.description
     if not (isfinite(d.step) and 0 <= d.outer_round < LARGEST_COUNT):
         raise Violation("the peer's clock makes no sense")
@@ -272,7 +280,7 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
 
 
 def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:
-    """The reply to an evaluation. Raises what a refusal means, Violation for anything else."""
+    """The loss in the reply to an evaluation. Raises the error of a refusal, or Violation for any other reply."""
     reply, _ = unpacked(raw, pb.Reply)
     if reply.HasField("refusal"):
         raise to_error(reply.refusal)

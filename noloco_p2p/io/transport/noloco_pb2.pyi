@@ -3,13 +3,14 @@
 isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
-Who calls, and in which run, is in the certificate of its connection. Every call has a deadline, and all but Warm carry
-the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, in order
-where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
-what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
+The certificate of a connection identifies the caller and its run. Every call has a deadline, and all but Warm carry
+the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, and an end
+marker closes each tensor; chunks are in order unless calls of Stripe carry some of them. Digests are 64-bit xxh3. A
+caller whose owner caps its downloads also sends `noloco-message-bytes`: the most tensor bytes that it would like to
+receive in one message.
 
-Peer ids have at most 128 printable letters of ASCII, a message at most 4,096 frames. What a node waits for comes at
-8 KiB/s at least, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
+Peer ids have at most 128 printable ASCII characters, and a message has at most 4,096 frames. Data that a node waits
+for must arrive at 8 KiB/s or faster, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
 """
 
 import builtins
@@ -30,7 +31,7 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class TensorSpec(google.protobuf.message.Message):
-    """What a tensor is, without its values."""
+    """Describes a tensor without its values."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -38,12 +39,12 @@ class TensorSpec(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """What the tensor is called (`hidden`, `vector`, `slow/<parameter>`, ...)."""
+    """The tensor's name (`hidden`, `vector`, `slow/<parameter>`, ...)."""
     dtype: builtins.str
     """Element type by torch's name (`float32`, `bfloat16`, ...)."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Length of each dimension, outermost first; none for a scalar."""
+        """Length of each dimension, outermost first; empty for a scalar."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Chunk(google.protobuf.message.Message):
     tensor: builtins.int
     """Index of the tensor among the declared ones."""
     offset: builtins.int
-    """Where the run starts, in bytes; where one call carries all, it is where the chunk before ended."""
+    """Where the run starts, in bytes. If one call carries the whole stream, this is where the previous chunk ended."""
     data: builtins.bytes
     """The bytes; never empty, at most 1 MiB."""
     def __init__(
@@ -84,7 +85,7 @@ global___Chunk = Chunk
 
 @typing.final
 class End(google.protobuf.message.Message):
-    """Closes a tensor; a tensor without it is truncated."""
+    """Closes a tensor; a tensor without an end marker is truncated."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -94,9 +95,9 @@ class End(google.protobuf.message.Message):
     tensor: builtins.int
     """Index of the tensor among the declared ones."""
     length: builtins.int
-    """Its length in bytes."""
+    """The tensor's length in bytes."""
     digest: builtins.int
-    """Digest of its bytes."""
+    """Digest of the tensor's bytes."""
     def __init__(
         self,
         *,
@@ -138,7 +139,7 @@ global___Frame = Frame
 
 @typing.final
 class MicrobatchId(google.protobuf.message.Message):
-    """Names one microbatch; equal on every hop and every retry, never used twice."""
+    """Identifies one microbatch. The id is the same on every hop and every retry, and is never reused."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -146,11 +147,11 @@ class MicrobatchId(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     COUNTER_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Peer id of the stage-0 node that read it."""
+    """Peer id of the stage-0 node that read the microbatch."""
     incarnation: builtins.int
-    """Random bits drawn when that process started."""
+    """Random bits drawn when that node's process started."""
     counter: builtins.int
-    """How many microbatches that process had begun before."""
+    """How many microbatches that process had begun before this one."""
     def __init__(
         self,
         *,
@@ -164,7 +165,7 @@ global___MicrobatchId = MicrobatchId
 
 @typing.final
 class Origin(google.protobuf.message.Message):
-    """The label of a microbatch: where in its origin's run it belongs."""
+    """The label of a microbatch: where it belongs in the course of its origin's run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -172,11 +173,11 @@ class Origin(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Peer id of the stage-0 node that read it."""
+    """Peer id of the stage-0 node that read the microbatch."""
     step: builtins.int
-    """Floor of the origin's clock, in steps, when it was begun."""
+    """Floor of the origin's clock, in steps, when the microbatch was begun."""
     index: builtins.int
-    """Its place within the origin's inner step, from 0; in an evaluation, the origin's rank within stage 0."""
+    """Position within the origin's inner step, from 0; in an evaluation, the origin's rank within stage 0."""
     def __init__(
         self,
         *,
@@ -190,7 +191,7 @@ global___Origin = Origin
 
 @typing.final
 class ActivationHeader(google.protobuf.message.Message):
-    """What a receiver decides on before the tensors arrive."""
+    """What a receiver bases its decision on before the tensors arrive."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -207,20 +208,20 @@ class ActivationHeader(google.protobuf.message.Message):
     AVOID_FIELD_NUMBER: builtins.int
     FILLER_BYTES_FIELD_NUMBER: builtins.int
     run_id: builtins.str
-    """The run that it belongs to."""
+    """The run that the activation belongs to."""
     stage: builtins.int
-    """The stage that is to receive it, from 1."""
+    """The stage that is to receive it; at least 1."""
     time_left_s: builtins.float
-    """Seconds without progress that the sender still bears, counted from sending."""
+    """How many seconds without progress the sender will still tolerate, counted from when it sent this."""
     digest: builtins.int
     """Digest over specs and tensors."""
     patient: builtins.bool
-    """The sender would rather wait in line for a place than hear Busy."""
+    """Whether the sender would rather wait in line for a place than receive Busy."""
     stripe: builtins.int
-    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
+    """If not 0, calls of Stripe with this number may carry parts of the tensors."""
     label: builtins.bytes
-    """Until when the origin means the microbatch to be served (8 bytes, big endian, unix seconds), and its
-    signature over that, run, microbatch and origin. Passed on from hop to hop as it is.
+    """When the label expires (8 bytes, big endian, Unix seconds), followed by the origin's signature over that time, run,
+    microbatch and origin. Passed on unchanged from hop to hop.
     """
     filler_bytes: builtins.int
     """How much filler each of these Stripes may need before the reply, because the sender is far away on a fast line:
@@ -228,7 +229,7 @@ class ActivationHeader(google.protobuf.message.Message):
     """
     @property
     def microbatch(self) -> global___MicrobatchId:
-        """Which microbatch this is."""
+        """The id of the microbatch."""
 
     @property
     def origin(self) -> global___Origin:
@@ -236,12 +237,12 @@ class ActivationHeader(google.protobuf.message.Message):
 
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
-        """The tensors that follow, in order: hidden, targets, and mask where there is one."""
+        """The tensors that follow, in order: hidden, targets, and mask if there is one."""
 
     @property
     def avoid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Peer ids of replicas of later stages that are to be left out where there are others, at most 8: the origin found their
-        gradients wrong.
+        """Peer ids of up to 8 replicas of later stages whose gradients the origin found wrong. They are not used if there are
+        others.
         """
 
     def __init__(
@@ -273,7 +274,7 @@ class Filler(google.protobuf.message.Message):
 
     DATA_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """At most 128 KiB of zeros; none in an answer."""
+    """At most 128 KiB of zeros; empty in an answer."""
     def __init__(
         self,
         *,
@@ -285,7 +286,7 @@ global___Filler = Filler
 
 @typing.final
 class ActivationMessage(google.protobuf.message.Message):
-    """One message of an activation on its way to the next stage."""
+    """One message of an activation, sent to the next stage."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -293,7 +294,7 @@ class ActivationMessage(google.protobuf.message.Message):
     FRAMES_FIELD_NUMBER: builtins.int
     STRIPE_FIELD_NUMBER: builtins.int
     stripe: builtins.int
-    """In the first message of a Stripe only: what the caller's header or request said."""
+    """In the first message of a Stripe only: the number from the caller's header or request."""
     @property
     def header(self) -> global___ActivationHeader:
         """In the first message only."""
@@ -316,7 +317,7 @@ global___ActivationMessage = ActivationMessage
 
 @typing.final
 class Refusal(google.protobuf.message.Message):
-    """The peer does not serve the call."""
+    """Says that the peer does not serve the call."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -329,21 +330,21 @@ class Refusal(google.protobuf.message.Message):
         KIND_UNSPECIFIED: Refusal._Kind.ValueType  # 0
         """Never sent."""
         KIND_BUSY: Refusal._Kind.ValueType  # 1
-        """No place now; nobody is at fault."""
+        """No place at the moment; nobody is at fault."""
         KIND_DECLINED: Refusal._Kind.ValueType  # 2
-        """The peer is healthy and cannot serve this call."""
+        """The peer is healthy but cannot serve this call."""
         KIND_VIOLATION: Refusal._Kind.ValueType  # 3
         """What the caller sent breaks the protocol; it must not be sent again."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
-        """Why, as far as the caller's next move depends on it."""
+        """The reason, as far as the caller's next move depends on it."""
 
     KIND_UNSPECIFIED: Refusal.Kind.ValueType  # 0
     """Never sent."""
     KIND_BUSY: Refusal.Kind.ValueType  # 1
-    """No place now; nobody is at fault."""
+    """No place at the moment; nobody is at fault."""
     KIND_DECLINED: Refusal.Kind.ValueType  # 2
-    """The peer is healthy and cannot serve this call."""
+    """The peer is healthy but cannot serve this call."""
     KIND_VIOLATION: Refusal.Kind.ValueType  # 3
     """What the caller sent breaks the protocol; it must not be sent again."""
 
@@ -352,7 +353,7 @@ class Refusal(google.protobuf.message.Message):
     kind: global___Refusal.Kind.ValueType
     """The kind of refusal."""
     message: builtins.str
-    """One line for people."""
+    """One human-readable line."""
     def __init__(
         self,
         *,
@@ -365,13 +366,13 @@ global___Refusal = Refusal
 
 @typing.final
 class Grant(google.protobuf.message.Message):
-    """There is a place for the body: it may come."""
+    """Says that there is a place for the body, which may now be sent."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     message_bytes: builtins.int
-    """The most tensor bytes that the peer would like to have in one message; 0: it does not mind."""
+    """The most tensor bytes that the peer would like to receive in one message; 0 means any number."""
     def __init__(
         self,
         *,
@@ -383,7 +384,7 @@ global___Grant = Grant
 
 @typing.final
 class GradientHeader(google.protobuf.message.Message):
-    """What comes back before the gradient's bytes."""
+    """Precedes the gradient's bytes in a reply."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -398,18 +399,18 @@ class GradientHeader(google.protobuf.message.Message):
     tokens: builtins.int
     """How many targets counted."""
     finite: builtins.bool
-    """False: a loss or gradient further on was not finite, and the microbatch gives nothing."""
+    """False if a loss or gradient at a later stage was not finite; the microbatch then contributes nothing."""
     @property
     def microbatch(self) -> global___MicrobatchId:
-        """The microbatch that it is the gradient of."""
+        """The microbatch that the gradient belongs to."""
 
     @property
     def served(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Peer ids of those that served it, from the next stage to the last."""
+        """Peer ids of the nodes that served the microbatch, from the next stage to the last."""
 
     @property
     def spec(self) -> global___TensorSpec:
-        """The gradient: `grad`, as the codec `wire.backward` of the run has it."""
+        """The gradient: a tensor `grad`, encoded with the run's codec `wire.backward`."""
 
     def __init__(
         self,
@@ -474,11 +475,11 @@ class Reply(google.protobuf.message.Message):
 
     @property
     def grant(self) -> global___Grant:
-        """The body may come; the message after this one is what the reply is."""
+        """The body may now be sent; the message after this one says what the reply is."""
 
     @property
     def filler(self) -> global___Filler:
-        """On a Stripe, before the reply: nothing."""
+        """Filler before the reply, on a Stripe only; to be ignored."""
 
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
@@ -502,7 +503,7 @@ global___Reply = Reply
 
 @typing.final
 class ProgressRequest(google.protobuf.message.Message):
-    """Asks how far the peer is."""
+    """Asks how far the peer is with some microbatches."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -530,11 +531,11 @@ class Progress(google.protobuf.message.Message):
     EVENTS_FIELD_NUMBER: builtins.int
     STUCK_S_FIELD_NUMBER: builtins.int
     known: builtins.bool
-    """False: it does not have it in hand, and the rest says nothing."""
+    """False if the peer does not have the microbatch; the other fields then mean nothing."""
     events: builtins.int
-    """Grows with every byte received or sent and every operation ended, at the peer or further on."""
+    """Grows with every byte received or sent and every operation completed, at the peer or at later stages."""
     stuck_s: builtins.float
-    """For how long its device has ended nothing although it has work, in seconds."""
+    """For how long the peer's device has had work and completed nothing, in seconds."""
     def __init__(
         self,
         *,
@@ -548,7 +549,7 @@ global___Progress = Progress
 
 @typing.final
 class ProgressReply(google.protobuf.message.Message):
-    """The answer, or why there is none."""
+    """The answer to a ProgressRequest."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -556,11 +557,11 @@ class ProgressReply(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     @property
     def refusal(self) -> global___Refusal:
-        """The question is not answered."""
+        """Set if the request is not answered."""
 
     @property
     def progress(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Progress]:
-        """One for each microbatch, in the order of the question."""
+        """One for each microbatch, in the order of the request."""
 
     def __init__(
         self,
@@ -575,7 +576,7 @@ global___ProgressReply = ProgressReply
 
 @typing.final
 class SnapshotRequest(google.protobuf.message.Message):
-    """Asks for a snapshot."""
+    """Requests a snapshot."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -587,22 +588,22 @@ class SnapshotRequest(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     STRIPE_FIELD_NUMBER: builtins.int
     round: builtins.int
-    """The outer round wanted; without it, the newest one held, at once."""
+    """The outer round wanted; if absent, the newest one held, at once."""
     wait_s: builtins.float
-    """How long, in seconds, the peer may wait until it has reached that round; then it sends the newest one held."""
+    """How long the peer may wait to reach that round, in seconds; after that it sends the newest one held."""
     stage: builtins.int
-    """The stage in question: the peer's own, or one that it guards."""
+    """The stage of the snapshot: the peer's own, or one that it guards."""
     weights: builtins.str
-    """The weights are wanted, in this element type; without it, the vector."""
+    """If present, the weights are wanted, in this element type; otherwise the vector."""
     bounds: builtins.bytes
-    """In a run whose codec has bounds: for each chunk wanted of the vector, 2 to the power of (byte - 127) bounds how far
-    the caller takes it to be from its own; 255 asks for the values themselves.
+    """In a run whose codec has bounds: one byte for each requested chunk of the vector. 2 to the power of (byte - 127) is
+    the caller's bound on how far the chunk is from its own; 255 requests the values themselves.
     """
     stripe: builtins.int
-    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
+    """If not 0, calls of Stripe with this number may carry parts of the tensors."""
     @property
     def chunks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The chunks wanted, ascending; without them, all."""
+        """The chunks wanted, ascending; if empty, all."""
 
     def __init__(
         self,
@@ -628,7 +629,7 @@ global___SnapshotRequest = SnapshotRequest
 
 @typing.final
 class SnapshotHeader(google.protobuf.message.Message):
-    """What comes before a snapshot's bytes."""
+    """Precedes a snapshot's bytes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -639,20 +640,22 @@ class SnapshotHeader(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Peer id of the replica whose snapshot it is."""
+    """Peer id of the replica that the snapshot is of."""
     round: builtins.int
-    """The outer round of it."""
+    """The snapshot's outer round."""
     step: builtins.int
-    """Floor of the replica's clock, in steps, when it was frozen."""
+    """Floor of the replica's clock, in steps, when the snapshot was frozen."""
     digest: builtins.int
-    """Beside a vector in a run whose rule takes from all replicas: a digest of what they have in common."""
+    """With a vector, in a run whose rule takes from all replicas: a digest of what the replicas have in common."""
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
-        """The tensors that follow, in order: `vector` and `sample`, or `lattice` and, with all chunks, `sample`, or `weights`."""
+        """The tensors that follow, in order: `vector` and `sample`, or `lattice` (and `sample`, if it has all chunks), or
+        `weights`.
+        """
 
     @property
     def group(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """With it: peer ids of the replicas that its owner counts with in this round, ascending."""
+        """With a digest: peer ids of the replicas that the snapshot's owner expects in this round, ascending."""
 
     def __init__(
         self,
@@ -706,13 +709,13 @@ global___SnapshotMessage = SnapshotMessage
 
 @typing.final
 class StateRequest(google.protobuf.message.Message):
-    """Asks for a replica's whole state, or for the rest of one."""
+    """Requests a replica's whole state, or the rest of one."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
     class Resume(google.protobuf.message.Message):
-        """Where to go on; without it, at the beginning of the newest copy."""
+        """Where to resume a transfer."""
 
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -720,11 +723,11 @@ class StateRequest(google.protobuf.message.Message):
         TENSOR_FIELD_NUMBER: builtins.int
         OFFSET_FIELD_NUMBER: builtins.int
         number: builtins.int
-        """The copy of which the caller has a part."""
+        """The number of the copy that the caller has a part of."""
         tensor: builtins.int
-        """The first tensor wanted, an index among the declared ones; those before have come whole."""
+        """The first tensor wanted, as an index into the declared ones; all tensors before it have arrived completely."""
         offset: builtins.int
-        """Where to go on in that tensor, in bytes; those before have come."""
+        """Where to resume within that tensor, in bytes; all bytes before have arrived."""
         def __init__(
             self,
             *,
@@ -737,10 +740,10 @@ class StateRequest(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     STRIPE_FIELD_NUMBER: builtins.int
     stripe: builtins.int
-    """Not 0: calls of Stripe with this number may carry parts of the tensors."""
+    """If not 0, calls of Stripe with this number may carry parts of the tensors."""
     @property
     def resume(self) -> global___StateRequest.Resume:
-        """In the second and later calls of one transfer."""
+        """In the second and later calls of one transfer; if absent, the transfer starts at the beginning of the newest copy."""
 
     def __init__(
         self,
@@ -756,7 +759,7 @@ global___StateRequest = StateRequest
 
 @typing.final
 class StateHeader(google.protobuf.message.Message):
-    """What comes before a state's bytes."""
+    """Precedes a state's bytes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -770,26 +773,26 @@ class StateHeader(google.protobuf.message.Message):
     SPECS_FIELD_NUMBER: builtins.int
     SPENT_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Peer id of the replica whose state it is."""
+    """Peer id of the replica that the state is of."""
     number: builtins.int
-    """Names the frozen copy; all parts of one transfer have the same."""
+    """Identifies the frozen copy; the same in all parts of one transfer."""
     stage: builtins.int
-    """The stage that it is of."""
+    """The replica's stage."""
     round: builtins.int
-    """The newest outer round that the replica had done."""
+    """The newest outer round that the replica had completed."""
     step: builtins.float
-    """Its clock, in steps."""
+    """The replica's clock, in steps."""
     inner_steps: builtins.int
-    """The optimizer steps that it had taken."""
+    """How many optimizer steps the replica had taken."""
     adam_steps: builtins.int
-    """Those among them that had tokens."""
+    """How many of those had tokens."""
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
-        """All tensors of the state, in order, also when only the last ones follow."""
+        """All tensors of the state, in order, even if only the last ones follow."""
 
     @property
     def spent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MicrobatchId]:
-        """Ids of microbatches that these weights have counted of late, oldest first."""
+        """Ids of microbatches that these weights counted recently, oldest first."""
 
     def __init__(
         self,
@@ -819,7 +822,7 @@ class StateMessage(google.protobuf.message.Message):
     FRAMES_FIELD_NUMBER: builtins.int
     @property
     def refusal(self) -> global___Refusal:
-        """There is no state, or that copy is gone; nothing follows."""
+        """There is no state, or that copy no longer exists; nothing follows."""
 
     @property
     def header(self) -> global___StateHeader:
@@ -827,7 +830,9 @@ class StateMessage(google.protobuf.message.Message):
 
     @property
     def frames(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Frame]:
-        """The next part of the tensor stream. `tensor` counts among all declared ones, `offset` from the tensor's beginning."""
+        """The next part of the tensor stream. `tensor` is an index into all declared tensors; `offset` counts from the
+        tensor's beginning.
+        """
 
     def __init__(
         self,
@@ -844,7 +849,7 @@ global___StateMessage = StateMessage
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
-    """Asks who the node is."""
+    """Asks who the node is and how far it has come."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -866,15 +871,15 @@ class Description(google.protobuf.message.Message):
     OUTER_ROUND_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     stage: builtins.int
-    """The stage that it holds."""
+    """The stage that the node holds."""
     state: builtins.str
-    """Its state, by the names of the membership table."""
+    """The node's state, as in the membership table."""
     step: builtins.float
-    """Its clock, in steps."""
+    """The node's clock, in steps."""
     outer_round: builtins.int
-    """The newest outer round that it has done."""
+    """The newest outer round that the node has completed."""
     version: builtins.str
-    """Its software version."""
+    """The node's software version."""
     def __init__(
         self,
         *,
@@ -890,7 +895,7 @@ global___Description = Description
 
 @typing.final
 class DescribeReply(google.protobuf.message.Message):
-    """Who answers at this address."""
+    """Says who answers at this address."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -899,9 +904,9 @@ class DescribeReply(google.protobuf.message.Message):
     REFUSAL_FIELD_NUMBER: builtins.int
     DESCRIPTION_FIELD_NUMBER: builtins.int
     peer_id: builtins.str
-    """The answering node's peer id, in a refusal too."""
+    """The answering node's peer id, also in a refusal."""
     run_id: builtins.str
-    """The run that it works on, in a refusal too."""
+    """The run that it works on, also in a refusal."""
     @property
     def refusal(self) -> global___Refusal:
         """The call is not served, for instance because the node has not chosen its stage."""

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class NodeStub(object):
-    """A node, as its peers see it.
+    """What a node offers its peers.
     """
 
     def __init__(self, channel):
@@ -78,58 +78,60 @@ class NodeStub(object):
 
 
 class NodeServicer(object):
-    """A node, as its peers see it.
+    """What a node offers its peers.
     """
 
     def Propagate(self, request_iterator, context):
-        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
-        message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-        it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
-        its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
+        one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
+        granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
+        one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
+        a grant then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluate(self, request_iterator, context):
-        """Sends one held-out activation as Propagate does; the reply is its summed loss.
+        """Sends one held-out activation in the same way as Propagate; the reply is its summed loss.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stripe(self, request_iterator, context):
-        """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
-        messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        """Carries part of the tensors of another call, and of its reply, over a further connection. All these calls draw
+        messages from one stream, so chunks may arrive in any order. An empty message ends what the caller sends. A Stripe
+        may arrive before the header of the call that it belongs to. If that header has `filler_bytes`, one message with
+        this much filler may precede the reply.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Carries filler, which makes a connection that has rested fast before a body needs it.
+        """Carries filler, which makes an idle connection fast again before a body needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchSnapshot(self, request, context):
-        """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights.
+        """Requests what a replica froze at one outer round: its vector, for a partner, or its weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchState(self, request, context):
-        """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was.
+        """Requests a frozen copy of a replica's whole state, tensor by tensor; resumes an interrupted transfer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued.
+        """Asks how far the peer is with microbatches that the caller has sent to it; answered ahead of everything queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,7 +196,7 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node(object):
-    """A node, as its peers see it.
+    """What a node offers its peers.
     """
 
     @staticmethod

@@ -3,13 +3,14 @@
 isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
-Who calls, and in which run, is in the certificate of its connection. Every call has a deadline, and all but Warm carry
-the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, in order
-where no Stripe carries some, each tensor closed by an end marker. Digests are 64-bit xxh3. A caller whose owner caps
-what it receives carries `noloco-message-bytes`, too: the most tensor bytes that it would like to have in one message.
+The certificate of a connection identifies the caller and its run. Every call has a deadline, and all but Warm carry
+the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, and an end
+marker closes each tensor; chunks are in order unless calls of Stripe carry some of them. Digests are 64-bit xxh3. A
+caller whose owner caps its downloads also sends `noloco-message-bytes`: the most tensor bytes that it would like to
+receive in one message.
 
-Peer ids have at most 128 printable letters of ASCII, a message at most 4,096 frames. What a node waits for comes at
-8 KiB/s at least, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
+Peer ids have at most 128 printable ASCII characters, and a message has at most 4,096 frames. Data that a node waits
+for must arrive at 8 KiB/s or faster, or the call ends as ABORTED (ARCHITECTURE.md, "What a stranger can do").
 """
 
 import abc
@@ -27,57 +28,59 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class NodeStub:
-    """A node, as its peers see it."""
+    """What a node offers its peers."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Propagate: grpc.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
-    message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-    it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
-    its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
+    one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
+    granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
+    one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
+    a grant then.
     """
 
     Evaluate: grpc.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+    """Sends one held-out activation in the same way as Propagate; the reply is its summed loss."""
 
     Stripe: grpc.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
-    messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    """Carries part of the tensors of another call, and of its reply, over a further connection. All these calls draw
+    messages from one stream, so chunks may arrive in any order. An empty message ends what the caller sends. A Stripe
+    may arrive before the header of the call that it belongs to. If that header has `filler_bytes`, one message with
+    this much filler may precede the reply.
     """
 
     Warm: grpc.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.Filler,
         noloco_p2p.io.transport.noloco_pb2.Filler,
     ]
-    """Carries filler, which makes a connection that has rested fast before a body needs it."""
+    """Carries filler, which makes an idle connection fast again before a body needs it."""
 
     FetchSnapshot: grpc.UnaryStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
         noloco_p2p.io.transport.noloco_pb2.SnapshotMessage,
     ]
-    """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
+    """Requests what a replica froze at one outer round: its vector, for a partner, or its weights."""
 
     FetchState: grpc.UnaryStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.StateRequest,
         noloco_p2p.io.transport.noloco_pb2.StateMessage,
     ]
-    """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+    """Requests a frozen copy of a replica's whole state, tensor by tensor; resumes an interrupted transfer."""
 
     Progress: grpc.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
         noloco_p2p.io.transport.noloco_pb2.ProgressReply,
     ]
-    """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
+    """Asks how far the peer is with microbatches that the caller has sent to it; answered ahead of everything queued."""
 
     Describe: grpc.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.DescribeRequest,
@@ -86,56 +89,58 @@ class NodeStub:
     """Asks who the node is and how far it has come."""
 
 class NodeAsyncStub:
-    """A node, as its peers see it."""
+    """What a node offers its peers."""
 
     Propagate: grpc.aio.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
-    message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-    it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
-    its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
+    one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
+    granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
+    one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
+    a grant then.
     """
 
     Evaluate: grpc.aio.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+    """Sends one held-out activation in the same way as Propagate; the reply is its summed loss."""
 
     Stripe: grpc.aio.StreamStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
-    messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-    It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+    """Carries part of the tensors of another call, and of its reply, over a further connection. All these calls draw
+    messages from one stream, so chunks may arrive in any order. An empty message ends what the caller sends. A Stripe
+    may arrive before the header of the call that it belongs to. If that header has `filler_bytes`, one message with
+    this much filler may precede the reply.
     """
 
     Warm: grpc.aio.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.Filler,
         noloco_p2p.io.transport.noloco_pb2.Filler,
     ]
-    """Carries filler, which makes a connection that has rested fast before a body needs it."""
+    """Carries filler, which makes an idle connection fast again before a body needs it."""
 
     FetchSnapshot: grpc.aio.UnaryStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
         noloco_p2p.io.transport.noloco_pb2.SnapshotMessage,
     ]
-    """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
+    """Requests what a replica froze at one outer round: its vector, for a partner, or its weights."""
 
     FetchState: grpc.aio.UnaryStreamMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.StateRequest,
         noloco_p2p.io.transport.noloco_pb2.StateMessage,
     ]
-    """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+    """Requests a frozen copy of a replica's whole state, tensor by tensor; resumes an interrupted transfer."""
 
     Progress: grpc.aio.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
         noloco_p2p.io.transport.noloco_pb2.ProgressReply,
     ]
-    """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
+    """Asks how far the peer is with microbatches that the caller has sent to it; answered ahead of everything queued."""
 
     Describe: grpc.aio.UnaryUnaryMultiCallable[
         noloco_p2p.io.transport.noloco_pb2.DescribeRequest,
@@ -144,7 +149,7 @@ class NodeAsyncStub:
     """Asks who the node is and how far it has come."""
 
 class NodeServicer(metaclass=abc.ABCMeta):
-    """A node, as its peers see it."""
+    """What a node offers its peers."""
 
     @abc.abstractmethod
     def Propagate(
@@ -152,10 +157,11 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
-        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits one
-        message is sent whole, and gets its reply in one message. The body of a larger one follows when the peer has granted
-        it a place; a reply may come before that (Busy, or a kept reply). To a far peer a body that fits one message follows
-        its header at once, on calls of Stripe; the peer reads it when it has a place, and grants it then all the same.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
+        one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
+        granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
+        one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
+        a grant then.
         """
 
     @abc.abstractmethod
@@ -164,7 +170,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
-        """Sends one held-out activation as Propagate does; the reply is its summed loss."""
+        """Sends one held-out activation in the same way as Propagate; the reply is its summed loss."""
 
     @abc.abstractmethod
     def Stripe(
@@ -172,9 +178,10 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
-        """Carries parts of the tensors of another call and of its reply over another connection: all draw from one stream of
-        messages, those of the other call, whose chunks may come in any order then. An empty message ends what the caller sends.
-        It may come before the header. If the header has `filler_bytes`, one message of so much filler may precede the reply.
+        """Carries part of the tensors of another call, and of its reply, over a further connection. All these calls draw
+        messages from one stream, so chunks may arrive in any order. An empty message ends what the caller sends. A Stripe
+        may arrive before the header of the call that it belongs to. If that header has `filler_bytes`, one message with
+        this much filler may precede the reply.
         """
 
     @abc.abstractmethod
@@ -183,7 +190,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: noloco_p2p.io.transport.noloco_pb2.Filler,
         context: _ServicerContext,
     ) -> typing.Union[noloco_p2p.io.transport.noloco_pb2.Filler, collections.abc.Awaitable[noloco_p2p.io.transport.noloco_pb2.Filler]]:
-        """Carries filler, which makes a connection that has rested fast before a body needs it."""
+        """Carries filler, which makes an idle connection fast again before a body needs it."""
 
     @abc.abstractmethod
     def FetchSnapshot(
@@ -191,7 +198,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: noloco_p2p.io.transport.noloco_pb2.SnapshotRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.SnapshotMessage], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.SnapshotMessage]]:
-        """Asks for what a replica froze at one outer round: its vector, for a partner, or its weights."""
+        """Requests what a replica froze at one outer round: its vector, for a partner, or its weights."""
 
     @abc.abstractmethod
     def FetchState(
@@ -199,7 +206,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: noloco_p2p.io.transport.noloco_pb2.StateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.StateMessage], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.StateMessage]]:
-        """Asks for everything that makes the replica, frozen, tensor by tensor; goes on where a cut transfer was."""
+        """Requests a frozen copy of a replica's whole state, tensor by tensor; resumes an interrupted transfer."""
 
     @abc.abstractmethod
     def Progress(
@@ -207,7 +214,7 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request: noloco_p2p.io.transport.noloco_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> typing.Union[noloco_p2p.io.transport.noloco_pb2.ProgressReply, collections.abc.Awaitable[noloco_p2p.io.transport.noloco_pb2.ProgressReply]]:
-        """Asks how far the peer is with microbatches that the caller has sent to it; answered past everything that is queued."""
+        """Asks how far the peer is with microbatches that the caller has sent to it; answered ahead of everything queued."""
 
     @abc.abstractmethod
     def Describe(

@@ -1,4 +1,4 @@
-"""The service of proto/noloco.proto: which method answers which call."""
+"""The gRPC server: binds the port, and maps each call of proto/noloco.proto to the method that answers it."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -24,15 +24,15 @@ from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
 from noloco_p2p.ports import Body, Handler
 
 Answer = Callable[[Caller, Any, ExitStack], Awaitable[None]]
-"""Answers a call of this caller in its context; what the caller holds of this node is in the stack."""
+"""Answers a call, given its caller and context; the stack releases what the call holds of this node."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-    # Calls may be silent for minutes: no connection ends for too many pings.
+    # Calls may be silent for minutes, so never close a connection for too many pings.
     ("grpc.http2.max_ping_strikes", 0),
-    # Shorter, those who begin one and never end it would come back the more often. Peers close what they have not used
-    # for two minutes.
+    # With a shorter limit, clients that never finish their handshake would only reconnect more often. Peers close
+    # connections that have been idle for two minutes.
     ("grpc.server_handshake_timeout_ms", 30_000),
     ("grpc.max_connection_idle_ms", 180_000),
 )
@@ -40,10 +40,10 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def methods(servicer: GrpcServicer) -> Any:
-    """The service, for a gRPC server. Messages with tensor bytes are taken and given as they travel.
+    """The service's method handlers, for a gRPC server. Messages with tensor bytes are passed as raw bytes.
 
-    All are streams, because gRPC itself would wait without limit for a request that does not come, and for a caller
-    that does not read the response.
+    All methods are streams: for a unary one gRPC itself would wait indefinitely for a request that never comes, or for
+    a caller that does not read the response.
     """
     serve, asked = partial(partial, servicer.serve_activation), partial(partial, _asked)
     answers: dict[str, Answer] = {
@@ -65,8 +65,8 @@ def methods(servicer: GrpcServicer) -> Any:
 def bound(
     servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
 ) -> tuple[Any, int]:
-    """A gRPC server that is to be started, and its port. Raises LocalError: the port is in use."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_caller)
+    """A gRPC server that is bound but not started, and its port. Raises LocalError if the port is in use."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_about_a_lost_caller)
     bounds = ("grpc.max_allowed_incoming_connections", room() * 3 // 2), *options
     server = grpc.aio.server(options=(*OPTIONS, *bounds), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
@@ -75,20 +75,21 @@ def bound(
         return server, links.add_port(server, joined(host, port))
     except RuntimeError:
         raise LocalError(
-            f"cannot listen on {host} port {port}: it is in use, or {host} is no address of this machine;"
+            f"cannot listen on {host} port {port}: it is in use, or {host} is not an address of this machine;"
             " set listen.grpc_port to another port (0 picks a free one)"
         ) from None
 
 
-def _is_no_lost_caller(record: logging.LogRecord) -> bool:
-    """Whether a message of gRPC belongs in the log. If the status of a call could not be delivered, its caller is gone,
-    and gRPC has only not noticed yet. If gRPC could not even begin to send it, that is a bug."""
+def _is_not_about_a_lost_caller(record: logging.LogRecord) -> bool:
+    """Log filter: drops gRPC's errors about a status that could not be delivered, because they only mean that the
+    caller disconnected and gRPC had not noticed yet. Keeps the rest: failing even to begin sending a status is a
+    bug."""
     return not (record.exc_info and str(record.exc_info[1]).startswith('Failed "execute_batch"'))
 
 
 def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awaitable[None]]:
-    """The method, for as many calls at once as one caller may have, and as long as it belongs to the run; it is told
-    who calls."""
+    """Wraps a method: passes it the caller, limits how many calls one caller may have in progress, and ends a call
+    whose caller no longer belongs to the run."""
 
     async def answer(_: Any, context: Any) -> None:
         try:
@@ -115,9 +116,9 @@ async def _asked(
     context: Any,
     held: ExitStack,
 ) -> None:
-    """Answer one message with another one."""
+    """Answer one request message with one reply message."""
     reply = await method(caller, kind.FromString(await read_request(context)), context)
-    with suppress(grpc.aio.InternalError):  # The caller is gone.
+    with suppress(grpc.aio.InternalError):  # The caller has disconnected.
         await Patience().writing(context.write)(reply.SerializeToString())
 
 

@@ -1,8 +1,8 @@
-"""The answering half of the gRPC transport: calls of peers become calls of the node's handler.
+"""The answering half of the gRPC transport: turns peers' calls into calls of the node's handler.
 
-A call is cancelled by gRPC when its caller is gone or its deadline has passed; what it holds is freed with it. A large
-body comes only when the handler asks for it, so a waiting call costs little memory. What callers may hold, and how long
-this node waits for them, is in `callers`.
+gRPC cancels a call when its caller disconnects or its deadline passes, which frees everything the call holds. A large
+body arrives only when the handler asks for it, so a waiting call costs little memory. `callers` limits what callers may
+hold and how long this node waits for them.
 """
 
 import asyncio
@@ -34,29 +34,30 @@ from noloco_p2p.ports import Body, Handler, Telemetry
 
 Messages = Callable[[int], Iterable[bytes]]
 ReplyParts = tuple[Messages, str, int]
-"""The messages of a reply, of at most so many tensor bytes each, their kind in the count of bytes, and the bytes."""
+"""A reply: a function from the most tensor bytes per message to the messages; the kind under which its bytes are
+counted; and its size in bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
-"""Serves an activation."""
+"""Has the handler serve an activation, and returns the reply."""
 
 
 @dataclass(eq=False, slots=True)
 class _Reply:
-    """A reply to an activation on its way to its caller."""
+    """A reply to an activation that is being sent to its caller."""
 
     caller: PeerId
     microbatch: MicrobatchId
     sent: int = 0
-    """Bytes."""
+    """Bytes sent so far."""
 
 
 class GrpcServicer:
-    """Implements the service of proto/noloco.proto by a handler; before there is one, calls are declined.
+    """Implements the service of proto/noloco.proto with a handler; declines calls until there is one.
 
-    Errors of this package become refusals; any other is a bug, which gRPC logs and reports by a status.
+    This package's errors become refusals. Any other is a bug, which gRPC logs and reports to the caller as a status.
     """
 
     def __init__(self, links: Links, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]) -> None:
-        """`bounds` of an activation: the bytes of its tensors, and the seconds without progress that it may take."""
+        """`bounds` of an activation: the most bytes of its tensors, and the longest time without progress, seconds."""
         self.links = links
         self._me = links.me
         self._run_id = links.run_id
@@ -65,16 +66,16 @@ class GrpcServicer:
         self._line = line
         self.callers = Callers()
         self._replies: dict[_Reply, None] = {}
-        """Those that are being sent, or wait for their turn."""
+        """Replies that are being sent or wait for their turn."""
         self._turns = Turns(line.measured)
         self._grant = to_grant(line.wanted_bytes)
         self._striped = StripedCalls()
         self.handler: Handler | None = None
 
     async def serve_activation(self, serve: Serve, claimed: Caller, context: Any, held: ExitStack) -> None:
-        """Propagate and Evaluate: the header is checked, and `serve` decides on it before the body is read.
+        """Answer Propagate or Evaluate: check the header, and let `serve` decide on it before the body is read.
 
-        Writes instead of yielding: so a call that is cancelled gives its turn back at once.
+        This writes to the call instead of yielding messages, so that a cancelled call gives its turn back at once.
         """
         try:
             caller, incoming, parts = await self._served(serve, claimed, context, held)
@@ -83,7 +84,7 @@ class GrpcServicer:
         except Silent as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
         except NolocoError as error:
-            error.with_traceback(None)  # Its frames hold what the caller has sent.
+            error.with_traceback(None)  # The traceback's frames hold what the caller has sent.
             held.close()
             await self.callers.delay(claimed, error)
             await callers.refuse(self._line.sender(Patience().writing(context.write)), pb.Reply, error)
@@ -99,10 +100,10 @@ class GrpcServicer:
             async with self._turns.of(caller.name) if takes_turns else nullcontext():
                 await self._send(patience.writing(context.write), context, incoming, reply, parts)
         except Unread:
-            del self._replies[reply]  # The caller learns that it is lost if it asks.
+            del self._replies[reply]  # A caller that asks for progress then learns that the reply is lost.
             raise
         except grpc.aio.BaseError:
-            # gRPC could not write: a link to the caller is broken.
+            # gRPC could not write, so a connection to the caller is broken.
             if incoming.stripes is not None:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
             return
@@ -130,7 +131,8 @@ class GrpcServicer:
             await write(message)
 
     def _counted(self, parts: ReplyParts, most: int, reply: _Reply | None = None) -> Iterator[bytes]:
-        """The messages. They count when the last is drawn, because a caller may end its call once it has them all."""
+        """Yields the messages. Their bytes are counted when the last one is drawn and not after it has been sent,
+        because a caller may end its call as soon as it has them all."""
         messages_of, kind, size = parts
         left = size
         for message in messages_of(most):
@@ -143,7 +145,7 @@ class GrpcServicer:
                 reply.sent += len(message)
 
     async def stripe(self, claimed: Caller, context: Any, held: ExitStack) -> None:
-        """Carry part of what another call has announced or asked for."""
+        """Answer Stripe: carry part of what another call has announced or requested."""
         try:
             caller, _ = self._admit(claimed, context, observers=True)
             first = await self._first_message(context)
@@ -160,7 +162,7 @@ class GrpcServicer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
 
     async def fetch_snapshot(self, claimed: Caller, context: Any, held: ExitStack) -> None:
-        """Send a snapshot."""
+        """Answer FetchSnapshot: send a snapshot."""
 
         async def give() -> None:
             request = pb.SnapshotRequest.FromString(await callers.read_request(context))
@@ -175,7 +177,7 @@ class GrpcServicer:
         await self._give(give, pb.SnapshotMessage, Patience(), context)
 
     async def fetch_state(self, claimed: Caller, context: Any, held: ExitStack) -> None:
-        """Send this replica's state, or the rest of it. Writes, for the reason given above."""
+        """Answer FetchState: send this replica's state, or the rest of it."""
         patience = Patience(callers.STATE_RESERVE_S)
 
         async def give() -> None:
@@ -194,7 +196,7 @@ class GrpcServicer:
     async def _give(
         self, give: Callable[[], Awaitable[None]], kind: type[ReplyMessage], patience: Patience, context: Any
     ) -> None:
-        """Give weights, and report to the caller what goes wrong."""
+        """Send weights with `give`, and report errors to the caller."""
         try:
             await give()
         except Unread:
@@ -204,12 +206,12 @@ class GrpcServicer:
         except NolocoError as error:
             await callers.refuse(self._line.sender(patience.writing(context.write)), kind, error)
         except grpc.aio.InternalError:
-            pass  # gRPC could not write: the link to the caller is broken, and so is the way of a refusal.
+            pass  # gRPC could not write: the connection to the caller is broken, so a refusal would not arrive either.
 
     async def _send_weights(
         self, context: Any, caller: Caller, number: int, parts: ReplyParts, writing: Callable[[Write], Write]
     ) -> None:
-        """Send weights, over calls with this number, too, unless it is 0; all are written through `writing`."""
+        """Send weights, also over stripes with this number unless it is 0; `writing` wraps the write of each call."""
         most, patience = self._line.agreed(callers.wanted_bytes(context)), Patience()
 
         def ways(context: Any) -> Ways:
@@ -221,7 +223,7 @@ class GrpcServicer:
             await stripes.reply(self._counted(parts, most), ways(context)[0])
 
     async def progress(self, claimed: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
-        """Say how far this node is with microbatches of the caller; one whose reply is being sent is in hand, too."""
+        """Report how far this node is with the caller's microbatches, including those whose reply is being sent."""
         try:
             caller, handler = self._admit(claimed, context)
             if len(request.microbatches) > callers.MAX_CALLS:
@@ -254,13 +256,13 @@ class GrpcServicer:
         return reply
 
     async def warm(self, claimed: Caller, filler: pb.Filler, context: Any) -> pb.Filler:
-        """Take filler, which has done its work. Nobody reads it."""
+        """Accept filler, which did its work by being sent, and ignore its content."""
         self._line.charge(sent=0, received=filler.ByteSize())
         return pb.Filler()
 
     def _admit(self, claimed: Caller, context: Any, *, observers: bool = False) -> tuple[Caller, Handler]:
-        """The caller, whose name its certificate has proved, and the handler. Raises Violation: a stranger; Declined:
-        there is no handler yet."""
+        """The caller, with the name that its certificate proves, and the handler. Raises Violation for a stranger, and
+        Declined if there is no handler yet."""
         callers.check_admissible(context)
         caller = claimed._replace(name=self.links.caller(context, observers=observers))
         if self.handler is None:

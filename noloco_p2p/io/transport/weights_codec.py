@@ -1,4 +1,4 @@
-"""Snapshots and replica states as messages of proto/noloco.proto, and back. No I/O."""
+"""Converts snapshots and replica states to messages of proto/noloco.proto and back. No I/O."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,11 +17,11 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.reply_reader import ReplyMessage, ReplyReader, V
 
 MOST_SPENT = 16_384
-"""Spent ids that a state travels with, the newest: four times those that a replica keeps at least."""
+"""Most spent ids in a state; only the newest are sent. A replica keeps at least a quarter as many."""
 
 
 def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
-    """What a peer asks for, not yet checked."""
+    """A peer's request for a snapshot, not yet checked."""
     round = message.round if message.HasField("round") else None
     weights = message.weights if message.HasField("weights") else None
     lattice = LatticeRequest(message.bounds, tuple(message.chunks)) if message.HasField("bounds") else None
@@ -29,7 +29,8 @@ def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
 
 
 def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
-    """The messages of a snapshot: the header alone, so that the receiver sees the transfer begin, then the tensors."""
+    """The messages of a snapshot: first the header alone, so that the receiver sees the transfer begin, then the
+    tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
     if snapshot.view is not None:
@@ -41,9 +42,9 @@ def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Ite
 
 
 def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
-    """The messages of a state from byte `offset` of tensor `tensor` on: the header alone, then the tensors.
+    """The messages of a state from byte `offset` of tensor `tensor` on: first the header alone, then the tensors.
 
-    Raises Violation when there is no such place in it.
+    Raises Violation if the state has no such place.
     """
     if not (tensor < len(state.tensors) and offset <= state.tensors[tensor].data.nbytes) and (tensor, offset) != (0, 0):
         raise Violation(f"a state of {len(state.tensors)} tensors has no byte {offset} of tensor {tensor}")
@@ -69,15 +70,15 @@ class WeightsReader(ReplyReader[ReplyMessage, V]):
 
     method: str
     what: str
-    """What is fetched, in messages."""
+    """What is fetched, for error messages and the count of bytes."""
 
     def request(self, stripe: int) -> Message:
-        """What to ask in the next call, whose reply is fed from its beginning; `stripe`: number of those beside it."""
+        """The request of the next call, whose reply is fed from its beginning; `stripe`: the number of its stripes."""
         raise NotImplementedError
 
 
 class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
-    """Puts a snapshot together, of exactly the `expected` tensors."""
+    """Assembles a snapshot with exactly the `expected` tensors."""
 
     method = "FetchSnapshot"
 
@@ -89,7 +90,7 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
         self._head = pb.SnapshotHeader()
 
     def request(self, stripe: int) -> pb.SnapshotRequest:
-        """The one request."""
+        """See `WeightsReader`; there is only one request."""
         r = self._request
         bounds, chunks = (r.lattice.bounds, r.lattice.some) if r.lattice else (None, ())
         return pb.SnapshotRequest(
@@ -107,7 +108,7 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
         if not is_peer_id(header.peer):
             raise Violation("the peer id of the snapshot is not short printable text")
         if len(header.group) > LARGEST_GROUP or not all(map(is_peer_id, header.group)):
-            raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a short printable id")
+            raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a valid peer id")
         if any(one >= other for one, other in pairwise(header.group)):
             raise Violation("the snapshot's peers are not in ascending order")
         message_codec.check_counts(header.round, header.step)
@@ -120,7 +121,7 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
 
 
 class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
-    """Puts the state of one replica together, over several calls if need be, all of the same frozen copy."""
+    """Assembles the state of one replica, over several calls if necessary, all from the same frozen copy."""
 
     method, what = "FetchState", "state"
 
@@ -132,11 +133,12 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The tensor and the byte of it that are due; None before the first header. It only grows."""
+        """The index of the tensor and the byte within it that are due next; None before the first header. Only
+        grows."""
         return None if self._assembler is None else self._assembler.place
 
     def request(self, stripe: int) -> pb.StateRequest:
-        """See `WeightsReader`: it asks for what has not come yet."""
+        """See `WeightsReader`; requests what has not arrived yet."""
         self._header_due = True
         if self._head is None or self._assembler is None:
             return pb.StateRequest(stripe=stripe)
@@ -146,12 +148,12 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         return pb.StateRequest(resume=resume, stripe=stripe)
 
     def discard(self) -> None:
-        """Free what has come."""
+        """Free what has arrived."""
         if self._assembler is not None:
             self._assembler.discard()
 
     def _begin(self, message: pb.StateMessage) -> tuple[TensorSpec, ...]:
-        """The first header is checked and kept; those of later calls must be equal to it."""
+        """Checks and keeps the first header; those of later calls must equal it."""
         header = message.header
         if self._head is not None:
             if header != self._head:

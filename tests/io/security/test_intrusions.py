@@ -384,7 +384,7 @@ def test_a_server_who_is_not_the_one_that_is_called(
         await server.start()
         caller = transport(Links(club.credentials("caller")))
         if tries == "nothing wrong":
-            with pytest.raises(Violation, match="describes nothing"):
+            with pytest.raises(Violation, match="description of itself is missing"):
                 await caller.describe(whom(port))
             await caller.close()
             await server.stop(None)
