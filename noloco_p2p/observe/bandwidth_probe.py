@@ -1,6 +1,6 @@
-"""Measures a peer's response time and the bandwidth from it, for observers. Nothing received is kept.
+"""Measures the round trip to a peer and the bandwidth from it, for observers. Nothing received is kept.
 
-What a peer can send is its weights: it sends the same bytes to everybody, and they need no work of its device.
+The bandwidth is measured on the peer's weights: every caller gets the same bytes, and they cost its device no work.
 """
 
 import asyncio
@@ -28,19 +28,20 @@ class SnapshotTransfer:
     """What was received of one snapshot."""
 
     bytes: int
+    """Without the first message, the head."""
     seconds: float
-    """From its first message to the last one received in time."""
+    """From the first message to the last one received in time."""
     whole: bool
-    """False: time ran out."""
+    """False if time ran out."""
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate; 0.0 if nothing was received."""
+        """The rate; 0.0 if nothing followed the head."""
         return self.bytes / max(self.seconds, 1e-6)
 
 
 class LinkProbe:
-    """Measures the links to the peers of one run. Belongs to one event loop."""
+    """Measures the links to the peers of one run. Bound to one event loop."""
 
     def __init__(self, links: Links) -> None:
         self._metadata = callers.metadata()
@@ -51,7 +52,7 @@ class LinkProbe:
         await self._channels.close()
 
     async def round_trip_s(self, peer: Advert, calls: int) -> float:
-        """Median seconds of `calls` small calls, without the connection set-up. Raises as `Transport.describe`."""
+        """Median seconds of `calls` small calls, without connection set-up. Raises as `Transport.describe` does."""
         clock = asyncio.get_running_loop().time
         took: list[float] = []
         for number in range(calls + 1):
@@ -65,7 +66,10 @@ class LinkProbe:
         return statistics.median(took)
 
     async def transfer(self, peer: Advert, limit_s: float) -> SnapshotTransfer:
-        """Receive the peer's newest weights for at most `limit_s`. Raises the error of a refusal; Unreachable."""
+        """Receive the peer's newest weights for at most `limit_s`.
+
+        Raises the error of a refusal, and Unreachable if none of the weights arrive in time.
+        """
         clock = asyncio.get_running_loop().time
         request = pb.SnapshotRequest(wait_s=0.0, stage=peer.stage, weights="float32")
         size, began, ended, whole = 0, 0.0, 0.0, False
@@ -86,7 +90,7 @@ class LinkProbe:
                     whole = True
                 except TimeoutError:
                     if not size:
-                        raise Unreachable(f"{peer.peer_id} sent none of its weights in time") from None
+                        raise Unreachable(f"{peer.peer_id} did not send any of its weights in time") from None
                 finally:
                     call.cancel()
         return SnapshotTransfer(size, ended - began, whole)

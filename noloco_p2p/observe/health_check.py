@@ -1,6 +1,6 @@
-"""`noloco-node health`: asks a running node on this machine whether it is well. For a container's HEALTHCHECK.
+"""`noloco-node health`: asks a running node on this machine whether it is healthy. For a container's HEALTHCHECK.
 
-It runs every few seconds beside a node that needs the processor, so nothing heavy is imported here.
+It runs every few seconds next to a node that needs the CPU, so nothing heavy is imported here.
 """
 
 import http.client
@@ -16,10 +16,10 @@ LONGEST_LINE = 1_000
 
 
 def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[bool, str]:
-    """Whether a node is well, and one line: `ok`, what is wrong with it, or why it cannot be asked.
+    """Whether a node is healthy, and one line: `ok`, what is wrong with it, or why it cannot be asked.
 
-    Asks the node at `url`, else that of `directory`, else the newest one below `home`. Raises ConfigError: `url` is not
-    an address.
+    Asks the node at `url`; without one, the node of `directory`; without either, the newest node below `home`. Raises
+    ConfigError if `url` is not an address.
     """
     if url is None:
         found = _newest(home) if directory is None else directory / ENDPOINTS
@@ -35,7 +35,7 @@ def _newest(home: Path) -> Path | None:
 
 
 def _address(endpoints: Path) -> str | None:
-    """The node's own address; the one on this machine is preferred to the announced one."""
+    """The address at which to ask the node: the one on this machine if it is known, otherwise the announced one."""
     found = read_json(endpoints) or {}
     return str(found.get("health") or found.get("metrics") or "") or None
 
@@ -48,7 +48,7 @@ def _checked(url: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if host is None or parts.scheme not in ("", "http"):
-        raise ConfigError(f"{url!r} is not the address of a node: give http://HOST:PORT, as the node prints it")
+        raise ConfigError(f"{url!r} is not the address of a node: give http://HOST:PORT, as printed by the node")
     return host, port or 80
 
 

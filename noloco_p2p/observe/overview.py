@@ -1,4 +1,4 @@
-"""What `noloco top` shows of a swarm: one sentence, findings, stages, nodes. Pure, from the nodes' reports."""
+"""What `noloco top` and the web page show of a swarm: one sentence, findings, stages, nodes. Pure, from reports."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, lin
 from noloco_p2p.observe.diagnosis.swarm_view import STAGES_LIMIT, most_common
 
 ROUNDS = ("partner", "stale", "other", "alone"), ("all", "some", "alone")
-"""Results of outer rounds of rules that take from one peer, and of those that take from all replicas."""
+"""Results of outer rounds: under rules that pull from one peer, and under those that pull from all replicas."""
 NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     "step": lambda status: status.advert.step,
     "inner_steps": lambda status: status.inner_steps,
     "tokens_per_s": lambda status: status.figures.tokens_per_s,
-    # of device time
+    # per second of device time
     "microbatches_per_s": lambda status: status.advert.microbatches_per_s,
     # outer rounds by result
     "rounds": lambda status: dict(status.figures.rounds),
-    # seconds for which its device has waited for partners since its start
+    # seconds that its device has spent waiting for partners since the node started
     "partner_wait_s": lambda status: status.figures.idle_s.get("partner", 0.0),
     "bytes_per_s": lambda status: status.figures.bytes_per_s,
     "replica_std": lambda status: status.figures.replica_std,
     "loss": lambda status: status.figures.loss,
-    # the longest current wait for a peer, else of all waits that hold something up
+    # the longest current wait for a peer; without one, the longest wait that holds something up
     "waits_for": lambda status: _in_words(health.longest_wait(status)),
 }
-"""What an answering node says about itself; None for one that does not answer."""
+"""What a node reports about itself; None for a node that does not answer."""
 
 Row = dict[str, Any]
 
@@ -42,28 +42,28 @@ class Overview:
     """A swarm at one moment."""
 
     name: str
-    """Name of the run; empty if no node has said."""
+    """Name of the run; empty if no node has reported it."""
     sentence: str
     severity: Severity
     """Severity of the sentence."""
     progress: str
-    """How far the swarm has come, whatever is wrong."""
+    """How far the swarm has come, even if something is wrong."""
     findings: tuple[Finding, ...]
     stages: tuple[Row, ...]
-    """`stage`, `replicas`, `states` (number of replicas in each), `tokens_per_s` (of all its replicas: what stage 0
-    trains on, what a later one serves)."""
+    """`stage`, `replicas`, `states` (number of replicas in each), `tokens_per_s` (sum over its replicas: what stage 0
+    trains on, or what a later stage serves)."""
     nodes: tuple[Row, ...]
-    """`peer`, `host` (where it answers), `stage`, `state` (from the node itself, else from the directory), `answers`,
-    `failure` (why it does not), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by peer id. None:
-    unknown."""
+    """`peer`, `host` (where it answers), `stage`, `state` (from the node itself, otherwise from the directory),
+    `answers`, `failure` (why it does not answer), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by
+    peer id. None: unknown."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values. Numbers are finite, as in all statuses that were read."""
+        """This overview as plain values. All numbers are finite, as in the statuses that they come from."""
         return asdict(self)
 
 
 def overview(reports: Sequence[Report]) -> Overview:
-    """The overview of the swarm of these reports."""
+    """The overview of the swarm that these reports describe."""
     found = diagnose(reports)
     severity: Severity = next((f.severity for f in found.findings if f.sentence == found.sentence), "ok")
     nodes = sorted(map(_node, reports), key=lambda n: (n["stage"] is None, n["stage"] or 0, n["peer"]))

@@ -1,7 +1,7 @@
-"""Asks all nodes of a swarm for their status, for observers: `noloco top`, `noloco doctor`.
+"""Asks all nodes of a swarm for their status, on behalf of observers such as `noloco top` and `noloco doctor`.
 
 An address in an advert is a stranger's claim. So only `http://HOST:PORT/status` is requested, redirects are not
-followed, and the number, size and time of the answers are limited.
+followed, and the number, size and duration of the answers are limited.
 """
 
 import asyncio
@@ -22,17 +22,18 @@ from noloco_p2p.io.telemetry.status_json import LIMIT_BYTES, decode
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
 TIMEOUT_S = 2.0
-"""Longest time for one node's answer, from the connection to its last byte."""
+"""Time limit for one node's answer, from opening the connection to the last byte."""
 AT_ONCE = 32
-"""Nodes asked at the same time; each may send LIMIT_BYTES."""
+"""Nodes asked at the same time; each may send up to LIMIT_BYTES."""
 NODES_LIMIT = 1024
-"""Most nodes that are asked."""
+"""Upper limit on the number of nodes asked."""
 HEAD_LIMIT_BYTES = 16_384
+"""Upper limit on the HTTP headers of an answer."""
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 
 def base_url(url: str) -> str:
-    """`http://HOST:PORT` of a URL with any path. Raises ConfigError, which quotes it: it is malformed."""
+    """`http://HOST:PORT` of a URL with any path. Raises ConfigError, quoting the URL, if it is malformed."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -44,9 +45,9 @@ def base_url(url: str) -> str:
 
 
 async def ask(base: str) -> Report:
-    """The status of the node at a `base_url`, and how far its wall clock is ahead at about that moment.
+    """The status of the node at a `base_url`, and about how far its wall clock is ahead of ours.
 
-    Raises Unreachable: no answer in TIMEOUT_S; Violation: the answer is not a status.
+    Raises Unreachable if there is no answer within TIMEOUT_S, and Violation if the answer is not a status.
     """
     before = time.time()
     body = await _get_status(base)
@@ -60,7 +61,8 @@ async def ask(base: str) -> Report:
 async def by_url(url: str) -> list[Report]:
     """The swarm as seen by one node, including that node. `url` is its `http://HOST:PORT` or its metrics address.
 
-    Raises ConfigError: `url` is malformed; Unreachable or Violation: it does not answer like a node.
+    Raises ConfigError if `url` is malformed, and Unreachable or Violation if what it leads to does not answer like a
+    node.
     """
     base = base_url(url)
     try:
@@ -74,7 +76,7 @@ async def by_url(url: str) -> list[Report]:
 
 
 async def around(status: Status, base: str | None = None, clock_ahead_s: float | None = None) -> list[Report]:
-    """The swarm as seen by the node of this status, including that node. `base`: where it answered, if it was asked."""
+    """The swarm as seen by the node with this status, including that node. `base`: where it answered, if asked."""
     own = filter(None, map(endpoint, (*filter(None, [base]), *status.advert.addresses)))
     reach = Reach(host for host, _ in own)
     advert = replace(status.advert, announced_at=asyncio.get_running_loop().time())
@@ -85,10 +87,10 @@ async def around(status: Status, base: str | None = None, clock_ahead_s: float |
 async def by_adverts(
     adverts: Iterable[Advert], known: Sequence[Report] = (), reach: Reach | None = None
 ) -> list[Report]:
-    """Reports of the nodes of these adverts, sorted by peer id. Nodes in `known` are not asked again.
+    """Reports of the nodes that these adverts announce, sorted by peer id. Nodes in `known` are not asked again.
 
-    Nodes known to most of the answering nodes are asked too, in the same networks (`reach`), because one reading of a
-    directory can miss a node.
+    Nodes known to more than half of the nodes that answer are asked too, within the same networks (`reach`), because a
+    single reading of the directory can miss a node.
     """
     adverts = list(adverts)
     reach = reach or Reach(at[0] for advert in adverts for at in [endpoint(advert.metrics)] if at is not None)
@@ -109,7 +111,7 @@ async def by_adverts(
 
 
 def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
-    """The newest advert of each node that more than half of the answering nodes see."""
+    """The newest advert of each node that more than half of the nodes that answered have seen."""
     counts: Counter[PeerId] = Counter()
     newest: dict[PeerId, Advert] = {}
     statuses = [report.status for report in found.values() if report.status is not None]
@@ -122,12 +124,12 @@ def _known_to_most(found: dict[PeerId, Report]) -> list[Advert]:
 
 
 def _here(seen: SeenPeer) -> Advert:
-    """The advert of a node known to another one, as if it had been read here."""
+    """The advert of a node that another node knows, dated by this loop's clock as if it had been read here."""
     return replace(seen.advert, announced_at=asyncio.get_running_loop().time() - seen.age_s)
 
 
 async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
-    """Ask one node. Never raises; errors are in the report."""
+    """Ask one node. Errors are not raised but put into the report."""
     failed = Report(advert.peer_id, advert, None)
     if not advert.metrics:
         report = replace(failed, failure="it announces no metrics address")
@@ -147,7 +149,7 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
 
 
 async def _get_status(base: str) -> bytes:
-    """The body of `/status`, at most LIMIT_BYTES. Raises Unreachable, Violation."""
+    """The body of `/status`, at most LIMIT_BYTES. Raises Unreachable or Violation."""
     at = urlsplit(base)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -163,11 +165,11 @@ async def _get_status(base: str) -> bytes:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else "it cannot be reached"
         raise Unreachable(f"no answer from {base}: {reason}") from None
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, UnicodeError):
-        raise Violation(f"what {base} answers is not HTTP") from None
+        raise Violation(f"the answer of {base} is not HTTP") from None
 
 
 async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
-    """The complete body after the head, until the other side closes or its length is reached."""
+    """The complete body that follows the head: Content-Length bytes, or all until the other side closes."""
     first, _, rest = head.decode("latin-1").partition("\r\n")
     found = re.fullmatch(r"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?", first)
     if found is None:
@@ -178,7 +180,7 @@ async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
     if length is not None:
         wanted = int(length[1])
         if wanted > LIMIT_BYTES:
-            raise Violation(f"the answer has {wanted} bytes, at most {LIMIT_BYTES} are read")
+            raise Violation(f"the answer has {wanted} bytes, more than the limit of {LIMIT_BYTES}")
         try:
             return await reader.readexactly(wanted)
         except asyncio.IncompleteReadError as error:
@@ -187,5 +189,5 @@ async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
     while part := await reader.read(1 << 16):
         body += part
         if len(body) > LIMIT_BYTES:
-            raise Violation(f"the answer has more than the {LIMIT_BYTES} bytes that are read")
+            raise Violation(f"the answer is longer than the limit of {LIMIT_BYTES} bytes")
     return bytes(body)

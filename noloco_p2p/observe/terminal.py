@@ -1,4 +1,4 @@
-"""How commands print tables: the console, and tables without lines."""
+"""What commands print tables with: the console, and tables without ruled lines."""
 
 import sys
 from collections.abc import Collection, Iterable
@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 100
-"""Columns if there is no terminal with a width of its own."""
+"""Columns if standard output is not a terminal."""
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
-"""Colours of findings by severity."""
+"""Colour of a finding, by its severity."""
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal or WIDTH."""
+    """A console on standard output, as wide as the terminal, or WIDTH columns if it is not one."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 

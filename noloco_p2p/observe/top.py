@@ -1,4 +1,4 @@
-"""`noloco top`: the whole swarm on one screen, from the nodes' own statuses, and one sentence about it."""
+"""`noloco top`: the whole swarm on one screen, with one sentence about it, from the statuses of its nodes."""
 
 import asyncio
 import json
@@ -23,21 +23,21 @@ from noloco_p2p.observe.overview import ROUNDS, Overview, Row, overview
 FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
-"""Rows if the height is not known; a terminal shows as many as fit."""
+"""Rows if the height is unknown; a terminal shows as many as fit."""
 WIDE = 120
-"""Columns from which the nodes' hosts are shown."""
+"""Width in columns from which the nodes' hosts are shown."""
 HOST_CHARACTERS = 24
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
-LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: for partners"
+LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: partner wait"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
-"""Asks all nodes anew each time. Raises PeerError: no node answers."""
+"""Asks all nodes again on every call. Raises PeerError if no node answers."""
 
 
 def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
     """Show the swarm once, or until Ctrl-C. `join`: addresses, or `@FILE`.
 
-    Raises ConfigError, LocalError; PeerError: nobody answers.
+    Raises ConfigError, LocalError, and PeerError if no node answers.
     """
     try:
         asyncio.run(show(join, url, once=once, as_json=as_json, interval_s=interval_s))
@@ -47,7 +47,7 @@ def run_top(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, 
 
 
 async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: bool, interval_s: float) -> None:
-    """Show the swarm behind the join addresses, or the one seen by the node at the URL."""
+    """Show the swarm that the join addresses lead to, or the one that the node at the URL sees."""
     async with readings(join, url) as read:
         found = overview(await read())
         if as_json:
@@ -60,7 +60,7 @@ async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: boo
 
 
 async def _live(read: Readings, found: Overview, interval_s: float) -> None:
-    """Redraw after each interval. While nobody answers, the last view stays, with a note."""
+    """Redraw every interval. While no node answers, the last view stays on the screen, with a note."""
     console = terminal.console()
     loop = asyncio.get_running_loop()
     seen_at, note = loop.time(), ""
@@ -72,14 +72,14 @@ async def _live(read: Readings, found: Overview, interval_s: float) -> None:
             try:
                 found, seen_at, note = overview(await read()), loop.time(), ""
             except PeerError as error:
-                note = f"as it was {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
+                note = f"last update {elapsed(loop.time() - seen_at)} ago: {line(str(error))}"
 
 
 # --- where the reports come from --------------------------------------------------------------------------------------
 
 
 def from_url(url: str) -> Readings:
-    """The swarm seen by the node at a URL. If that node is gone, what was known of the others."""
+    """The swarm as seen by the node at a URL. If that node stops answering, the nodes last seen are asked directly."""
     adverts: list[Advert] = []
 
     async def read() -> list[Report]:
@@ -96,7 +96,7 @@ def from_url(url: str) -> Readings:
 
 
 def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings:
-    """The swarm as read from the directory each time. `peers`: see `ports.Directory`."""
+    """The swarm, with the directory read again on every call. `peers`: see `ports.Directory`."""
 
     async def read() -> list[Report]:
         return await survey.by_adverts(await peers())
@@ -106,7 +106,7 @@ def from_directory(peers: Callable[[], Awaitable[Sequence[Advert]]]) -> Readings
 
 @asynccontextmanager
 async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readings]:
-    """The swarm behind these addresses, or that the node at the URL sees. Raises ConfigError."""
+    """The swarm that these addresses lead to, or the one that the node at the URL sees. Raises ConfigError."""
     if bool(join) == (url is not None):
         raise ConfigError("give either --join ADDR or --url http://HOST:PORT: every node prints both when it starts")
     if url is not None:
@@ -122,7 +122,7 @@ async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readin
 
 
 def render(found: Overview, height: int | None, note: str = "", width: int = terminal.WIDTH) -> RenderableType:
-    """The whole screen, at most `height` lines (None: unlimited) of `width` columns, which is the console's width."""
+    """The whole screen: at most `height` lines (None: unlimited) of `width` columns, the width of the console."""
     head: list[Text] = [Text(found.sentence, style=f"bold {terminal.COLOURS[found.severity]}")]
     if found.progress != found.sentence:
         head.append(Text(f"{found.name}: {found.progress}" if found.name else found.progress))
@@ -134,7 +134,7 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
         left = Counter(f.severity for f in others[FINDINGS_SHOWN:])
         head.append(Text(f"and {', '.join(plural(left[s], s) for s in reversed(SEVERITIES) if left[s])} more"))
     stages = _stages_table(found.stages)
-    # Each sentence may take two lines, each table has a header line, and there are three lines between and below.
+    # Each sentence may take two lines, each table has a header line, and three more lines are between and below them.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
     rows = NODES_SHOWN if height is None else max(1, height - taken)
     parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width >= WIDE)]
@@ -156,10 +156,10 @@ def _stages_table(stages: Sequence[Row]) -> Table:
 def _nodes_table(nodes: Sequence[Row], hosts: bool) -> Table:
     columns = (COLUMNS[0], *["host"] * hosts, *COLUMNS[1:])
     table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
-    # On a narrow screen, columns that may wrap shrink first: this one, whose text is cut off instead.
+    # On a narrow screen, rich shrinks wrapping columns first. So only this one may wrap; its text is cut off instead.
     table.columns[-1].no_wrap = False
     for node in nodes:
-        # Text, not markup: what a node says about itself must not be interpreted.
+        # Text rather than markup, so that nothing a node says about itself is interpreted.
         first, *others = cells(node)
         row = (first, *[plain(node["host"] or DASH, HOST_CHARACTERS)] * hosts, *others)
         texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row]
@@ -189,13 +189,13 @@ def cells(node: Row) -> tuple[str, ...]:
 
 
 def _whole(value: float) -> str:
-    """A count in full up to a million."""
+    """A number without decimals; written compactly from a million on."""
     found = finite(value)
     return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
 
 
 def _fixed(value: float | None, form: str) -> str:
-    """A number of bounded width; a dash where it is not known."""
+    """A number of bounded width; a dash if it is unknown."""
     return DASH if value is None else f"{min(finite(value), 9999.0):{form}}"
 
 

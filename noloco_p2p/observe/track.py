@@ -1,6 +1,6 @@
 """`noloco track` and `noloco swarm --track`: a swarm's figures as one run of TensorBoard or Weights & Biases.
 
-An observer writes them, from what the nodes say of themselves at `/status`. No node knows of it.
+They are written by an observer, from what the nodes report at `/status`; no node is aware of it.
 """
 
 import asyncio
@@ -30,19 +30,20 @@ from noloco_p2p.observe.top import Readings, readings
 
 Tracker = Literal["tensorboard", "wandb"]
 INTERVAL_S = 2.0
-"""Between two readings."""
+"""Pause between two readings."""
 HOME = Path("noloco-track")
 """Where `noloco track` writes without --dir."""
 OF_STAGE_0 = ("loss", "validation_loss", "learning_rate", "grad_norm")
+"""Figures averaged over the replicas of stage 0."""
 FINAL = ("validation_loss", "tokens_per_s")
-"""Figures of `summary.json` that are written at the last step of a run on this machine."""
+"""Figures of `summary.json` that `noloco swarm --track` writes at the last step."""
 
 
 class EventFile:
-    """An event file of TensorBoard (the extra `tensorboard`). Torch is not needed for it."""
+    """An event file of TensorBoard (the extra `tensorboard`), written without torch."""
 
     def __init__(self, directory: Path) -> None:
-        """Begin a file in the directory. Raises LocalError."""
+        """Create the file in this directory. Raises LocalError."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -54,23 +55,23 @@ class EventFile:
         """The command that shows it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step, no earlier than the last one written. Raises LocalError."""
+        """Add the figures of a step that is not before the last step written. Raises LocalError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         with writing(self._file.get_logdir()):
             self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
             self._file.flush()
 
     def close(self) -> None:
-        """All is written. Raises LocalError."""
+        """Write what is buffered and close the file. Raises LocalError."""
         with writing(self._file.get_logdir()):
             self._file.close()
 
 
 class WandbRun:
-    """A run of Weights & Biases (the extra `wandb`), online or, with WANDB_MODE=offline, in files to send later."""
+    """A run of Weights & Biases (the extra `wandb`): online, or in files to upload later with WANDB_MODE=offline."""
 
     def __init__(self, directory: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Begin a run, in `directory`/wandb. Raises ConfigError when it does not begin, as without an account."""
+        """Start a run with files in `directory`/wandb. Raises ConfigError if wandb refuses, as without an account."""
         import wandb
 
         self._error: type[Exception] = wandb.errors.Error
@@ -81,14 +82,15 @@ class WandbRun:
             raise ConfigError(f"wandb: {str(error).rstrip('.')}; WANDB_MODE=offline writes files only") from error
         synced = f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         self.words = self._run.url or synced
+        """The address of the run, or the command that uploads it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """As for an event file."""
+        """As `EventFile.write`."""
         with self._local_errors():
             self._run.log(dict(figures), step=step)
 
     def close(self) -> None:
-        """All is written. Raises LocalError."""
+        """Send what is buffered and end the run. Raises LocalError."""
         with self._local_errors():
             self._run.finish()
 
@@ -101,20 +103,20 @@ class WandbRun:
 
 
 def check(option: str, to: Tracker) -> None:
-    """Raises ConfigError when the package for it is not installed; `option`: how the command line names it."""
+    """Raise ConfigError, naming the command-line `option`, if the tracker's package is not installed."""
     if importlib.util.find_spec(to) is None:
         raise ConfigError(f"{option} {to} needs the package {to}: pip install {to}")
 
 
 def open_sink(to: Tracker, directory: Path, name: str, config: Mapping[str, Any]) -> EventFile | WandbRun:
-    """A run in a directory, in a folder that is called like its tracker. Raises ConfigError or LocalError."""
+    """Start a run in a folder of `directory` that has the tracker's name. Raises ConfigError or LocalError."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
     return EventFile(directory / to) if to == "tensorboard" else WandbRun(directory, name, config)
 
 
 def figures(swarm: SwarmView) -> dict[str, float]:
-    """What is written of one reading: means over the nodes that know, sums of what is per second, nodes by state."""
+    """The figures written for one reading: means over the nodes that know a value, sums of rates, nodes by state."""
     means = {name: swarm.mean(name) for name in OF_STAGE_0}
     means |= {f"replica_std/stage_{stage}": swarm.mean("replica_std", stage) for stage in range(swarm.stages)}
     found = {name: mean for name, mean in means.items() if mean is not None}
@@ -128,25 +130,25 @@ def figures(swarm: SwarmView) -> dict[str, float]:
 
 
 class Tracking:
-    """Readings of a swarm on their way into a sink."""
+    """Writes readings of a swarm to a sink, each step once."""
 
     def __init__(self, sink: EventFile | WandbRun) -> None:
         self.sink = sink
         self.step = 0
-        """The last one that was written."""
+        """The last step that was written."""
         self.written = 0
         self.ended = False
-        """At the last reading, the run had come to its end."""
+        """Whether the run had ended by the last reading."""
         self._validated: dict[PeerId, float] = {}
-        """The validation loss of each node that has been written."""
+        """The validation loss last written for each node."""
 
     def take(self, reports: Sequence[Report]) -> None:
-        """Write what is new in a reading. Raises Unreachable, LocalError."""
+        """Write what is new in a reading. Raises Unreachable if no node answered, and LocalError."""
         swarm = SwarmView(reports)
         if not swarm.statuses:
             raise Unreachable("no node answers")
         found, step = figures(swarm), round(swarm.step)
-        # A validation is a point of its own step only: one that has been written is not in the mean of a later one.
+        # A validation loss belongs to its own step only: once written, it is not part of the mean at a later step.
         losses = {peer: s.figures.validation_loss for peer, s in swarm.statuses.items() if s.advert.stage == 0}
         new = {peer: loss for peer, loss in losses.items() if loss is not None and loss != self._validated.get(peer)}
         found.pop("validation_loss", None)
@@ -162,7 +164,7 @@ class Tracking:
         self.step, self.written = step, self.written + 1
 
     async def follow(self, read: Readings, stop: threading.Event, say: Callable[[str], None]) -> None:
-        """Read and write until told to stop, or the run has ended and nobody answers any more. Raises LocalError."""
+        """Read and write until `stop` is set, or the run has ended and no node answers any more. Raises LocalError."""
         silent = False
         while not await asyncio.to_thread(stop.wait, INTERVAL_S):
             try:
@@ -178,9 +180,9 @@ class Tracking:
 
 @contextmanager
 def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the `with`, a thread writes the figures of the swarm in this directory; at the end those of its summary.
+    """Inside the `with`, a thread writes the figures of the swarm in this directory; at the end, those of its summary.
 
-    A sink that fails ends the tracking, not the run. Raises ConfigError or LocalError before the thread begins.
+    A sink that fails ends the tracking, not the run. Raises ConfigError or LocalError if the sink cannot be opened.
     """
     tracking = Tracking(open_sink(to, run_dir, run_dir.name, config))
     print(f"track     {tracking.sink.words}", flush=True)
@@ -205,7 +207,7 @@ def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[No
 
 
 def run_track(join: Sequence[str], url: str | None, to: Tracker, directory: Path | None) -> None:
-    """Write until the run has ended, or Ctrl-C. Raises ConfigError, LocalError, and PeerError when nobody answers."""
+    """Write until the run has ended, or Ctrl-C. Raises ConfigError, LocalError, and PeerError if no node answers."""
     check("--to", to)
     if directory is not None:
         homes.require("--dir ", directory, homes.Home.TRACKED, homes.Home.EMPTY)
@@ -233,7 +235,7 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
 
 
 async def _of_directory(run_dir: Path) -> list[Report]:
-    """The swarm whose nodes run in this directory, as the first of them that answers sees it. Raises Unreachable."""
+    """The swarm of the nodes in this directory, as seen by the first one that answers. Raises Unreachable."""
     for node_dir in node_probe.node_dirs(run_dir):
         if (found := node_probe.running(node_dir)) is not None:
             with suppress(PeerError):
@@ -243,7 +245,7 @@ async def _of_directory(run_dir: Path) -> list[Report]:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """A sink that fails is one line."""
+    """Report a sink that fails as one line, and carry on without it."""
     try:
         yield
     except LocalError as error:

@@ -1,7 +1,7 @@
-"""What a node shows a browser: `/`, the picture of `noloco top` in one file, and `/swarm`, its figures as JSON.
+"""What a node serves to browsers: `/`, the view of `noloco top` as one HTML file, and `/swarm`, its figures as JSON.
 
-Neither has an address in it: who may see a run need not know where its members are. All text that nodes say of
-themselves is set as text by the page's script, the only one that its policy admits.
+Neither contains an address: a viewer of a run need not know where its members are. The page's script is the only one
+that its Content-Security-Policy admits, and it inserts whatever nodes say about themselves as text, never as HTML.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from noloco_p2p.io.telemetry.http_server import ADDRESS, JSON, Health, HttpRespo
 
 FILE = Path(__file__).with_suffix(".html")
 FRESH_S = 2.0
-"""For so long, and for SHARE times as long as it took, an answer serves everybody who asks."""
+"""An answer is reused for this long, or for SHARE times as long as it took to make, whichever is longer."""
 SHARE = 10.0
 
 
 def pages(health: Health) -> Mapping[str, Page]:
-    """Path → what makes its response; `health` gives the node's own status, as for the pages of every node."""
+    """The pages by path. `health` returns the node's own status, as for its other pages."""
     whole = FILE.read_bytes()
     script = whole.partition(b"<script>")[2].partition(b"</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
@@ -35,7 +35,10 @@ def pages(health: Health) -> Mapping[str, Page]:
 
 
 class SwarmFigures:
-    """A page: the swarm around this node as JSON. Asking all nodes costs; it is done seldom, whoever asks how often."""
+    """The page `/swarm`: the swarm around this node, as JSON.
+
+    Asking all nodes is expensive, so an answer is reused for a while, however many requests come.
+    """
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -44,7 +47,7 @@ class SwarmFigures:
         self._fresh_until = 0.0
 
     def __call__(self, query: str, accept: str) -> HttpResponse:
-        """The newest figures, 503 while this node has none."""
+        """The newest figures, or 503 while this node has no status yet."""
         status, wrong = self._health()
         if status is None:
             return HttpResponse(json.dumps({"health": wrong}).encode(), JSON, 503)
@@ -62,7 +65,7 @@ class SwarmFigures:
 
 
 def without_addresses(value: Any) -> Any:
-    """The same with … for every address in its texts, and without the hosts of its nodes."""
+    """The same value with … for every address in its texts, and without the hosts of the nodes."""
     match value:
         case str():
             return ADDRESS.sub("…", value)

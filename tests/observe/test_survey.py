@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "silence": (b"", "not HTTP"),
     "an endless head": (b"HTTP/1.0 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", "not HTTP"),
     "too long, and says so": (b"HTTP/1.0 200 OK\r\nContent-Length: 99999999999\r\n\r\n", "has 99999999999 bytes"),
-    "too long": (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * (status_json.LIMIT_BYTES + 1), "more than the"),
+    "too long": (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * (status_json.LIMIT_BYTES + 1), "longer than the limit"),
     "cut off": (GOOD[:-100], "the answer ended after"),
     "no JSON": (_http(b"\xff\x00{"), "not JSON"),
     "another JSON": (_http(b"{}"), "status"),
