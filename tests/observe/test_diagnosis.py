@@ -54,7 +54,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "loop": (
         "loop",
         "error",
-        "its event loop has stood still for 42 s",
+        "its event loop has been stuck for 42 s",
         _set("S1R0", lambda r: with_figures(r, loop_silent_s=42.0)),
         _set("S1R0", lambda r: with_figures(r, loop_silent_s=1.0)),
     ),
@@ -141,7 +141,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "no status": (
         "unreachable",
         "warning",
-        "node 12D3…xS1R0 of stage 1 does not give its status at http://192.0.2.1:9101: Connection refused",
+        "node 12D3…xS1R0 of stage 1 does not return its status at http://192.0.2.1:9101: Connection refused",
         _set("S1R0", silent),
         _set("S1R0", lambda r: silent(with_advert(r, state="left"))),
     ),
@@ -183,14 +183,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "paused by the clock": (
         "paused",
         "ok",
-        "node 12D3…xS1R0 of stage 1 is paused until 22:00 of its local time",
+        "node 12D3…xS1R0 of stage 1 is paused until 22:00 (its local time)",
         _set("S1R0", lambda r: with_status(with_advert(r, state="paused"), closed_until="22:00")),
         _set("S1R0", lambda r: with_status(r, closed_until=None)),
     ),
     "draining": (
         "draining",
         "ok",
-        "finishes its work and leaves",
+        "is finishing its work to leave",
         _set("S1R0", lambda r: with_advert(r, state="draining")),
         _set("S1R0", lambda r: r),
     ),
@@ -204,7 +204,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "a wait that has outlived its deadline": (
         "overdue",
         "warning",
-        "has waited 20 s for batch from data, longer than such a wait should take",
+        "has waited 20 s for batch from data, longer than it should take",
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 20.0, 10.0))),
         _set("S0R0", lambda r: waiting(r, wait("batch", Resource.DATA, 9.0, 10.0))),
     ),
@@ -317,7 +317,7 @@ def test_a_stage_with_one_replica() -> None:
     del nodes["S1R1"]
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "stage-thin")]
-    assert found[0].sentence == "stage 1 has one replica: without it the run stands still"
+    assert found[0].sentence == "stage 1 has one replica: the run stops without it"
     assert diagnose(list(nodes.values())).sentence.startswith("training: "), "training goes on"
 
 

@@ -93,7 +93,8 @@ def test_a_full_line_gets_the_settings_that_would_do_better() -> None:
     [found] = advice(homes(in_use=0.2))
     assert found.severity == "ok"
     assert found.sentence == (
-        "the line is full: a device is in use 20 %; int8 and 16 microbatches a step would give about 84 %"
+        "the line is full: devices are busy 20 % of the time; "
+        "int8 and 16 microbatches per step would raise that to about 84 %"
     )
     assert found.advice == (
         "in the configuration of the next run: wire.forward: int8, wire.backward: int8, microbatches_per_step: 16"
@@ -143,7 +144,7 @@ def test_a_long_way_wants_more_microbatches_and_no_codec() -> None:
     nodes = measured(swarm(3, 2), size, device_s=0.05, mbit_per_s=10_000.0, in_use=0.2, round_trip_s=0.2)
     [found] = advice(nodes)
     assert found.sentence.startswith(
-        "the way is long: a device is in use 20 %; 16 microbatches a step would give about"
+        "round trips are long: devices are busy 20 % of the time; 16 microbatches per step would raise that to about"
     )
 
 

@@ -90,7 +90,7 @@ def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
     nodes["S1R0"] = with_figures(nodes["S1R0"], loop_silent_s=42.0)
     found = _overview(nodes)
     assert found.severity == "error"
-    assert found.sentence.endswith("its event loop has stood still for 42 s")
+    assert found.sentence.endswith("its event loop has been stuck for 42 s")
     console = Console(width=120, force_terminal=True, color_system="standard", record=True)
     with console.capture() as captured:
         console.print(top.render(found, None))

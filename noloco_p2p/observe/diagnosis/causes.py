@@ -1,7 +1,8 @@
-"""Follows the waits of the nodes from one to the next, to the root cause. Pure.
+"""Follows waits from node to node to their root cause. Pure.
 
-A waits for a gradient from B on behalf of a microbatch; B serves that microbatch and waits for its own device, or for
-C, and so on. The place where such a path ends is blamed, and every node on the way counts as held back by it.
+For example, A waits for a gradient from B on behalf of a microbatch; B serves that microbatch and waits for its own
+device, or for C, and so on. The place where such a path ends is blamed, and every node on the path counts as held back
+by it.
 """
 
 from collections import Counter
@@ -20,45 +21,46 @@ from noloco_p2p.observe.diagnosis.symptoms import loop_is_silent
 PATIENCE_S = 2.0
 """Shorter waits are a normal part of training."""
 PATIENCE_STEPS = 2.0
-"""A call that has not arrived within the time of this many inner steps is lost: slow nodes need their seconds."""
+"""A call that has not arrived within the time of this many inner steps is lost. Measured in steps, because slow nodes
+take longer."""
 FIRST_PATIENCE_S = 15.0
-"""The same before the first inner step has ended, when nobody knows yet how long a call takes."""
+"""The same before the first inner step has ended, while it is unknown how long a call takes."""
 WAITS_LIMIT = 64
-"""Number of waits followed per node, the longest ones."""
+"""Upper limit on the waits followed per node; statuses list the longest ones first."""
 
 ASIDE_S = 1.0
-"""Set aside for longer than this: a peer that failed at least twice in a row, with no answer since.
+"""A peer that is set aside for longer than this has failed at least twice in a row and not answered since.
 
-A failed call sets the callee aside at its caller, for twice as long each time. So a healthy node that one caller sets
-aside again and again has a broken link; one that all set aside has a closed port.
+After a failed call the caller sets the callee aside, each time for twice as long. So a healthy node that one caller
+keeps setting aside has a broken link, and one that all callers set aside has a closed port.
 """
 _ADVICE = "listen.grpc_port there must be open to all nodes: check firewalls, NAT and listen.announce_host"
 
 Hop = tuple[PeerId, Purpose | None]
-"""A node, and what others wait for there: only waits on behalf of that are followed; None: all."""
+"""A node, and the purpose whose waits are to be followed there; None: follow all."""
 
 
 @dataclass(slots=True)
 class WaitPaths:
-    """Where the waits of one node lead, recorded along the way."""
+    """Where the waits of one node lead, recorded while they are followed."""
 
     swarm: SwarmView
     empty: Collection[Place | None]
-    """The stages that nobody serves."""
+    """The stages that no node serves."""
     ends: set[Place] = field(default_factory=set)
-    """The ends of paths, and the places that they pass."""
+    """The places where paths end, and those that they pass through."""
     last: list[tuple[PeerId, Wait]] = field(default_factory=list)
-    """The waits at the ends, which lead to no other node."""
+    """The waits at which paths end, each with its node: they lead to no other node."""
     links: dict[CallLink, Wait] = field(default_factory=dict)
     """Links over which a call has not arrived, with the wait that shows it."""
     gone: dict[PeerId, PeerId] = field(default_factory=dict)
-    """Nodes that others wait for but that are in no advert, with the node that waits."""
+    """Nodes that are waited for but no longer announced, each with a node that waits for it."""
 
     def follow(self, start: PeerId) -> Self:
         """Follow the long waits of a node."""
         status = self.swarm.statuses[start]
         waits = _holding_up(status)
-        # A retried call is recent, but its purpose is not: the oldest wait of each purpose decides.
+        # A retried call is recent even if its purpose is old, so the oldest wait for each purpose decides.
         oldest: dict[Purpose | None, float] = {}
         for wait in waits:
             oldest[wait.why] = max(oldest.get(wait.why, 0.0), wait.since_s)
@@ -66,30 +68,30 @@ class WaitPaths:
         visited: set[Hop] = set()
         while hops:
             hop = hops.pop()
-            # Waits may form a circle. One that returns to the start says nothing new about it.
+            # Waits may form a cycle. A path that returns to the start adds nothing.
             if hop not in visited and hop[0] != start:
                 visited.add(hop)
                 hops += self.beyond(hop)
         return self
 
     def beyond(self, hop: Hop) -> Iterator[Hop]:
-        """Go one node further."""
+        """The hops that the waits at this node lead to."""
         peer, why = hop
         self.ends.add(peer)
         status = self.swarm.statuses.get(peer)
-        # A node whose event loop is stuck is the end: the waits that it reports are not the reason.
+        # The path ends at a node whose event loop is stuck: the waits that it reports are not the reason.
         if status is None or loop_is_silent(status):
             return
         waits = _holding_up(status)
         if why is not None:
             mine = [wait for wait in waits if wait.why == why]
-            # A microbatch that waits for the end of the inner step is held up by whatever holds up that step.
+            # A microbatch that waits for the inner step to end is held up by whatever holds up that step.
             for_step = any(wait.whom == Resource.INNER_STEP for wait in mine)
             waits = [wait for wait in waits if wait.why != why] if for_step else mine
         yield from self.step(peer, status, waits)
 
     def step(self, peer: PeerId, status: Status, waits: Sequence[Wait]) -> Iterator[Hop]:
-        """The nodes to which these waits of a node lead."""
+        """The hops that these waits of a node lead to."""
         called = {wait.why for wait in waits if isinstance(wait.whom, str)}
         for wait in waits:
             match wait.whom:
@@ -98,7 +100,7 @@ class WaitPaths:
                 case AnyReplica(stage) if wait.whom in self.empty:
                     self.ends.add(AnyReplica(stage))
                 case AnyReplica(stage):
-                    # Once one replica is called, the wait for any replica of its stage says nothing more.
+                    # Once a particular replica is called, that call says more than the wait for any replica.
                     if wait.why is None or wait.why not in called:
                         yield from ((report.peer, None) for report in self.swarm.of_stage(stage, IN_ROUNDS))
                 case Resource.INNER_STEP:
@@ -107,7 +109,7 @@ class WaitPaths:
                     self.last.append((peer, wait))
 
     def _call(self, peer: PeerId, other: PeerId, status: Status, wait: Wait) -> Iterator[Hop]:
-        """One call to another node: does that node exist, has the call arrived, and what does the node wait for?"""
+        """Follow one call: does the called node exist, has the call arrived, and what does that node wait for?"""
         theirs = self.swarm.statuses.get(other)
         if theirs is None:
             if other not in self.swarm.by_peer and wait.since_s > PATIENCE_S:
@@ -116,8 +118,9 @@ class WaitPaths:
         elif not isinstance(wait.why, ForMicrobatch):
             yield other, None
         else:
-            # The receiver of an activation waits for its caller. Both ends name the microbatch of a call. So a call
-            # that only the caller knows has not arrived, and one whose activation does not arrive is cut off.
+            # A wait for an activation is the receiver's, for its caller; any other is the caller's. Both ends name the
+            # microbatch of a call. So a call that only the caller knows has not arrived, and a call whose activation
+            # does not arrive is cut off.
             receives = wait.what == ACTIVATION
             link = CallLink(other, peer) if receives else CallLink(peer, other)
             arrived = not receives and any(call.why == wait.why for call in theirs.serving)
@@ -135,13 +138,13 @@ def _holding_up(status: Status) -> list[Wait]:
     return [wait for wait in status.waits if not wait.idle][:WAITS_LIMIT]
 
 
-# --- links that carry nothing although both their ends answer ---------------------------------------------------------
+# --- links that carry nothing although both ends answer ---------------------------------------------------------------
 
 
 def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mapping[CallLink, Wait]) -> Iterator[Cause]:
-    """What set-aside nodes reveal, and `missing`: the waits of calls that have not arrived, by link.
+    """Links and ports that are shown to be broken by peers set aside, or by calls that have not arrived.
 
-    Nodes in `ill` are skipped: there is a reason why their callers fail.
+    `missing` holds the waits of these calls, by link. Nodes in `ill` are skipped: it is known why calls to them fail.
     """
     failing: dict[PeerId, dict[PeerId, Wait | None]] = {}
     callers: Counter[PeerId] = Counter()

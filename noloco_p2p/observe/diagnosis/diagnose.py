@@ -1,9 +1,9 @@
 """What is wrong with a swarm, causes first, from the statuses of all its nodes. Pure.
 
-findings.py     the values
-swarm_view.py   all nodes, in order
-symptoms.py     what one node shows alone, and compared with the others; stages without nodes
-causes.py       follows the waits from node to node; links that carry nothing
+findings.py            the values
+swarm_view.py          all nodes of the run, with the questions that the other modules ask about them
+symptoms.py            what a node shows by itself or compared with the others; stages without nodes
+causes.py              follows the waits from node to node; links that carry nothing
 throughput_advice.py   which settings of a run would use the devices better
 """
 
@@ -36,23 +36,23 @@ class Diagnosis:
     """What an observer should know about a swarm."""
 
     findings: tuple[Finding, ...]
-    """Everything that is wrong, the worst and most causal first; empty: nothing.
+    """Everything that is wrong, the worst first, and causes before consequences; empty if nothing is.
 
-    Consequences of another finding have no finding of their own, but are counted there. Findings of severity `ok`
-    report what is unusual but intended, and what could be faster.
+    A consequence of another finding is not listed separately; the sentence of its cause counts the nodes that wait.
+    Findings of severity `ok` report what is unusual but intended, and what could be faster.
     """
     progress: str
     """How far the swarm has come: `training: step 1234 of 5000 (25 %), 6 nodes, 12.3k tokens/s, loss 2.31`."""
 
     @property
     def sentence(self) -> str:
-        """One line for the whole swarm: the worst cause, or how far it has come."""
+        """One line for the whole swarm: the worst cause, or its progress if nothing is seriously wrong."""
         bad = (f for f in self.findings if f.severity == "error" or (f.severity == "warning" and f.name not in QUIET))
         return next((finding.sentence for finding in bad), self.progress)
 
 
 def diagnose(reports: Sequence[Report]) -> Diagnosis:
-    """Diagnose the swarm of these reports, whatever strangers have put into them. Never raises."""
+    """Diagnose the swarm that these reports describe. Never raises, whatever strangers have put into them."""
     swarm = SwarmView(reports)
     return Diagnosis(tuple(_findings(swarm)), _progress(swarm))
 
@@ -94,16 +94,16 @@ def _findings(swarm: SwarmView) -> list[Finding]:
 
 
 def _gone(paths: Mapping[PeerId, WaitPaths]) -> Iterator[Cause]:
-    """Nodes that others wait for, but that nobody announces any more."""
+    """Nodes that others wait for, but that are no longer announced."""
     gone = {missing: by for each in paths.values() for missing, by in each.gone.items()}
     for missing in sorted(gone):
         node, by = short_id(missing), short_id(gone[missing])
         text = f"node {node} is no longer in the directory, but node {by} waits for it"
-        yield at_node("warning", "unreachable", missing, text, "if this does not end by itself, restart that node")
+        yield at_node("warning", "unreachable", missing, text, "if this persists, restart that node")
 
 
 def _without_consequences(swarm: SwarmView, shown: Sequence[Cause]) -> list[Cause]:
-    """The causes without those that another finding about the same node explains."""
+    """The causes, without those that another finding about the same node or its stage explains."""
 
     def places(*names: str) -> set[Place | None]:
         return {each.at for each in shown if each.finding.name in names}
@@ -125,7 +125,8 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
         late_s, overdue = health.lateness_s(status), next(filter(health.overdue, status.waits), None)
         if (late_s is None and overdue is None) or peer in known or paths[peer].ends & known:
             continue
-        # All else waits for the oldest wait at which a path ends; without one the node itself is blamed.
+        # Blame the oldest of the waits at which the paths end, because the others wait for it; without one, blame the
+        # node itself.
         last = max(paths[peer].last, key=lambda end: end[1].since_s, default=None)
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
         if at in known or at in found or wait is None:
@@ -137,12 +138,12 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
             advice += "; restarting it costs one outer round"
             found[at] = at_node("error", "stall", at, f"no inner step for {elapsed(late_s)}: {waits}", advice)
         else:
-            found[at] = at_node("warning", "overdue", at, f"{waits}, longer than such a wait should take", advice)
+            found[at] = at_node("warning", "overdue", at, f"{waits}, longer than it should take", advice)
     return [found[at] for at in sorted(found)]
 
 
 def _with_held(each: Cause, paths: Mapping[PeerId, WaitPaths]) -> Finding:
-    """The finding with the number of nodes that wait for it in its sentence; all in one line."""
+    """The finding, with the number of nodes that wait for it added to its sentence; its texts are single lines."""
     found, text, severity = each.finding, each.finding.sentence, each.finding.severity
     held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at)
     if held and found.name in HOLDERS:

@@ -1,4 +1,4 @@
-"""Input and output of a diagnosis. Pure values."""
+"""Input and output of a diagnosis: reports about nodes, and findings about the swarm. Pure values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Severity = Literal["ok", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "warning", "error")
 """From good to bad."""
 LINE_CHARACTERS = 400
-"""Longest sentence. It may quote strangers, so it is cut off."""
+"""Upper limit on the length of a sentence, because it may quote strangers; the rest is cut off."""
 _NAMED = 3
 """Number of peers named in a list; the others are counted."""
 
@@ -23,19 +23,19 @@ class Report:
 
     peer: PeerId
     advert: Advert | None
-    """Its advert from the directory; None: the directory has none, or was not asked."""
+    """Its advert from the directory; None if the directory has none or was not asked."""
     status: Status | None
-    """Its own status; None: it did not answer."""
+    """Its own status; None if it did not answer."""
     failure: str = ""
-    """Why there is no status, one line."""
+    """Why there is no status, as one line."""
     clock_ahead_s: float | None = None
     """Its wall clock minus the observer's, seconds."""
     age_s: float = 0.0
-    """How old the advert is, seconds."""
+    """Age of the advert, seconds."""
 
     @property
     def newest(self) -> Advert | None:
-        """Its own advert if known, else the directory's copy."""
+        """The advert in its own status if it answered, otherwise the directory's copy."""
         return self.advert if self.status is None else self.status.advert
 
 
@@ -47,14 +47,14 @@ class Finding:
     name: str
     """A short slug: `stage-empty`, `slow-node`, `half-open-link`, `clock`, `disk`, …"""
     peer: PeerId | None
-    """The node that is the cause, if it is a node."""
+    """The node that is the cause; None if no single node is."""
     sentence: str
     advice: str
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class CallLink:
-    """The link from one node to another that it calls."""
+    """The link from a node to another node that it calls."""
 
     caller: PeerId
     callee: PeerId
@@ -66,25 +66,25 @@ Place = PeerId | AnyReplica | CallLink
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A finding, and the place in the swarm at which waits for it end."""
+    """A finding, and the place in the swarm at which the waits that it causes end."""
 
     finding: Finding
     at: Place | None
-    """None: nobody can wait for it."""
+    """None if it is nothing that a node can wait for."""
 
 
 def at_node(severity: Severity, name: str, peer: PeerId | None, sentence: str, advice: str) -> Cause:
-    """A finding about a node, located at that node; without a node nobody can wait for it."""
+    """A finding about a node, located at that node; with `peer` None, a finding without a place."""
     return Cause(Finding(severity, name, peer, sentence, advice), peer)
 
 
 def line(text: str) -> str:
-    """One printable line of bounded length, from any text of a stranger."""
+    """One printable line of bounded length, made from any text, even a stranger's."""
     return plain(" ".join(plain(text, 2 * LINE_CHARACTERS).split()), LINE_CHARACTERS)
 
 
 def named(peers: Sequence[PeerId]) -> str:
-    """A few peers by their short ids; the others are counted."""
+    """The short ids of up to three peers, and the number of the others: `A, B, C and 4 more`."""
     words = [short_id(peer) for peer in peers[:_NAMED]]
     if len(peers) > _NAMED:
         words.append(f"{len(peers) - _NAMED} more")

@@ -1,4 +1,4 @@
-"""All nodes of one run as an observer sees them, organised for the questions of a diagnosis. Pure."""
+"""All nodes of one run as an observer sees them, with the questions that a diagnosis asks about them. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,10 +16,11 @@ V = TypeVar("V", str, int)
 STAGES_LIMIT = 4096
 """More stages than any honest run has."""
 NUMBER_LIMIT = 2.0**63
+"""Numbers from here on are not believed; they are read as 0."""
 
 
 class SwarmView:
-    """The reports of one observation, one per peer, sorted by peer id. All their numbers are finite."""
+    """The reports of one observation, one per peer, sorted by peer id, with finite numbers only."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         by_peer: dict[PeerId, Report] = {}
@@ -29,9 +30,9 @@ class SwarmView:
         self.everybody: list[Report] = [_with_finite_numbers(by_peer[peer]) for peer in sorted(by_peer)]
         """All nodes, including those of other runs."""
         self.run_id: str | None = most_common(a.run_id for r in self.everybody if (a := r.newest) is not None)
-        """The run of most of them."""
+        """The run that most of them work on."""
         self.reports = [r for r in self.everybody if r.newest is None or r.newest.run_id == self.run_id]
-        """The nodes of that run, and those about which nothing is known."""
+        """The nodes of that run, and those whose run is unknown."""
         self.by_peer = {report.peer: report for report in self.reports}
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
         self.adverts = {r.peer: r.newest for r in self.reports if r.newest is not None}
@@ -44,7 +45,7 @@ class SwarmView:
         return 1 + max((a.stage for a in self.adverts.values() if 0 <= a.stage < STAGES_LIMIT), default=-1)
 
     def of_stage(self, stage: int, states: Collection[str]) -> list[Report]:
-        """The nodes of a stage that are in one of `states`, as far as is known."""
+        """The nodes of a stage whose last known state is one of `states`."""
         return [self.by_peer[peer] for peer, a in self.adverts.items() if a.stage == stage and a.state in states]
 
     def name(self, peer: PeerId) -> str:
@@ -54,23 +55,23 @@ class SwarmView:
 
     @property
     def steps(self) -> int:
-        """Length of the run in steps; 0 if no node has said."""
+        """Length of the run in steps; 0 if no node has reported it."""
         return most_common(status.steps for status in self.statuses.values()) or 0
 
     @property
     def step(self) -> float:
-        """Median progress of the stage-0 nodes, steps."""
+        """Median step of the stage-0 nodes that are in training or paused; 0.0 if there are none."""
         return median([r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
 
     def mean(self, figure: str, stage: int = 0) -> float | None:
-        """One of `NodeFigures`, mean over the nodes of a stage that know it; None: nobody does."""
+        """The mean of one of `NodeFigures` over the nodes of a stage that know it; None if none does."""
         found = (getattr(s.figures, figure) for s in self.statuses.values() if s.advert.stage == stage)
         known = [value for value in found if value is not None]
         return fmean(known) if known else None
 
     @property
     def tokens_per_s(self) -> float:
-        """What stage 0 trains on."""
+        """Tokens per second that stage 0 trains on."""
         training = (s for s in self.statuses.values() if s.advert.stage == 0 and s.advert.state == "training")
         return sum(status.figures.tokens_per_s for status in training)
 
@@ -82,22 +83,22 @@ class SwarmView:
 
     @property
     def training(self) -> bool:
-        """Whether any node trains, or is about to."""
+        """Whether any node is training, or is copying the state that it needs for that."""
         return any(status.advert.state in ("training", "syncing") for status in self.statuses.values())
 
     @property
     def ended(self) -> bool:
-        """Whether stage 0 has reached the last step; from then on nodes leave one after the other."""
+        """Whether stage 0 has reached the last step; after that, nodes leave one by one."""
         finished = any(advert.state == "finished" for advert in self.adverts.values())
         return finished and not self.of_stage(0, STAGE_0_AT_WORK)
 
     def deserted_s(self, stage: int) -> float:
-        """The longest time for which a node knows that nobody serves a stage; 0.0: no node says so."""
+        """Seconds for which a stage has had no replica, the most that any node reports; 0.0 if none reports it."""
         return max((status.deserted.get(stage, 0.0) for status in self.statuses.values()), default=0.0)
 
 
 def _with_finite_numbers(value: Any) -> Any:
-    """The same value with 0 for every number that no node can mean. What a node says about others is left as it is."""
+    """The same value with 0 for numbers beyond NUMBER_LIMIT. What a node says about others (`seen`) is unchanged."""
     if isinstance(value, int | float):
         return value if abs(value) < NUMBER_LIMIT else type(value)(0)
     if isinstance(value, tuple):
@@ -112,11 +113,11 @@ def _with_finite_numbers(value: Any) -> Any:
 
 
 def most_common(values: Iterable[V]) -> V | None:
-    """The most frequent value, the smallest of several; None for no values."""
+    """The most frequent value, the smallest one if several are; None if there are no values."""
     counts = Counter(values)
     return min(counts, key=lambda value: (-counts[value], value)) if counts else None
 
 
 def median(values: Sequence[float]) -> float | None:
-    """The median, the lower one for an even count, so that it is one of the values; None for no values."""
+    """The median, the lower one for an even count, so that it is one of the values; None if there are none."""
     return sorted(values)[(len(values) - 1) // 2] if values else None

@@ -1,7 +1,7 @@
-"""What nodes and stages show without following any wait. Pure.
+"""Problems of nodes and stages that can be seen without following any wait. Pure.
 
-Every rule yields the problems of one kind. Those of NODE_RULES look at one answering node; those of SWARM_RULES compare
-nodes, or report missing ones. Thresholds are at the top, with their reasons.
+Each rule yields the problems of one kind. The rules in NODE_RULES look at one node that answers; those in SWARM_RULES
+compare nodes, or report missing ones. Thresholds are at the top, with their reasons.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,32 +16,35 @@ from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median, most_comm
 SLOW_FACTOR = 2.0
 """A node is slow if it is this many times slower than the others of its stage."""
 SLOW_FACTOR_ACROSS = 3.0
-"""The same against other stages, whose work is not quite the same."""
+"""The same in comparison with other stages, whose work is not quite the same."""
 CLOCK_OFF_S = 5.0
-"""A clock further off than this is wrong. Asking takes part of the time; NTP keeps far below it."""
+"""A clock that is off by more than this is wrong. Part of the limit covers the time that asking takes; with NTP, clocks
+stay far below it."""
 CLOCK_BAD_S = 15.0
-"""Half the default lifetime of an advert: from here on adverts look expired, and nodes may not be able to join."""
+"""Half the default lifetime of an advert: beyond this, adverts look expired, and nodes may be unable to join."""
 LOOP_SILENT_S = 5.0
-"""The loop reports that it is alive many times a second."""
+"""An event loop that has not given a sign of life for this long is stuck; it normally gives many per second."""
 STUCK_STEPS, STUCK_FLOOR_S = 10.0, 10.0
-"""A device operation that takes this many inner steps, and at least this long, will not finish."""
+"""A device operation that takes longer than this many inner steps, and than this many seconds, is not expected to
+finish."""
 DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
-"""The size of a checkpoint is not known here; a model of a few million parameters needs 100 MB for one."""
+"""Free space below which there is a warning, and below which it is an error. The size of a checkpoint is not known
+here; a model of a few million parameters needs 100 MB for one."""
 ADVERT_OLD_S = 15.0
-"""Adverts are renewed every ten seconds by default."""
+"""An advert older than this was not renewed on time; by default they are renewed every ten seconds."""
 NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
-"""Both this share of the microbatches and at least this many of them."""
+"""Warn about non-finite microbatches if they are at least this share of all and at least this many."""
 DISTRUSTED_SHARE, DISTRUSTED_LEAST = 0.01, 3
-"""The same of the outer rounds: honest runs have no vector that is refused (METHOD.md)."""
+"""The same for refused vectors, as a share of the outer rounds: in honest runs none is refused (METHOD.md)."""
 SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
-"""Number of troubles of one node that are passed on."""
+"""Upper limit on the troubles reported per node."""
 _SERIOUS = ("clock", "disk", "libp2p")
-"""Troubles that end the run or the node if nothing is done."""
+"""Troubles that end the run or the node if nobody intervenes."""
 
 
 def symptoms(swarm: SwarmView) -> list[Cause]:
-    """All symptoms."""
+    """The findings of all rules, those about single nodes first."""
     found = [
         each for rule in NODE_RULES for peer, status in swarm.statuses.items() for each in rule(swarm, peer, status)
     ]
@@ -49,12 +52,12 @@ def symptoms(swarm: SwarmView) -> list[Cause]:
 
 
 def loop_is_silent(status: Status) -> bool:
-    """Whether the event loop is stuck, so that the waits that the node reports cannot be relied on."""
+    """Whether the node's event loop is stuck, so that the waits it reports cannot be relied on."""
     return status.figures.loop_silent_s > LOOP_SILENT_S
 
 
 def stuck(status: Status) -> Wait | None:
-    """The longest wait of a node for its own device that is too long to end."""
+    """The longest wait of a node for its own device that has taken too long to be expected to end; None: none has."""
     step_s = status.step_took_s or 0.0
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
     for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
@@ -70,8 +73,8 @@ def stuck(status: Status) -> Wait | None:
 def _silent_loop(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     if loop_is_silent(status):
         silent = elapsed(status.figures.loop_silent_s)
-        advice = "something blocks its process (a debugger, a stopped disk, no memory): check it there, then restart it"
-        yield at_node("error", "loop", peer, f"{swarm.name(peer)}: its event loop has stood still for {silent}", advice)
+        advice = "something blocks its process (a debugger, a hung disk, no memory): check there, then restart it"
+        yield at_node("error", "loop", peer, f"{swarm.name(peer)}: its event loop has been stuck for {silent}", advice)
 
 
 def _stuck_device(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
@@ -104,7 +107,7 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
     if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * total:
         share = f"{compact(bad)} of {compact(total)}"
         sentence = f"{swarm.name(peer)}: {share} microbatches were not finite"
-        advice = "if it is only this node, look at its device; else lower inner.peak_learning_rate"
+        advice = "if only this node is affected, check its device; otherwise lower inner.peak_learning_rate"
         yield at_node("warning", "nonfinite", peer, sentence, advice)
 
 
@@ -112,18 +115,18 @@ def _refused(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     refused, rounds = status.figures.distrusted.get("refused", 0), sum(status.figures.rounds.values())
     if refused >= DISTRUSTED_LEAST and refused >= DISTRUSTED_SHARE * rounds:
         sentence = f"{swarm.name(peer)}: refused {compact(refused)} vectors of peers in {compact(rounds)} outer rounds"
-        advice = "its events.jsonl names the peers; if other nodes' do so too, expel them (noloco revoke PEER)"
+        advice = "its events.jsonl names the peers; if other nodes' name them too, expel them (noloco revoke PEER)"
         yield at_node("warning", "distrusted", peer, sentence, advice)
 
 
 def _paused_or_leaving(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     if status.closed_until is not None:
-        sentence = f"{swarm.name(peer)} is paused until {status.closed_until} of its local time"
+        sentence = f"{swarm.name(peer)} is paused until {status.closed_until} (its local time)"
         yield at_node("ok", "paused", peer, sentence, "nothing to do: its owner's hours (limits.hours) begin then")
     elif status.advert.state == "paused":
         yield at_node("ok", "paused", peer, f"{swarm.name(peer)} is paused", "noloco resume --dir DIR on its machine")
     elif status.advert.state == "draining":
-        yield at_node("ok", "draining", peer, f"{swarm.name(peer)} finishes its work and leaves", "nothing to do")
+        yield at_node("ok", "draining", peer, f"{swarm.name(peer)} is finishing its work to leave", "nothing to do")
 
 
 NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _refused, _paused_or_leaving)
@@ -134,15 +137,15 @@ NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _refus
 
 def _clocks(swarm: SwarmView) -> Iterator[Cause]:
     known = {r.peer: r.clock_ahead_s for r in swarm.everybody if r.clock_ahead_s is not None}
-    # Nobody waits for a clock: waits of or for that node are diagnosed separately.
+    # No place is given, because nothing waits for a clock; waits of or for that node are diagnosed separately.
     yield from (Cause(finding, None) for finding in wrong_clocks(known, CLOCK_OFF_S, CLOCK_BAD_S))
 
 
 def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) -> list[Finding]:
-    """Whose clock is wrong, given how far each node's is ahead of the observer's, seconds.
+    """Whose clock is wrong, given how far each node's clock is ahead of the observer's, seconds.
 
-    Clocks at most `close_s` apart agree, and the time on which most agree counts as right; if none agree, that of a
-    node. A clock more than `bad_s` off is an error.
+    Clocks at most `close_s` apart agree, and the time on which most clocks agree counts as right; if no two agree, a
+    node's. A clock that is off by more than `bad_s` is an error.
     """
     votes = [*(ahead[peer] for peer in sorted(ahead)), 0.0]
     right = max(votes, key=lambda one: sum(abs(one - other) <= close_s for other in votes))
@@ -157,7 +160,7 @@ def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) ->
             sentence = f"the clock of node {short_id(peer)} is {off} the others'"
         elif len(agreeing) > 1:
             sentence = f"this machine's clock is {off} those of {len(agreeing)} nodes"
-        else:  # two clocks: it is unknown which one is wrong
+        else:  # with two clocks, nobody can tell which one is wrong
             culprit = agreeing[0]
             sentence = f"the clocks of node {short_id(culprit)} and of this machine are {abs(off_s):,.1f} s apart"
         found.append(Finding("error" if abs(off_s) > bad_s else "warning", "clock", culprit, sentence, SET_CLOCK))
@@ -165,7 +168,7 @@ def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) ->
 
 
 def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
-    advice = "if its process is gone, start it again; else its listen.metrics_port must be open to this machine"
+    advice = "if its process is gone, restart it; otherwise its listen.metrics_port must be open to this machine"
     for report in swarm.reports:
         advert = report.advert
         if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
@@ -174,7 +177,7 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
         address = "" if advert is None else advert.metrics.removesuffix("/metrics")
         at = f" at {address}" if address not in failure else ""
         age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
-        sentence = f"{swarm.name(report.peer)} does not give its status{at}: {failure}{age}"
+        sentence = f"{swarm.name(report.peer)} does not return its status{at}: {failure}{age}"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
 
 
@@ -199,7 +202,7 @@ def _versions(swarm: SwarmView) -> Iterator[Cause]:
 def _slow(swarm: SwarmView) -> Iterator[Cause]:
     adverts = [status.advert for status in swarm.statuses.values() if status.advert.state == "training"]
     adverts = [advert for advert in adverts if advert.microbatches_per_s > 0]
-    advice = "see what else runs on its device, or give it a faster one; the run may be faster without it"
+    advice = "check what else uses its device, or give it a faster one; the run may be faster without it"
     for mine in adverts:
         mates = [o.microbatches_per_s for o in adverts if o.stage == mine.stage and o.peer_id != mine.peer_id]
         usual = median(mates or [other.microbatches_per_s for other in adverts if other.stage != mine.stage])
@@ -222,7 +225,7 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
     for stage in range(swarm.stages):
         replicas = swarm.of_stage(stage, IN_ROUNDS)
         answering = sum(report.status is not None for report in replicas)
-        # A replica that has just announced itself may train; perhaps only its status port is closed to the observer.
+        # A replica that has just announced itself may be training, with only its status port closed to the observer.
         old = all(report.advert is None or report.age_s > ADVERT_OLD_S for report in replicas)
         if not answering and (swarm.deserted_s(stage) > 0 or old):
             yield _empty_stage(swarm, stage, replicas)
@@ -231,12 +234,15 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
     if thin:
         numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else plural(len(thin), "stage")
         which = f"stages {numbers} have one replica each" if len(thin) > 1 else f"stage {thin[0]} has one replica"
-        advice = "start one more node; it goes where it is needed most"
-        yield at_node("warning", "stage-thin", None, f"{which}: without it the run stands still", advice)
+        advice = "start one more node: it takes the stage that needs it most"
+        yield at_node("warning", "stage-thin", None, f"{which}: the run stops without it", advice)
 
 
 def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
-    """`silent`: its replicas that do not answer. Without any, those that are paused or starting explain it."""
+    """The finding about a stage without a working replica.
+
+    `silent`: its replicas that do not answer. If there are none, those that are paused or starting are named instead.
+    """
     empty_s = swarm.deserted_s(stage)
     lasted = f"had no replica for {elapsed(empty_s)}" if empty_s > 0 else "no replica"
     why, advice = "", f"start a node (it takes the stage that lacks one): noloco-node --join ADDR --stage {stage}"
@@ -250,7 +256,7 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
         why = f": {named(paused or starting)} {'is' if len(paused or starting) == 1 else 'are'} {state}"
         begins = [report.status.closed_until for report in swarm.of_stage(stage, {"paused"}) if report.status]
         if times := sorted(time for time in begins if time is not None):
-            advice = f"wait until {times[0]}, when the hours of its owner begin, or start another node"
+            advice = f"wait until {times[0]}, when its owner's hours begin, or start another node"
         else:
             advice = "noloco resume --dir DIR on its machine, or start another node" if paused else "wait for it"
     peer = blamed[0] if len(blamed) == 1 else None
@@ -258,7 +264,7 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
 
 
 def _start(swarm: SwarmView) -> Iterator[Cause]:
-    """The run has not begun: are nodes missing?"""
+    """If the run has not begun: the replicas that are still missing."""
     if swarm.begun or not swarm.statuses:
         return
     needed = most_common(status.start_replicas for status in swarm.statuses.values()) or 0
@@ -271,7 +277,7 @@ def _start(swarm: SwarmView) -> Iterator[Cause]:
         waits = (wait for status in swarm.statuses.values() for wait in status.waits)
         waited_s = max((wait.since_s for wait in waits if wait.whom == Resource.SWARM), default=0.0)
         lasted = f" (for {elapsed(waited_s)})" if waited_s > 0 else ""
-        advice = "start more nodes: noloco-node --join ADDR; the run begins by itself"
+        advice = "start more nodes (noloco-node --join ADDR); the run then begins automatically"
         yield at_node("warning", "start", None, f"waiting for {some}{lasted}: the run has not begun", advice)
 
 

@@ -1,12 +1,12 @@
 """What other settings of a run would achieve with the same devices and lines, from the nodes' measurements. Pure.
 
-The estimated time of an inner step is that of one microbatch through all stages and back with nothing else under way,
-plus one more microbatch after each turn of the busiest device or line,
+The time of an inner step is estimated as the time of one microbatch through all stages and back with nothing else in
+flight, plus the time that the busiest device or line takes for the remaining microbatches,
 
-    T = L + max over stages and servers (n − 1)·t          n microbatches for each replica of a stage, t seconds of each
+    T = L + max over stages and servers (n − 1)·t       n microbatches per replica of a stage, t seconds for each
 
-with the median device and line of each stage. It is within 14 % of `sim/throughput_bound` if nodes are alike (the tests
-compare them), and is scaled by the share of it that the swarm reaches now.
+where the servers of a stage are its median device and line. If nodes are alike, the estimate is within 14 % of
+`sim/throughput_bound` (the tests compare them). Predictions are scaled by the share of it that the swarm reaches now.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,27 @@ from noloco_p2p.observe.diagnosis.findings import Cause, at_node
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, median
 
 IN_USE = 0.5
-"""Devices in use for this share of the time need no advice."""
+"""No advice is given if devices are busy for at least this share of the time."""
 REACHED = 0.5
-"""A swarm that reaches less of the estimate is held up by something else."""
+"""No advice is given if the swarm reaches less than this share of the estimate: something else holds it up."""
 FULL = 0.6
 """A line that is needed for this share of an inner step is full; the rest is the trip of the first microbatch."""
 WORTH = 1.3
-"""Advice is given for at least this factor on the present use."""
+"""Advice is given if it promises at least this many times the present use of the devices."""
 NEARLY = 0.9
-"""Share of the best: the smallest change that gives this much is advised."""
+"""The smallest change that reaches this share of the best option is the one advised."""
 TIMES = (1, 2, 4, 8)
+"""Multiples of the present microbatches per step that are considered."""
 MOST_PER_STEP = 64
-"""Microbatches per step, in these multiples: a larger step is another batch size, and learns less from each token."""
+"""Upper limit on the microbatches per step considered: more tokens per step mean less progress per token."""
 FEWER_BITS = {"float64": "int8", "float32": "int8", "bfloat16": "int8", "int8": "int4"}
 LEAST_INNER_STEPS = 5
-"""Before that, the first steps, which wait for everybody's start, weigh too much."""
+"""Nodes with fewer inner steps are ignored: the first steps wait for all nodes to start, and would weigh too much."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageMedian:
-    """The median replica of a stage by its replicas' measurements."""
+    """The medians of what the replicas of a stage have measured."""
 
     replicas: int
     device_s: float
@@ -50,27 +51,27 @@ class StageMedian:
     round_trip_s: float
     """Round trip to the next stage."""
     in_use: float
-    """Share of time in which its device works."""
+    """Share of the time for which its device works."""
 
     def line_s(self, size: MicrobatchSize, *, first: bool, last: bool) -> float:
-        """Seconds that a microbatch takes on the busier direction of its line."""
+        """Seconds that a microbatch takes in the busier direction of the line; the end stages transfer less."""
         sent = (0 if last else size.activation_bytes) + (0 if first else size.gradient_bytes)
         received = (0 if first else size.activation_bytes) + (0 if last else size.gradient_bytes)
         return max(sent / self.up_bytes_per_s, received / self.down_bytes_per_s)
 
 
 class StepEstimate(NamedTuple):
-    """The estimate of an inner step."""
+    """The estimated duration of an inner step, and the use of devices and lines in it."""
 
     seconds: float
     in_use: float
-    """Share of it in which the devices of the busiest stage work."""
+    """Share of it for which the devices of the busiest stage work."""
     line_in_use: float
     """Share of it for which the busiest line is needed."""
 
 
 def estimated_step(stages: Sequence[StageMedian], size: MicrobatchSize) -> StepEstimate:
-    """The formula above, for two stages or more with all values measured."""
+    """The module's formula, for two stages or more and with all values measured."""
     way_s = queue_s = device_s = busy_line_s = 0.0
     per_step = size.per_step * stages[0].replicas
     for index, stage in enumerate(stages):
@@ -89,13 +90,13 @@ def estimated_step(stages: Sequence[StageMedian], size: MicrobatchSize) -> StepE
 
 
 def line_advice(swarm: SwarmView) -> Iterator[Cause]:
-    """Whether the lines hold the devices back, and which settings of a run would do better."""
+    """Whether devices wait for lines, and which settings of a run would use them better."""
     size = next((s.microbatch for s in swarm.statuses.values() if s.microbatch is not None), None)
     stages = _medians(swarm)
     if size is None or len(stages) < 2 or not _sensible(size):
         return
     now, in_use = estimated_step(stages, size), max(stage.in_use for stage in stages)
-    # Whatever strangers claim, nothing below divides by 0, and values that are not finite are left out.
+    # Whatever strangers claim, nothing below divides by 0: values that are not finite fail here, or are left out.
     if not (0 < in_use < IN_USE and 0 < REACHED * now.in_use <= in_use):
         return
     short = [each for index in range(len(stages) - 1) for each in _short_of_places(swarm, index, size, stages)]
@@ -108,16 +109,17 @@ def line_advice(swarm: SwarmView) -> Iterator[Cause]:
     best = max(use for use, _ in found)
     use, option = next((use, option) for use, option in found if use >= NEARLY * best)
     if use >= WORTH * in_use:
-        why = "the line is full" if now.line_in_use >= FULL else "the way is long"
+        why = "the line is full" if now.line_in_use >= FULL else "round trips are long"
         changes, settings = _changes(size, option)
-        sentence = f"{why}: a device is in use {100 * in_use:.0f} %; {changes} would give about {100 * use:.0f} %"
+        busy = f"devices are busy {100 * in_use:.0f} % of the time"
+        sentence = f"{why}: {busy}; {changes} would raise that to about {100 * use:.0f} %"
         yield at_node("ok", "throughput", None, sentence, f"in the configuration of the next run: {settings}")
 
 
 def _short_of_places(
     swarm: SwarmView, stage: int, size: MicrobatchSize, stages: Sequence[StageMedian]
 ) -> Iterator[Cause]:
-    """The nodes of a stage that lack memory for a step's graphs: more microbatches per step would not help them."""
+    """The nodes of a stage that lack places for a step's microbatches: more of them per step would not help."""
     each = -(-size.per_step * stages[0].replicas // stages[stage].replicas)
     for peer, status in swarm.statuses.items():
         if status.advert.stage == stage and status.places is not None and status.places < each:
@@ -127,7 +129,7 @@ def _short_of_places(
 
 
 def _medians(swarm: SwarmView) -> list[StageMedian]:
-    """The medians of all stages; empty if one is unknown."""
+    """The medians of all stages; empty if a value that the estimate needs is unknown for any of them."""
     found = []
     for index in range(swarm.stages):
         at_work = [s for s in swarm.statuses.values() if s.advert.stage == index and s.advert.state == "training"]
@@ -159,13 +161,13 @@ _FIGURES = (
 
 
 def _sensible(size: MicrobatchSize) -> bool:
-    """What a stranger says of the run is fit to calculate with."""
+    """Whether sizes and codecs, which are a stranger's claim, can be calculated with."""
     known = {size.forward, size.backward} <= {*ITEM_BYTES, *BLOCK_FORMATS}
     return known and min(size.per_step, size.activation_bytes, size.gradient_bytes) > 0
 
 
 def _options(size: MicrobatchSize) -> Iterator[MicrobatchSize]:
-    """Settings of other runs, the smallest changes first."""
+    """The present settings and alternatives to them, the smallest changes first."""
     for times in TIMES:
         per_step = size.per_step * times
         if times > 1 and per_step > MOST_PER_STEP:
@@ -182,7 +184,7 @@ def _options(size: MicrobatchSize) -> Iterator[MicrobatchSize]:
 
 
 def _value_bytes(codec: str) -> float:
-    """Bytes of one value, its part of a scale included."""
+    """Bytes per value, including its share of a block's scale."""
     if codec in BLOCK_FORMATS:
         block = BLOCK_FORMATS[codec]
         return block.bits / 8 + SCALE_BYTES / block.block
@@ -196,6 +198,6 @@ def _changes(old: MicrobatchSize, new: MicrobatchSize) -> tuple[str, str]:
         words.append(new.forward if new.forward == new.backward else f"{new.forward} forward, {new.backward} backward")
         settings += [f"wire.forward: {new.forward}", f"wire.backward: {new.backward}"]
     if new.per_step != old.per_step:
-        words.append(f"{new.per_step} microbatches a step")
+        words.append(f"{new.per_step} microbatches per step")
         settings.append(f"microbatches_per_step: {new.per_step}")
     return " and ".join(words), ", ".join(settings)
