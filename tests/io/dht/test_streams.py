@@ -18,7 +18,7 @@ from members import Club
 from soak import soak
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 
-from noloco_p2p.config import ListenSettings
+from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.io.dht import relay_service, streams
@@ -33,7 +33,8 @@ from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.io.transport.sockets import COUNT_S
-from noloco_p2p.launch.ways import find
+from noloco_p2p.launch import ways as reachability
+from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
 
@@ -47,6 +48,7 @@ class Peer:
 
     libp2p: Libp2pDaemon
     streams: Streams
+    links: Links
     transport: GrpcTransport
     ways: WaysIn
 
@@ -82,7 +84,7 @@ async def member(club: Club, name: str, *join: Peer) -> AsyncIterator[Peer]:
         transport = GrpcTransport(links, ListenSettings(), Events(), MAX_BODY_BYTES)
         await transport.serve(Node(echo))
         try:
-            yield Peer(libp2p, streams, transport, WaysIn(libp2p, streams, ("127.0.0.1", transport.port)))
+            yield Peer(libp2p, streams, links, transport, WaysIn(libp2p, streams, ("127.0.0.1", transport.port)))
         finally:
             await transport.close()
             await streams.close()
@@ -90,12 +92,19 @@ async def member(club: Club, name: str, *join: Peer) -> AsyncIterator[Peer]:
 
 @asynccontextmanager
 async def relay(
-    club: Club, name: str, bytes_per_s: float = 1e9, revoked: Revocations | None = None
+    club: Club, name: str, mbit_per_s: float = 8000.0, revoked: Revocations | None = None
 ) -> AsyncIterator[Peer]:
     async with member(club, name) as peer:
-        records = MemberRecords(club.trust, revoked or Revocations(club.trust))
-        await MemberRelay(peer.libp2p, RUN, records, lambda: bytes_per_s).serve()
+        relaying = relay_of(peer, MemberRecords(club.trust, revoked or Revocations(club.trust)), mbit_per_s)
+        assert relaying is not None
+        await relaying.serve()
         yield peer
+
+
+def relay_of(peer: Peer, records: MemberRecords | None, mbit_per_s: float | None) -> MemberRelay | None:
+    """The relay of a node with this `limits.relay_mbit_per_s`; its run is open if there are no `records`."""
+    local = NodeConfig(limits=LimitSettings(relay_mbit_per_s=mbit_per_s))
+    return reachability.relay(peer.libp2p, RUN, Standing(peer.links, records), peer.transport, local)
 
 
 def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
@@ -233,7 +242,7 @@ def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
     club, rate = Club(tmp_path, RUN), 2e6
 
     async def scenario() -> None:
-        async with relay(club, "r", rate) as r, member(club, "a", r) as a, member(club, "b", r) as b:
+        async with relay(club, "r", rate * 8 / 1e6) as r, member(club, "a", r) as a, member(club, "b", r) as b:
             await b.ways.serve()
             await b.ways.find_relays()
             clock = asyncio.get_running_loop().time
@@ -244,6 +253,20 @@ def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
             b.transport._line._acked.follow(clock() + COUNT_S)
             assert not b.transport.line.up._counts, "what its server sends to the end of a stream has not left yet"
+
+    run(scenario)
+
+
+def test_only_members_relay_unless_their_owner_decides_otherwise(tmp_path: Path) -> None:
+    club = Club(tmp_path, RUN)
+
+    async def scenario() -> None:
+        async with member(club, "a") as a:
+            records = MemberRecords(club.trust, Revocations(club.trust))
+            assert relay_of(a, None, None) is None
+            assert relay_of(a, None, 1.0) is not None
+            assert relay_of(a, records, None) is not None
+            assert relay_of(a, records, 0.0) is None
 
     run(scenario)
 
@@ -265,7 +288,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             assert (found.severity, found.name) == ("warning", "port")
             assert "is reached over links that it keeps" in found.sentence
             assert "open TCP port" in found.advice
-            found_ways = await find(b, Streams(b, RUN), ListenSettings(), "192.168.1.2", 9)
+            found_ways = await reachability.find(b, Streams(b, RUN), ListenSettings(), "192.168.1.2", 9)
             assert found_ways is not None
             assert found_ways.addresses() == ("p2p", "192.168.1.2:9"), "its own network reaches it at the last one"
             assert b.asks_only
