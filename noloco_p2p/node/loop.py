@@ -18,13 +18,14 @@ from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.directory_loop import MembershipLoop
 from noloco_p2p.node.guardian import Guardian
-from noloco_p2p.node.join import Joining, Rebalancer
+from noloco_p2p.node.join import Joining
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.pauses import Pauses
 from noloco_p2p.node.pipeline.dispatch import Dispatcher
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.pipeline.source import MicrobatchSource
+from noloco_p2p.node.rebalance import Rebalancer
 from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.rpc_handler import RpcHandler
 from noloco_p2p.node.shutdown import Shutdown, watch_failure
@@ -82,9 +83,8 @@ class Node:
         tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_hours())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
+            for task in filter(asyncio.Task.done, tasks):
+                task.result()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:

@@ -1,0 +1,67 @@
+"""Moving to another stage while training (ARCHITECTURE.md, "Rebalancing")."""
+
+from collections.abc import Sequence
+
+from noloco_p2p.core import balance
+from noloco_p2p.core.exchanges import sample
+from noloco_p2p.core.messages import Advert
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+
+READINGS_BEFORE = 2
+"""Readings of the membership between announcing a move and making it, because others may announce one as well."""
+
+
+class Rebalancer:
+    """Decides after each reading of the membership whether to move. A node started with a stage stays there."""
+
+    def __init__(self, node: NodeState, swarm: Membership) -> None:
+        self._node = node
+        self._swarm = swarm
+        self._readings = 0
+        self._deciding: Sequence[Advert] = ()
+        """Replicas of my stage that must have answered before I leave it to them."""
+        self._asked_at = 0.0
+        """When they were asked last, at a reading."""
+
+    def consider(self) -> None:
+        """Announce, withdraw, or begin a move."""
+        node, manifest = self._node, self._node.manifest
+        if node.advert.stays or node.advert.state != "training" or node.draining:
+            return
+        others = self._swarm.members.all()
+        rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
+        target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
+        since, self._asked_at = self._asked_at, node.now()
+        if target is not None and not self._left_to(others, target, rounds_left):
+            target = None
+        if target != node.advert.moving_to:
+            self._readings = 0
+            node.publish(moving_to=target)
+            return
+        self._readings += 1
+        if target is None or self._readings < READINGS_BEFORE or not balance.may_move(node.advert, others):
+            return
+        if self._have_answered(since, balance.others_left(others, target)):
+            node.event("moved", stage=target, reason=reason)
+            node.drain(f"moving to stage {target}: {reason}", next_stage=target)
+
+    def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
+        """Whether I would move even without the silent ones: a move must not rely on peers that are only listed."""
+        node, inquiry = self._node, self._swarm.inquiry
+        there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]
+        if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left)[0] != target:
+            return False
+        mates = [a for a in there if a.stage == node.index and a.state in balance.COUNTED]
+        if node.advert.moving_to is None or any(inquiry.is_silent(a.peer_id) for a in self._deciding):
+            self._deciding = sample(mates, node.rng)
+        self._deciding = [a for a in mates if a.peer_id in {one.peer_id for one in self._deciding}]
+        inquiry.ask(self._deciding, self._asked_at)
+        return True
+
+    def _have_answered(self, since: float, least: int) -> bool:
+        """Whether all of them have, at least so many, since then: whoever answered earlier may have died."""
+        inquiry = self._swarm.inquiry
+        answering = inquiry.answering(self._deciding, balance.COUNTED)
+        anew = not inquiry.unknown(self._deciding, since)
+        return anew and len(answering) == len(self._deciding) >= least
