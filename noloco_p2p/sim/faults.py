@@ -8,14 +8,16 @@
 import asyncio
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
-from noloco_p2p.core.messages import Advert, NodeDescription, PeerId
+from noloco_p2p.core.messages import Advert, NodeDescription, PeerId, ReplicaState
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.ports import Stage
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome, SimProcess
-from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, now_s
+from noloco_p2p.sim.recording import AvailableWeights, FrozenWeights, RecordingStage, Resumption, WeightsChoice, now_s
 from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -97,29 +99,37 @@ class FaultySwarm(SimSwarm):
         process = self.processes[-1]
         transport, _, telemetry, _ = process.ports
         record, ask = telemetry.event, transport.describe
-        before: list[AvailableWeights] = []
+        snapshot, state = transport.fetch_snapshot, transport.fetch_state
+        choice = WeightsChoice(lambda: self._available(process.peer), SETTLED_S)
 
         def event(kind: str, /, **fields: object) -> None:
             record(kind, **fields)
             if kind == "resumed" and not telemetry.dead:
-                available = before.pop() if before else self._available(process.peer)
                 source, round = str(fields["source"]), int(str(fields["round"]))
-                self.resumptions.append(Resumption(now_s(), process.peer, source, round, available))
-                before.clear()
+                self.resumptions.append(Resumption(now_s(), process.peer, source, round, choice.take()))
 
         async def describe(peer: Advert) -> NodeDescription:
-            """Sent to all nodes that may have weights, just before a node chooses. Afterwards it fetches them."""
-            choosing = process.node.state.advert.state in ("starting", "waiting", "syncing")
-            if choosing and (not before or before[-1].at_s < now_s()):
-                before[:] = [self._available(process.peer)]
+            if process.node.state.advert.state in ("starting", "waiting", "syncing"):
+                choice.ask()
             return await ask(peer)
+
+        async def fetch_snapshot(peer: Advert, request: SnapshotRequest, *rest: Any) -> Snapshot:
+            """Without a round it is that of a guardian."""
+            fetched = snapshot(peer, request, *rest)
+            return await (fetched if request.round is not None else choice.fetch(fetched))
+
+        async def fetch_state(*arguments: Any) -> ReplicaState:
+            return await choice.fetch(state(*arguments))
 
         telemetry.event = event  # type: ignore[method-assign]
         transport.describe = describe  # type: ignore[method-assign]
+        transport.fetch_snapshot = fetch_snapshot  # type: ignore[assignment,method-assign]
+        transport.fetch_state = fetch_state  # type: ignore[assignment,method-assign]
 
     def _available(self, peer: PeerId) -> AvailableWeights:
         """The weights of its stage from which a node could continue now."""
-        index, now = self.process(peer).node.state.index, now_s()
+        node, now = self.process(peer).node.state, now_s()
+        index = node.index
         listed_at = now - self.listed_s
         adverts = [one.node.state.advert for one in self.processes if one.running and self._reach(peer, one.peer)]
         others = [advert for advert in adverts if advert.peer_id != peer]
@@ -148,6 +158,7 @@ class FaultySwarm(SimSwarm):
             tuple(round for advert in others for round in listed(advert)),
             tuple(h.round for h in self.disks[peer].held() if h.stage == index),
             tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),
+            node.advert.outer_round if node.advert.state == "training" and not node.stood_still else None,
         )
 
     def _reach(self, one: PeerId, other: PeerId) -> bool:

@@ -118,10 +118,13 @@ def weights_survive(swarm: FaultySwarm) -> None:
         rounds = [*was.living, *was.guarded, *was.own]
         if one.source == "fresh":
             assert not rounds, f"{one.peer} began afresh, although there was: {one}"
+        elif was.replaced is not None:
+            # The others agree on what it takes over, even if one that has lost touch with them is further.
+            assert one.round >= was.replaced - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
             # Who is far ahead of the usual one may lie, and is asked last.
             usual = min(map(median_low, (was.living, was.training)))
-            newest = min(max(was.living), usual + BOLD_ROUNDS)
+            newest = max((round for round in was.living if round <= usual + BOLD_ROUNDS), default=usual)
             assert one.round >= newest - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
         elif rounds:
             # A swarm that was stopped as a whole continues from the newest round that all stages have.

@@ -1,9 +1,10 @@
 """Stages that record what they froze, loaded and merged. `laws` checks these records."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from operator import add, sub
+from typing import TypeVar
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState
@@ -11,6 +12,7 @@ from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot
 from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.sim.linear_stage import LinearStage
 
+T = TypeVar("T")
 Values = tuple[float, ...]
 """One value per weight."""
 FROZEN_ROUNDS = 64
@@ -87,6 +89,8 @@ class AvailableWeights:
     """On its own disk, intact."""
     others: tuple[int, ...]
     """The newest that any node has of each other stage."""
+    replaced: int | None = None
+    """Its own round, if it trains and gives its weights up because they differ from those of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,43 @@ class Resumption:
     source: str
     round: int
     available: AvailableWeights
-    """At the time when it asked the others what they have. It has no control over how long the weights then travel."""
+    """When it chose them (`WeightsChoice`)."""
+
+
+class WeightsChoice:
+    """What one node could have continued from when it chose its weights: it has just asked the others what they have,
+    and it has no control over how long weights then travel."""
+
+    def __init__(self, available: Callable[[], AvailableWeights], settled_s: float) -> None:
+        """What was `available` when the node asked counts for `settled_s`, in which all answers have come."""
+        self._available = available
+        self._settled_s = settled_s
+        self._seen: AvailableWeights | None = None
+        self._counts_until_s = 0.0
+        self._fetching = False
+
+    def ask(self) -> None:
+        """The node asks somebody. While weights travel, that is for another purpose."""
+        if not self._fetching and (self._seen is None or self._seen.at_s < now_s()):
+            self._see(self._available())
+
+    async def fetch(self, transfer: Awaitable[T]) -> T:
+        """The node has chosen, and fetches weights. If they do not come, it will choose again."""
+        chosen, self._fetching = self.take(), True
+        try:
+            fetched = await transfer
+        finally:
+            self._fetching = False
+        self._see(chosen)
+        return fetched
+
+    def take(self) -> AvailableWeights:
+        """What was available when it chose."""
+        seen, self._seen = self._seen, None
+        return seen if seen is not None and now_s() <= self._counts_until_s else self._available()
+
+    def _see(self, seen: AvailableWeights) -> None:
+        self._seen, self._counts_until_s = seen, now_s() + self._settled_s
 
 
 @dataclass(slots=True)

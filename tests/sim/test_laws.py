@@ -1,7 +1,8 @@
 """The laws of simulated swarms can fail: each finds the fault that it is there for, planted here."""
 
+import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -22,9 +23,10 @@ from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import gaps, weights_survive
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import Payload
-from noloco_p2p.sim.recording import AvailableWeights, Resumption
+from noloco_p2p.sim.recording import AvailableWeights, Resumption, WeightsChoice, now_s
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.traffic import Traffic
+from noloco_p2p.sim.virtual_time import run
 
 SMALL = (
     "replicas=[2, 2]",
@@ -193,15 +195,62 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
     assert "are unaccounted for" in str(planted(*crash))
 
 
+def went_on(living: tuple[int, ...], round: int, *hardly_reached: int, replaced: int | None = None) -> FaultySwarm:
+    """A node went on from this round; these rounds its stage had then."""
+    available = AvailableWeights(1.0, living, (*living, *hardly_reached), (), (), (), replaced)
+    return cast(FaultySwarm, SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)]))
+
+
 def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
-    """As `core.resume` orders them: 7 may be a lie beside 3, but not beside another 7."""
-
-    def went_on(living: tuple[int, ...], round: int, *hardly_reached: int) -> SimpleNamespace:
-        available = AvailableWeights(1.0, living, (*living, *hardly_reached), (), (), ())
-        return SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)])
-
-    weights_survive(cast(FaultySwarm, went_on((3, 7), 3)))
-    weights_survive(cast(FaultySwarm, went_on((7,), 3, 3)))
-    for living, round in (((3, 7, 7), 3), ((3, 7), 2), ((4, 4), 0)):
+    """As `core.resume` orders them: 7 may be a lie beside 3, but not beside another 7, and then 3 is the newest."""
+    weights_survive(went_on((3, 7), 3))
+    weights_survive(went_on((5, 9), 4))
+    weights_survive(went_on((7,), 3, 3))
+    for living, round in (((3, 7, 7), 3), ((3, 6), 2), ((4, 8), 0), ((4, 4), 0)):
         with pytest.raises(AssertionError, match="me went on far behind the living"):
-            weights_survive(cast(FaultySwarm, went_on(living, round)))
+            weights_survive(went_on(living, round))
+
+
+def test_who_differs_takes_over_what_most_agree_on_and_gives_up_no_more_than_a_copy_is_old() -> None:
+    weights_survive(went_on((5, 8), 4, replaced=5))
+    with pytest.raises(AssertionError, match="me gave up newer weights"):
+        weights_survive(went_on((5, 8), 4, replaced=8))
+
+
+def chosen(do: Callable[[WeightsChoice], Awaitable[object]]) -> float:
+    """When the choice was made with which a node then went on."""
+
+    async def scenario() -> float:
+        choice = WeightsChoice(lambda: AvailableWeights(now_s(), (), (), (), (), ()), settled_s=5.0)
+        await do(choice)
+        return choice.take().at_s
+
+    return run(scenario())
+
+
+def test_what_is_asked_while_weights_travel_has_nothing_to_do_with_the_choice() -> None:
+    async def travels_long(choice: WeightsChoice) -> None:
+        choice.ask()
+        fetched = asyncio.create_task(choice.fetch(asyncio.sleep(40.0)))
+        await asyncio.sleep(20.0)
+        choice.ask()
+        await fetched
+
+    assert chosen(travels_long) == 0.0
+
+
+def test_a_node_that_does_not_get_the_weights_chooses_anew() -> None:
+    async def breaks(choice: WeightsChoice) -> None:
+        choice.ask()
+        with pytest.raises(TimeoutError):
+            await choice.fetch(asyncio.wait_for(asyncio.sleep(99.0), 2.0))
+
+    assert chosen(breaks) == 2.0
+
+
+def test_a_node_does_not_decide_on_what_it_asked_long_ago() -> None:
+    async def dawdles(choice: WeightsChoice) -> None:
+        choice.ask()
+        await asyncio.sleep(9.0)
+
+    assert chosen(dawdles) == 9.0
