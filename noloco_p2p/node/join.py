@@ -64,8 +64,9 @@ class Joining:
     async def wait_for_others(self) -> bool:
         """Wait until every stage has enough replicas. If the run has begun, take its weights then.
 
-        A run begins with `start_replicas` nodes per stage; one that has begun needs one. False: this node had done all
-        steps before it was restarted, and nobody needs it for those of others.
+        A run begins with `start_replicas` nodes per stage; one that has begun needs one. False: the run is complete.
+        This node had done all steps before it was restarted, and nobody needs it for those of others, or it comes to
+        the end of the run without any weights.
         """
         node, manifest = self._node, self._node.manifest
         if node.advert.state == "syncing":  # It has moved, and may have been at this stage before.
@@ -92,10 +93,7 @@ class Joining:
         done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
         longest_s = 3 * node.config.directory.ttl_s if done else None
         if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
-            node.update(step=float(manifest.steps))
-            told = f"nobody has come, and this node has done all {manifest.steps} steps of the run: the run is complete"
-            node.event("info", message=told)
-            return False
+            return self._complete(f"nobody has come, and this node has done all {manifest.steps} steps of the run")
         if node.draining:
             return True
         if node.advert.state == "waiting":
@@ -103,7 +101,10 @@ class Joining:
         reason = "everybody is here"
         # Listed weights are those of a run that had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
-            reason = await self._take_weights()
+            taken = await self._take_weights()
+            if taken is None:
+                return self._complete(f"nobody has weights of stage {node.index} any more, and the run has ended")
+            reason = taken
         if not node.draining:
             await self._weights.open_data()
         if not node.draining:
@@ -163,8 +164,15 @@ class Joining:
             self._reported = message
             self._node.event("info", message=message)
 
-    async def _take_weights(self) -> str:
-        """Get the weights of a run that has begun from the best source that gives them; returns it, in words."""
+    def _complete(self, why: str) -> bool:
+        """There is nothing left to do for this node: False."""
+        self._node.update(step=float(self._node.manifest.steps))
+        self._node.event("info", message=f"{why}: the run is complete")
+        return False
+
+    async def _take_weights(self) -> str | None:
+        """Get the weights of a run that has begun from the best source that gives them; returns it, in words. None: the
+        run has ended, and fresh weights would pass for those of its end."""
         node, began = self._node, self._node.now()
         self._weights.withhold()
         while not node.draining:
@@ -183,6 +191,8 @@ class Joining:
                     self._report(f"waiting: {source.reason}")
                 elif source.kind != "peer" and await self._answers_after_all(others):
                     break
+                elif source.kind == "fresh" and self._swarm.first_stage_is_done():
+                    return None
                 elif source.kind == "fresh" and (await self._is_cut_off() or self._may_come_back(others, began)):
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
