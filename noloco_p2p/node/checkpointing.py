@@ -1,4 +1,4 @@
-"""Checkpoints, and what a node does with its weights before it leaves (ARCHITECTURE.md, "Checkpoints")."""
+"""Writes checkpoints, and hands the weights over before a node leaves or pauses (ARCHITECTURE.md, "Checkpoints")."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Checkpoints
 
 LAST_WORDS_S = 1.0
-"""Time reserved at the end of `drain_s` for announcing that this node has left."""
+"""Seconds reserved at the end of `drain_s` for announcing that this node has left."""
 
 
 class Checkpointer:
@@ -27,23 +27,23 @@ class Checkpointer:
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
         self._seen = 0
-        """The newest outer round done at the last check."""
+        """The newest outer round at the last check."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
         self._alarms, self._calm = node.alarms, True
-        """`NodeState.alarms` by then; and whether there was none since the one before it."""
+        """`NodeState.alarms` at the newest checkpoint, and whether there were none between the previous one and it."""
 
     def go_on(self) -> None:
-        """Continue with weights of the advert's outer round and step."""
+        """Continue from weights of the advert's outer round and step."""
         node = self._node
         self._seen = self._newest = node.advert.outer_round
         self._newest_step = node.step
 
     async def save_if_due(self) -> None:
-        """Save after the first round done at or beyond each multiple of `every_steps`, and at the end.
+        """Save after the first round that is done at or beyond each multiple of `every_steps`, and at the end.
 
-        Called between inner steps. An open round does not count, unless the rule is `lasting`: it is due again for a
-        node that resumes from the checkpoint.
+        Called between inner steps. An open round does not count as done unless the rule is `lasting`: a node that
+        resumes from the checkpoint does it again.
         """
         node, every = self._node, self._node.config.checkpoint.every_steps
         manifest = node.manifest
@@ -63,9 +63,10 @@ class Checkpointer:
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
-        """Before this node leaves: write its checkpoint, and let a guardian pull the weights of a last replica.
+        """Before this node leaves: write its checkpoint, and if it is the last replica, let a guardian pull its
+        weights.
 
-        Without a guardian there is nothing to wait for. Leaving takes at most `drain_s` in any case.
+        Without a guardian there is nothing to wait for. In any case leaving takes at most `drain_s`.
         """
         node = self._node
         if node.inner_steps == 0:
@@ -85,7 +86,8 @@ class Checkpointer:
             node.event("warning", message="leaving although no guardian has pulled its weights")
 
     async def entrust(self) -> bool:
-        """Before a pause: freeze a last replica's weights for guardians to pull. False: it is not the last."""
+        """Before a pause: if this is the last replica, freeze its weights for guardians to pull. Returns whether it did
+        so; it does not if no guardian could pull them."""
         node = self._node
         if await self._has_a_mate():
             return False
@@ -97,14 +99,14 @@ class Checkpointer:
         return True
 
     async def _has_a_mate(self) -> bool:
-        """Whether another replica of this stage answers now; one that did before may have died, or leave too."""
+        """Whether another replica of this stage answers now. One that answered earlier may have died, or be leaving."""
         inquiry = self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(self._node.index, membership.HOLDING))
         await inquiry.until_asked(asked, anew=True)
         return bool(inquiry.answering(asked, membership.HOLDING))
 
     def _is_guarded(self, round: int) -> bool:
-        """Whether an answering guardian has the weights that this node froze, or no guardian is left to pull them."""
+        """Whether a node that answers has the weights that this node froze, or no guardian is left to pull them."""
         inquiry = self._swarm.inquiry
         held = [a for a, holding in holders(self._node.index, self._swarm.members.all()) if holding.round >= round]
         asked = inquiry.few(held)
@@ -116,7 +118,7 @@ class Checkpointer:
         return candidates(node.index, self._swarm.everybody(), node.manifest.seed)
 
     async def _save(self, round: int) -> None:
-        """Freeze everything now and write it in the background, after the previous checkpoint has been written."""
+        """Wait for the previous write to end, freeze everything, and write it in the background."""
         node = self._node
         await self.settle()
         began = node.now()
@@ -125,13 +127,14 @@ class Checkpointer:
         cursor = node.batches.cursor if node.batches is not None else None
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
         self._newest, self._newest_step = round, node.step
-        # Of alarms that go on and on, the checkpoint before the first one stays.
+        # In a series of alarms the checkpoint before the first alarm stays.
         alarmed, calm = node.alarms > self._alarms, self._calm
         self._alarms, self._calm = node.alarms, not alarmed
         self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
 
     async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
-        """Write a checkpoint. A failure is reported, and the node trains on: the next one may fit."""
+        """Write a checkpoint. A failure is reported, and the node trains on: the next checkpoint may fit on the
+        disk."""
         node, state = self._node, checkpoint.state
         try:
             with node.waits.waiting("checkpoint", Resource.DISK, idle=True):

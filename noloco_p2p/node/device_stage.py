@@ -13,7 +13,7 @@ from noloco_p2p.ports import DEVICE_CLOSED, Device, Operation, Stage
 
 
 class DeviceStage:
-    """Each method is that of the port `Stage`, awaited. Where it does not say otherwise it runs on the device."""
+    """Each method is that of the port `Stage`, awaited. Unless stated otherwise, it runs on the device."""
 
     def __init__(self, stage: Stage, device: Device) -> None:
         self._stage: Stage | None = stage
@@ -26,7 +26,7 @@ class DeviceStage:
         return None if self._stage is None else self._stage.places
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """As in the port. A graph whose waiter is gone is freed."""
+        """As in the port. If the caller is cancelled meanwhile, the graph is freed."""
         work = partial(self._open_stage().forward, inputs, mask)
         return await self._device.call(Operation.FORWARD, work, lost=lambda result: self.discard(result[0]))
 
@@ -44,7 +44,7 @@ class DeviceStage:
         return await self._device.call(Operation.LOSS_BACKWARD, work)
 
     def discard(self, graph: int) -> None:
-        """As in the port. After `close` it is freed with everything else."""
+        """As in the port. Does nothing after `close`, which frees everything."""
         if self._stage is not None:
             self._device.post(partial(self._stage.discard, graph))
 
@@ -57,11 +57,11 @@ class DeviceStage:
         return await self._device.call(Operation.FORWARD, self._open_stage().is_sound)
 
     async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
-        """As in the port. Runs beside the device."""
+        """As in the port. Does not occupy the device."""
         return await self._device.beside(partial(self._open_stage().compare, one, other))
 
     async def inner_step(self, label: StepLabel) -> StepResult:
-        """As in the port, with the seconds that the device worked from the start of the previous inner step to now."""
+        """As in the port. Fills in `busy_s`, the seconds that the device has worked since the previous inner step."""
         take = self._open_stage().inner_step
 
         def work() -> StepResult:
@@ -74,13 +74,13 @@ class DeviceStage:
         return await self._device.call(Operation.OUTER, partial(self._open_stage().snapshot, round, step))
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """As in the port. Runs beside the device."""
+        """As in the port. Does not occupy the device."""
         return await self._device.beside(partial(self._open_stage().encode, frozen, request, caller))
 
     async def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
-        """As in the port. Runs beside the device."""
+        """As in the port. Does not occupy the device."""
         return await self._device.beside(partial(self._open_stage().decode, mine, request, theirs, before))
 
     async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector], counted: bool = True) -> float | None:
@@ -100,13 +100,13 @@ class DeviceStage:
         await self._device.call(Operation.OUTER, partial(self._open_stage().restore, theirs))
 
     def close(self) -> None:
-        """Close the device after the running call and release the stage. May be called again. Waiting and later
-        calls get LocalError. The stage's memory is free once the running call has ended."""
+        """Close the device after the running call, and release the stage. Idempotent. Waiting and later calls get
+        LocalError. The stage's memory is freed once the running call has ended."""
         self._device.close()
         self._stage = None
 
     def _open_stage(self) -> Stage:
-        """The stage. Raises LocalError: closed."""
+        """The stage. Raises LocalError if it is closed."""
         if self._stage is None:
             raise LocalError(DEVICE_CLOSED)
         return self._stage

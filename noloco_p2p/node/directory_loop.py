@@ -1,4 +1,4 @@
-"""The one task of a node that uses the directory (ARCHITECTURE.md, "Membership")."""
+"""The task that announces a node and reads the membership (ARCHITECTURE.md, "Membership")."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Directory
 
 FIRST_S = 2.0
-"""Seconds between two readings at stage 0 until the first inner steps have been timed."""
+"""Seconds between two readings at stage 0, until the first inner steps have been timed."""
 QUIET_S = 1.0
-"""A node in training reads the membership again if no microbatch or gradient has arrived for this long, and for longer
-than an inner step with its outer round takes."""
+"""A node in training reads the membership again if no microbatch or gradient has arrived for this many seconds, and for
+longer than an inner step with its outer round takes."""
 RENEWALS_PER_TTL = 3
 
 
@@ -36,7 +36,8 @@ class MembershipLoop:
         self._readings = 0
 
     async def run(self) -> None:
-        """The one task that uses the directory; everything else works with what it has read."""
+        """Announce and read, forever. Only this task uses the directory; everything else works with what it has
+        read."""
         while True:
             reading = self._reading_is_due()
             if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):
@@ -70,15 +71,17 @@ class MembershipLoop:
     # --- when -------------------------------------------------------------------------------------------------------
 
     def _alarms(self) -> int:
-        """How many reasons there are to read before that is due otherwise."""
+        """The number of reasons to read ahead of schedule."""
         return bool(self._swarm.deserted) + self._swarm.unlisted_called
 
     def _reading_is_due(self) -> bool:
-        """Every `refresh_s` in training, and at stage 0 every outer interval. More often if nobody calls any more, or
-        while a stage is deserted, to notice soon that a node takes it.
+        """Whether to read now: in training every `refresh_s`, and at stage 0 every outer interval if that is shorter.
+        More often if microbatches have stopped arriving, or while a stage is deserted, to notice soon when a node takes
+        it.
 
-        Clocks are projected only so far (`schedule.most_projected`), and may be one interval old when they are
-        announced; older ones would hold everybody back. Later stages learn the clocks from their microbatches' labels.
+        Stage 0 reads that often because clocks are projected only so far (`schedule.most_projected`) and may be one
+        interval old when they are announced; older ones would hold everybody back. Later stages learn the clocks from
+        the labels of their microbatches.
         """
         now = self._node.now()
         if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
@@ -91,17 +94,17 @@ class MembershipLoop:
 
     @property
     def _tick_s(self) -> float:
-        """Shortest time between two readings."""
+        """Shortest time between two readings, seconds."""
         return max(min(READING_S, self._node.config.directory.refresh_s), len(self._swarm.members) / ADVERTS_PER_S)
 
     def _quiet_s(self) -> float:
-        # Two of them may have been unusual: an evaluation, a stall.
+        """QUIET_S, or the longest usual inner step. The two longest are left out: an evaluation or a stall."""
         usual = sorted(self._node.step_seconds)[:-2]
         return max(QUIET_S, usual[-1]) if usual else QUIET_S
 
     def _refresh_s(self) -> float:
-        """Time between two readings in training. Callers that are not listed can bring one forward, whoever they are,
-        but not two within `refresh_s`: so strangers at most double the number of readings."""
+        """Seconds between two readings in training. A caller that is not listed, whoever it is, can bring one reading
+        forward, but not two within `refresh_s`: so strangers at most double the number of readings."""
         node = self._node
         due_s = usual_s = node.config.directory.refresh_s
         if node.index == 0:
@@ -116,19 +119,20 @@ class MembershipLoop:
         return self._node.config.directory.ttl_s / RENEWALS_PER_TTL
 
     def _sleep_s(self) -> float:
-        """Seconds until something may be due. News and alarms end the sleep."""
+        """Seconds until something may be due. News and alarms end the sleep early."""
         if self._is_brisk:
             return self._tick_s
         quiet_at, read_at = self._swarm.heard_at + self._quiet_s(), self._read_at + self._refresh_s()
         return max(self._tick_s, min(quiet_at, read_at, self._announced_at + self._renewal_s) - self._node.now())
 
     def _renewal_is_due(self, reading: bool) -> bool:
-        """Adverts of stage 0 carry its clocks; those of other stages only have to stay alive."""
+        """Whether to announce again without news. Adverts of stage 0 carry clocks, so they are renewed with each
+        reading; the others only have to stay alive."""
         carries_the_clock = self._node.index == 0 and self._node.advert.state == "training"
         return (carries_the_clock and reading) or self._node.now() - self._announced_at >= self._renewal_s
 
     def _has_news(self) -> bool:
-        """Something that others should know at once has changed since the last announcement."""
+        """Whether something that others should know at once has changed since the last announcement."""
         return self._node.chosen_stage is not None and self._shown() != self._announced
 
     def _shown(self) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""The frozen rounds that a replica keeps for others and sends them (ARCHITECTURE.md, "An outer round")."""
+"""The frozen rounds that a replica keeps for others to pull (ARCHITECTURE.md, "An outer round")."""
 
 from collections.abc import Callable
 
@@ -9,27 +9,29 @@ from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 
 KEPT_ROUNDS, KEPT_STEPS = 2, 4
-"""How many of the newest frozen rounds stay fetchable. Of gradients it is more, because a newcomer's state is some
-steps old when it arrives."""
+"""How many of the newest frozen rounds stay fetchable: KEPT_STEPS under a rule of gradients, because a newcomer's state
+is some steps old when it arrives."""
 GIVEN_ROUNDS = 3
-"""Older ones that others recently got in a codec with bounds, and of which they may ask for chunks again."""
+"""How many older rounds stay as well, if others recently pulled them in a codec with bounds and may ask for chunks
+again."""
 
 
 class FrozenRounds:
-    """Of one replica. `gives`: it may still give what its whole group wants of a round."""
+    """The frozen rounds of one replica. `gives` tells whether it will freeze a round that its whole group needs."""
 
     def __init__(self, node: NodeState, gives: Callable[[int], bool]) -> None:
         self._node = node
         self._gives = gives
         self._kept: dict[int, FrozenRound] = {}
         self._given: dict[PeerId, tuple[float, int]] = {}
-        """When peers were given a vector, and of which round, in the last `deadline_s`. After that they have it or
-        never will."""
+        """Peers that were sent a vector within the last `deadline_s` → when, and of which round. After that time they
+        have it or never will."""
         self._encoding: list[int] = []
-        """The rounds that are being encoded for others, who may then ask for chunks of them again."""
+        """The rounds that are being encoded for others, which may ask for chunks of them again."""
 
     def keep(self, mine: FrozenRound) -> None:
-        """Keep a new one, and those that others may still ask for. A vector without bounds comes all at once."""
+        """Keep a new round, and drop those for which nobody can ask any more. Only in a codec with bounds may peers ask
+        for parts of an older round again."""
         outer = self._node.manifest.outer
         self._kept[mine.round] = mine
         rounds, given = sorted(self._kept), set[int]()
@@ -42,11 +44,11 @@ class FrozenRounds:
         self._node.waits.pulse()
 
     def clear(self) -> None:
-        """Forget all: they are no longer of this replica's weights."""
+        """Forget all rounds, because this replica's weights are being replaced."""
         self._kept.clear()
 
     def pullers(self) -> set[PeerId]:
-        """Who was given a vector and may not have all of it yet."""
+        """The peers that were sent a vector and may not have all of it yet."""
         self._forget_pullers()
         return set(self._given)
 
@@ -73,7 +75,7 @@ class FrozenRounds:
             raise Declined("this replica has no snapshot yet")
         at = max(self._kept)
         if round is not None and (outer.update.lasting or round in self._kept):
-            # A round that lasts is merged as it was frozen: the nearest of another's is the best of those kept.
+            # Under a lasting rule the caller merges its round as it was frozen, so the nearest round kept fits best.
             at = min(self._kept, key=lambda kept: abs(kept - round))
         frozen = self._kept[at]
         self._encoding.append(frozen.round)
@@ -82,7 +84,7 @@ class FrozenRounds:
                 found = await self._node.stage.encode(frozen, request, caller)
         finally:
             self._encoding.remove(frozen.round)
-        # Only now: a malformed request must not count as a puller.
+        # Recorded only now, because a malformed request must not count as a puller.
         self._forget_pullers()
         self._given[caller] = self._node.now(), frozen.round
         return found

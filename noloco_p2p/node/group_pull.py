@@ -1,5 +1,5 @@
-"""A round in which a replica takes from all of its stage: whom it expects to count, the pull, and the agreement
-(ARCHITECTURE.md, "All replicas")."""
+"""An outer round in which a replica pulls from all replicas of its stage: which of them it expects to count, the pulls,
+and the agreement on what to merge (ARCHITECTURE.md, "All replicas")."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from noloco_p2p.node.vector_pull import Pull, VectorPuller
 
 
 class GroupPull:
-    """Of one replica."""
+    """Runs the group pulls of one replica."""
 
     def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller) -> None:
         self._node = node
@@ -23,7 +23,7 @@ class GroupPull:
         self._puller = puller
 
     def with_view(self, mine: FrozenRound) -> FrozenRound:
-        """The frozen round, with whom this replica expects to count."""
+        """The frozen round, with the replicas that this one expects to count filled in."""
         assert mine.view is not None, "the rule takes from all"
         node, members, now = self._node, self._swarm.members, self._node.now()
         mates = members.of_stage(node.index, membership.IN_ROUNDS)
@@ -32,15 +32,16 @@ class GroupPull:
         return replace(mine, view=GroupView(tuple(sorted(own + peers)), mine.view.digest))
 
     def gives(self, round: int) -> bool:
-        """This replica has frozen the round, or will."""
+        """Whether this replica will freeze the round, unless it has already."""
         node = self._node
         going_on = not node.draining and node.advert.state not in ("paused", "finished")
         return going_on and self._counts(node.advert, round)
 
     async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
-        """The round's vectors of all that this replica expects to count, reduced to those that all agree on.
+        """The round's vectors of all replicas that this one expects to count, reduced to those that all agree on.
 
-        Each vector is held once, until the merge: as many as the stage has replicas. `idle`: nothing waits.
+        Each vector is held in memory until the merge, one for every replica of the stage. `idle`: nothing waits for the
+        result.
         """
         assert mine.view is not None, "the rule takes from all"
         members, me = self._swarm.members, self._node.me
@@ -62,7 +63,8 @@ class GroupPull:
         )
 
     async def _try_fetch(self, mate: Advert, mine: FrozenRound, idle: bool) -> Pull:
-        """What a mate has frozen of the round, or why there is nothing, as a label. A silent mate is set aside."""
+        """What a mate has frozen for the round, or the reason why there is nothing, as a label. A mate that fails, or
+        does not freeze the round in time, is set aside."""
         node, members = self._node, self._swarm.members
         outer, began = node.manifest.outer, node.now()
         wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s

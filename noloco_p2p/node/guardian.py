@@ -1,8 +1,8 @@
-"""Guarding the weights of stages that have few replicas: pull them now and then, keep the newest, give them back.
+"""Guards the weights of stages that have few replicas: pulls them now and then, keeps the newest, and gives them back.
 
-core/guardians.py decides who guards whom. Nothing here makes a ward wait, and no failure here stops the node. The cost
-of guarding is bounded twice: weights are pulled again only after some steps or seconds, and after a pull the guardian
-rests so long that guarding uses neither its own line nor a ward's for more than a twentieth of the time.
+core/guardians.py decides which node guards which stage. Nothing here makes a ward wait, and no failure here stops the
+node. The cost of guarding is bounded twice: weights are pulled again only after some steps or seconds, and after a pull
+the guardian rests until guarding has used neither its own line nor a ward's for more than a twentieth of the time.
 """
 
 from collections.abc import Sequence, Set
@@ -19,21 +19,21 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Transport
 
 WAIT_S = 3.0
-"""How long a ward may delay its answer until it has the round that this node has: replicas reach a round within a few
-steps of each other."""
+"""How long a ward may delay its answer, until it has reached the round that this node has, seconds. Replicas reach a
+round within a few steps of each other."""
 AGAIN_S = 2.0
-"""Seconds between two pulls from a leaving ward, until its last weights are here, and the longest wait for them."""
+"""Seconds between two pulls from a leaving ward until its last weights have arrived, and the longest wait for them."""
 REST = 20.0
-"""A pull of t seconds begins at least t·REST before the next, times the guardians that share a replica of the ward."""
+"""A pull of t seconds starts at least t·REST before the next, times the number of guardians per replica of the ward."""
 NEVER = (-inf, -inf)
 EVERY_STEPS, EVERY_S = 25, 60.0
-"""Weights are pulled again after so many steps of this node's clock, or after so many seconds if steps take longer. A
-stage that dies loses no more than that, as far as the line allows. Without this, rounds at every step doubled the bytes
-of a swarm on one machine, where a pull takes milliseconds."""
+"""Weights are pulled again after EVERY_STEPS of this node's clock, or after EVERY_S seconds if the steps take longer. A
+stage that dies loses no more than that, as far as the line allows. Without this limit, rounds at every step doubled the
+bytes of a swarm on one machine, where a pull takes milliseconds."""
 
 
 class Guardian:
-    """What one node holds for other stages. It outlives `run`, which continues from it when called again."""
+    """Guards other stages for one node. What it holds outlives `run`, which continues from it when called again."""
 
     def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
@@ -41,10 +41,10 @@ class Guardian:
         self._transport = transport
         self._held: dict[int, Snapshot] = {}
         self._last_asked: dict[int, tuple[int, int, bool]] = {}
-        """For each stage, what `_signs` was when it last answered."""
+        """Stage → what `_signs` was when it last answered."""
         self._pulled: dict[int, tuple[float, float]] = {}
-        """Wards that were asked before → when weights came last, and this node's step then. The first pull is made at
-        once, because it matters most."""
+        """Wards that have been asked → when weights last arrived, and this node's step at that time. The first pull is
+        made at once, because it matters most."""
         self._rests_until = 0.0
         self._read = True
 
@@ -53,11 +53,11 @@ class Guardian:
         return self._held.get(stage)
 
     def membership_was_read(self) -> None:
-        """The membership has been read."""
+        """Look again, because the membership has been read."""
         self._read = True
 
     async def run(self) -> None:
-        """Once this node trains: pull after outer rounds and when the membership asks for it. Never ends."""
+        """Once this node trains, look after each outer round and reading of the membership what to pull. Never ends."""
         node, inquiry = self._node, self._swarm.inquiry
         await node.waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
         self._list_holdings()
@@ -66,7 +66,7 @@ class Guardian:
         while True:
             self._read, seen = False, (node.advert.outer_round, inquiry.batches)
             self._drop()
-            # Who has waited longest comes first: the rest after its pull delays the others.
+            # The stage that has waited longest comes first, because the rest after its pull delays the others.
             for stage in sorted(self._wards(), key=lambda stage: self._pulled.get(stage, NEVER)):
                 await self._look_after(stage)
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
@@ -79,10 +79,11 @@ class Guardian:
                 idle=True,
             )
 
-    # --- whom -------------------------------------------------------------------------------------------------------
+    # --- which stages -----------------------------------------------------------------------------------------------
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
-        """The guardians of a stage. Adverts alone never end it: more than GUARDED_REPLICAS must answer."""
+        """The guardians of a stage. Adverts alone never end guarding: more than GUARDED_REPLICAS must answer as
+        well."""
         node, listed = self._node, self._swarm.members.of_stage(stage, WITH_WEIGHTS)
         if len(listed) <= GUARDED_REPLICAS or stage == node.index:
             return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
@@ -91,7 +92,7 @@ class Guardian:
         return found if guarded else ()
 
     def _has_few(self, stage: int, states: Set[str]) -> bool:
-        """Whether only few of the listed replicas answer, now that they have been asked."""
+        """Whether the listed replicas have been asked, and at most GUARDED_REPLICAS answer."""
         inquiry = self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(stage, states))
         inquiry.ask(asked)
@@ -103,23 +104,23 @@ class Guardian:
         return [s for s in range(node.manifest.stages) if s != node.index and node.me in self._guardians(s)]
 
     def _replicas(self, stage: int) -> Sequence[Advert]:
-        """Those with weights that are not silent."""
+        """The replicas of a stage that have weights and are not silent."""
         found = self._swarm.members.of_stage(stage, WITH_WEIGHTS)
         return [a for a in found if not self._swarm.inquiry.is_silent(a.peer_id)]
 
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
-        """Whether none of them trains on; the last one to go has frozen its weights."""
+        """Whether none of these replicas keeps training. The last one to stop has frozen its weights."""
         return bool(replicas) and all(a.state in ("draining", "paused") for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, stage: int) -> None:
-        """Pull the ward's weights if there may be newer ones: from one replica, or from the other if that fails."""
+        """Pull the ward's weights if there may be newer ones: from one replica, or from another if that fails."""
         replicas = self._replicas(stage)
         round = self._due(stage, replicas) if replicas else None
         node = self._node
-        if round is None or node.stood_still:  # others would seem to be too far ahead
+        if round is None or node.stood_still:  # after a standstill the others would seem too far ahead
             return
         signs = self._signs(replicas)
         wait_s = AGAIN_S if self._leaving(replicas) else WAIT_S
@@ -137,14 +138,14 @@ class Guardian:
             return
 
     def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, bool]:
-        """My outer round, the newest that these announced, whether all pause. A change means: look again."""
+        """This node's outer round, the newest that the replicas announced, whether all pause. A change: look again."""
         newest, paused = max(a.outer_round for a in replicas), all(a.state == "paused" for a in replicas)
         return self._node.advert.outer_round, newest, paused
 
     def _due(self, stage: int, replicas: Sequence[Advert]) -> int | None:
-        """The round to ask for; None while there can be nothing new, or nothing is left to train.
+        """The round to ask for; None if there can be nothing new, or nothing is left to train.
 
-        Round 0 is made from the seed by anybody.
+        Round 0 is never asked for: anybody can make it from the seed.
         """
         if all(a.state == "finished" for a in replicas):
             return None
@@ -152,10 +153,10 @@ class Guardian:
         held = self._held.get(stage)
         have = held.round if held else 0
         if self._leaving(replicas):
-            # Its last snapshot has a round more than it has done, and its last step.
+            # The last snapshot of a replica that leaves has its last step, and the number of the next round.
             if held and have > newest and held.step >= max(floor(a.step) for a in replicas):
                 return None
-            # A replica that leaves is asked until it is gone, one that pauses only once.
+            # A replica that leaves is asked until it is gone; one that pauses, only once.
             return None if paused and self._last_asked.get(stage) == signs else max(have, newest) + 1
         if stage in self._pulled and (self._node.now() < self._rests_until or (held and self._is_fresh(stage))):
             return None
@@ -163,9 +164,9 @@ class Guardian:
         return goal if goal > have and self._last_asked.get(stage) != signs else None
 
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
-        """The order in which to ask: first a replica that stays and answers; rounds and guardians alternate.
+        """The order in which to ask: first replicas that stay and are not set aside. Rounds and guardians take turns.
 
-        If none of them trains on, first the one that got furthest: its weights are the last.
+        If no replica keeps training, the one that got furthest comes first, because it has the last weights.
         """
         node = self._node
         guardians = self._guardians(stage)
@@ -180,7 +181,8 @@ class Guardian:
         )
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
-        """Raises as Transport.fetch_snapshot, and Violation if the weights are not the donor's own."""
+        """Fetch weights. Raises the errors of Transport.fetch_snapshot, Violation if they are not the donor's own, and
+        Declined if they are further than the run can be."""
         node = self._node
         expected, deadline_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
         request = SnapshotRequest(stage, round, wait_s, expected.dtype)
@@ -191,7 +193,7 @@ class Guardian:
                 theirs = await self._transport.fetch_snapshot(donor, request, deadline_s, (expected,))
         except PeerError:
             if node.now() - began >= deadline_s:
-                self._rest(stage, deadline_s)  # it arrived, too slowly
+                self._rest(stage, deadline_s)  # a transfer that was too slow used the line all the same
             raise
         self._rest(stage, theirs.took_s)
         if theirs.peer != donor.peer_id:
@@ -201,18 +203,18 @@ class Guardian:
         return theirs
 
     def _is_fresh(self, stage: int) -> bool:
-        """Whether what was pulled last is too new to be pulled again."""
+        """Whether the last pull is too recent to be repeated."""
         at, step = self._pulled[stage]
         return self._node.now() < at + EVERY_S and self._node.advert.step < step + EVERY_STEPS
 
     def _rest(self, stage: int, took_s: float) -> None:
-        """Set when the next pull may begin, from how long this one took."""
+        """Set when the next pull may start, depending on how long this one took."""
         shared = len(self._guardians(stage)) / max(1, len(self._replicas(stage)))
         self._rests_until = max(self._rests_until, self._node.now() - took_s) + REST * max(1.0, shared) * took_s
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
-        newest = (held.round, held.step) if held else (0, inf)  # Round 0 is made from the seed by anybody.
+        newest = (held.round, held.step) if held else (0, inf)  # anybody can make round 0 from the seed
         if stage == self._node.index or (theirs.round, theirs.step) <= newest:
             return
         self._held[stage] = theirs
@@ -222,14 +224,15 @@ class Guardian:
     # --- what is held -----------------------------------------------------------------------------------------------
 
     def _list_holdings(self) -> None:
-        """The advert lists what is held, and nothing else once the node trains."""
+        """Make the advert list what is held; once the node trains, it lists nothing else."""
         held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
         if held != self._node.advert.holds:
             self._node.publish(holds=held)
             self._node.event("guards", rounds={one.stage: one.round for one in held})
 
     def _drop(self) -> None:
-        """Forget what others hold by now, and the stage that this node has moved to, once it has its weights."""
+        """Forget weights that are safe with others, and those of this node's own stage, once it has the trained
+        ones."""
         node = self._node
         for stage in sorted(self._held):
             taken = stage == node.index and node.advert.state in membership.HOLDING
@@ -238,10 +241,10 @@ class Guardian:
         self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:
-        """Whether the stage has enough replicas, or all its present guardians list weights as new as this node's; in
-        both cases they must have answered.
+        """Whether others keep a stage's weights: it has more than GUARDED_REPLICAS replicas, or all its present
+        guardians list weights at least as new as this node's. In both cases they must have answered.
 
-        A stage that nobody holds has no guardians: its weights are kept here until somebody has taken them.
+        A stage that nobody holds has no guardians: its weights are kept here until a node has taken them.
         """
         node, held, inquiry = self._node, self._held[stage], self._swarm.inquiry
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))

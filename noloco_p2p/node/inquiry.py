@@ -1,6 +1,7 @@
-"""Asks peers who they are, when a decision depends on them (ARCHITECTURE.md, "What a stranger can do").
+"""Asks peers who they are when a decision depends on them (ARCHITECTURE.md, "What a stranger can do").
 
-Other duties say whom they need to know about; one task asks, PROBES at a time. No microbatch ever waits for it.
+The other duties say which peers they need to know about; one task asks, PROBES at a time. No microbatch ever waits for
+this.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from noloco_p2p.ports import Transport
 
 
 class Inquiry:
-    """What peers have answered to one node."""
+    """Asks peers on behalf of one node, and keeps their answers."""
 
     def __init__(self, node: NodeState, members: Members) -> None:
         self._node = node
@@ -29,10 +30,10 @@ class Inquiry:
         self.exchanges = Exchanges(node.config.directory.ttl_s)
         self._to_ask: dict[PeerId, Advert] = {}
         self.batches = 0
-        """How many batches of answers have arrived."""
+        """Number of batches of answers so far."""
 
     async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
-        """Ask, and note the answers; `changed` is called after every batch. Never ends."""
+        """Ask peers and record their answers; `changed` is called after every batch. Never ends."""
         while True:
             await self._node.waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
             await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
@@ -42,7 +43,7 @@ class Inquiry:
             self._node.waits.pulse()
 
     def forget(self) -> None:
-        """What peers have answered is out of date, whatever this node's clock says: it has stood still."""
+        """Forget all answers. They are out of date after a standstill, even if this node's clock does not show it."""
         self.exchanges = Exchanges(self._node.config.directory.ttl_s)
 
     async def _ask_one(self, transport: Transport, advert: Advert) -> None:
@@ -52,20 +53,20 @@ class Inquiry:
         self.exchanges.note(advert.peer_id, said, now=self._node.now())
 
     def unknown(self, adverts: Iterable[Advert], since: float | None = None) -> list[Advert]:
-        """Those of whom it has not turned out recently (or since then) whether they answer."""
+        """The peers that have not been asked recently (or since `since`)."""
         return self.exchanges.unknown(adverts, now=self._node.now(), since=since)
 
     def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
-        """Have those asked that were not asked recently (or since then), as many as there is room for now."""
+        """Queue the peers that have not been asked recently (or since `since`), up to PROBES at a time."""
         for advert in self.unknown(adverts, since):
             if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
                 self._to_ask[advert.peer_id] = advert
                 self._node.waits.pulse()
 
     async def until_asked(self, adverts: Sequence[Advert], *, anew: bool) -> None:
-        """Ask them all, at most PROBES, and wait until each has answered or timed out, which takes seconds.
+        """Ask these peers, at most PROBES, and wait until each has answered or timed out, which takes seconds.
 
-        `anew`: also those that have answered recently.
+        `anew`: ask even the peers that have answered recently.
         """
         since = self._node.now() if anew else None
 
@@ -77,14 +78,14 @@ class Inquiry:
         await self._node.waits.until(all_asked, "answers", Resource.SWARM)
 
     async def answering_now(self, adverts: Sequence[Advert], states: Set[str]) -> list[Advert]:
-        """Those of a few of them that answer, and are in one of these states, when they are asked anew."""
+        """Ask up to PROBES of these peers anew. Returns those that answer and are in one of these states."""
         asked = self.few(adverts)
         await self.until_asked(asked, anew=True)
         return self.answering(asked, states)
 
     def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
-        """PROBES of them, to be asked: first those that have answered, then those whose microbatches arrived, then a
-        random order that is the same every time."""
+        """Choose up to PROBES peers to ask: first those that have answered before, then those whose microbatches have
+        arrived, then the others in a random order that is the same every time."""
         if len(adverts) <= PROBES:
             return adverts
         node, now = self._node, self._node.now()
@@ -96,29 +97,30 @@ class Inquiry:
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
 
     def were_asked(self, adverts: Iterable[Advert]) -> bool:
-        """Whether it is known of each of them if it answers."""
+        """Whether all of these peers have been asked."""
         return all(self.exchanges.was_asked(advert.peer_id) for advert in adverts)
 
     def answering(self, adverts: Iterable[Advert], states: Set[str]) -> list[Advert]:
-        """Those that have recently answered, with the stage of their adverts and one of these states."""
+        """The peers that have recently answered that they hold the stage in their advert and are in one of `states`."""
         return self.exchanges.proven(adverts, states, now=self._node.now())
 
     def is_silent(self, peer: PeerId) -> bool:
-        """The peer was asked recently, and gave no answer."""
+        """Whether the peer was asked recently and did not answer."""
         return self.exchanges.silent_s(peer, now=self._node.now()) > 0
 
     def is_gone(self, peer: PeerId) -> bool:
-        """The peer has not answered for as long as an answer counts, and none of its microbatches arrived. If one did,
-        this node may have been out of reach itself."""
+        """Whether the peer has not answered for as long as an answer counts, and no microbatch of it has arrived in
+        that time. If one has, it may be this node that was out of reach."""
         return self.silent_s(peer) > LIFETIMES * self._node.config.directory.ttl_s
 
     def silent_s(self, peer: PeerId, since: float = -inf) -> float:
-        """For how long, from `since` on, the peer has been asked in vain, and no microbatch of it arrived."""
+        """How long, from `since` on, the peer has left requests unanswered while no microbatch of it arrived,
+        seconds."""
         now = self._node.now()
         return min(self.exchanges.silent_s(peer, now=now, since=since), now - self._members.heard_at(peer))
 
     def as_it_says(self, advert: Advert) -> Advert | None:
-        """The advert, with what the peer has just said; None: it is silent."""
+        """The advert, updated with the peer's recent answer; None if the peer is silent."""
         said = self.exchanges.said(advert.peer_id, now=self._node.now())
         if said is None:
             return None
@@ -127,13 +129,14 @@ class Inquiry:
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 
     def clocks(self) -> list[float]:
-        """The clocks of the stage-0 replicas that answer, projected to now: who is only listed moves no clock."""
+        """The clocks of the stage-0 replicas that answer, projected to now. Peers that are only listed do not count."""
         node, m = self._node, self._node.manifest.outer.inner_steps
         answering = self.answering(self._members.of_stage(0, TRAINING), TRAINED)
         most = schedule.most_projected(m, len(self._members), node.advert.steps_per_s)
         return [schedule.project(*clock, most) for clock in self._members.clocks(answering, now=node.now())]
 
     def ask_first_stage(self) -> None:
-        """While this node trains: ask a few whose clocks may count, and learn whether they are at work."""
+        """While this node trains, ask a few stage-0 replicas whether they are at work, so that their clocks may
+        count."""
         if self._node.advert.state == "training":
             self.ask(self.few(self._members.of_stage(0, STAGE_0_AT_WORK)))

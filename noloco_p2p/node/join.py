@@ -16,7 +16,7 @@ from noloco_p2p.ports import Transport
 
 
 class Joining:
-    """Takes one node from its first announcement to its first step on a stage."""
+    """Takes one node from its first announcement to its first step in a stage."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Joining:
         self._reported = ""
 
     async def choose_stage(self) -> None:
-        """Settle on a stage: that of my newest checkpoint, else the one that needs a node most.
+        """Settle on a stage: that of this node's newest checkpoint, otherwise the stage that needs a node most.
 
         Others choose at the same time, so two readings in a row must show that nobody needs to move.
         """
@@ -62,23 +62,23 @@ class Joining:
             node.event("info", message=f"holds stage {node.index} of {manifest.stages}")
 
     async def wait_for_others(self) -> bool:
-        """Wait until every stage has enough replicas. If the run has begun, take its weights then.
+        """Wait until every stage has enough replicas. Then, if the run has already begun, take its weights.
 
-        A run begins with `start_replicas` nodes per stage; one that has begun needs one. False: the run is complete.
-        This node had done all steps before it was restarted, and nobody needs it for those of others, or it comes to
-        the end of the run without any weights.
+        A run begins with `start_replicas` nodes per stage; one that has begun needs one. Returns False if the run is
+        complete: this node had done all steps before it was restarted and nobody needs it any more, or it comes to the
+        end of the run without any weights.
         """
         node, manifest = self._node, self._node.manifest
-        if node.advert.state == "syncing":  # It has moved, and may have been at this stage before.
+        if node.advert.state == "syncing":  # it has moved, and may have held this stage before
             await self._weights.find_own()
         self._weights.show_own()
-        # A node that was there before the run began starts with the others, whatever is announced meanwhile.
+        # A node that was here before the run began starts with the others, whatever is announced meanwhile.
         late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if self._weights.own_of_stage():
             self._weights.withhold()
         else:
             await self._weights.open_data()
-        # Nobody should wait for weights that this node will not have for a while, or take its initial ones.
+        # Nobody should wait for weights that this node will not have for a while, or take its initial weights.
         node.update(partner_from_round=agreement.NOT_YET if late else 0)
         if node.advert.state == "starting":
             node.enter("made", "the weights are made")
@@ -93,13 +93,13 @@ class Joining:
         done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
         longest_s = 3 * node.config.directory.ttl_s if done else None
         if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
-            return self._complete(f"nobody has come, and this node has done all {manifest.steps} steps of the run")
+            return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps of the run")
         if node.draining:
             return True
         if node.advert.state == "waiting":
             node.enter("begin")
         reason = "everybody is here"
-        # Listed weights are those of a run that had begun before everybody stopped.
+        # If adverts list weights, the run had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
             taken = await self._take_weights()
             if taken is None:
@@ -113,9 +113,9 @@ class Joining:
         return True
 
     async def catch_up(self) -> bool:
-        """After a pause: copy a living replica if the stage is ahead by more than one outer interval, in its own words.
+        """After a pause: ask the replicas of this stage, and copy a living one that is more than one outer round ahead.
 
-        The network may be down at first, so one that is silent is asked again for a while. Returns whether it copied.
+        The network may be down at first, so silent replicas are asked again for a while. Returns whether it copied.
         """
         node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
         inquiry.forget()
@@ -129,14 +129,14 @@ class Joining:
                 break
         ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
         if ahead:
-            await self._know_the_clock()  # of all stages: half of this one may have been cut off, too
+            await self._know_the_clock()  # from all stages, because some of this stage may have been cut off as well
         for source in resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else ():
             if await self._weights.restore(source):
                 return True
         return False
 
     async def take_over(self, ahead: Sequence[PeerId]) -> None:
-        """Copy one of those that a round has shown to be ahead; if none gives its state, the next round tells."""
+        """Copy one of the replicas that a round has shown to be ahead. If none gives its state, try after the next."""
         node, counted_from = self._node, self._node.advert.partner_from_round
         node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: copying their state")
         node.publish(partner_from_round=agreement.NOT_YET)
@@ -159,20 +159,20 @@ class Joining:
         self._report("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))
 
     def _report(self, message: str) -> None:
-        """Report something once, until there is something else to report."""
+        """Report a message, unless it is the same as the last one."""
         if message != self._reported:
             self._reported = message
             self._node.event("info", message=message)
 
     def _complete(self, why: str) -> bool:
-        """There is nothing left to do for this node: False."""
+        """There is nothing left to do for this node: report `why`, and return False."""
         self._node.update(step=float(self._node.manifest.steps))
         self._node.event("info", message=f"{why}: the run is complete")
         return False
 
     async def _take_weights(self) -> str | None:
-        """Get the weights of a run that has begun from the best source that gives them; returns it, in words. None: the
-        run has ended, and fresh weights would pass for those of its end."""
+        """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log; None
+        if the run has ended and only initial weights are left, which would pass for those of its end."""
         node, began = self._node, self._node.now()
         self._weights.withhold()
         while not node.draining:
@@ -181,7 +181,7 @@ class Joining:
                 self._report("waiting for an answer from a node in training")
                 await self._membership_loop.next_reading()
                 continue
-            if node.now() - began > TRANSFER_DEADLINE_S:  # Nobody has resumed from those newer weights.
+            if node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer weights that are listed
                 others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
             guarded = self._weights.guarded()
             for source in resume.restore_sources(node.advert, others, own, node.manifest.stages, guarded):
@@ -201,9 +201,9 @@ class Joining:
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
-        """Whether a node with trained weights of the stage may be out of sight, not answering or without a live advert.
-        Before the first outer round the initial weights are as good as any, unless a replica has trained on. This node
-        waits for a peer that is only listed for no longer than an advert can outlive its node."""
+        """Whether a node with trained weights of this stage may still turn up, although it does not answer now or has
+        no live advert. Before the first outer round the initial weights are as good as any, unless a replica has
+        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node."""
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         waited_s, mates = node.now() - began, members.of_stage(node.index, membership.TRAINED)
         if self._swarm.inquiry.answering(mates, membership.TRAINED):
@@ -213,29 +213,29 @@ class Joining:
         return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
 
     async def _is_cut_off(self) -> bool:
-        """Whether nobody of any other stage answers. Fresh weights would be no use then, and wrong once others do."""
+        """Whether no node of any other stage answers. Fresh weights would be useless then, and wrong once others do."""
         node, swarm = self._node, self._swarm
         others = [a for a in swarm.members.all() if a.stage != node.index and a.state in membership.PRESENT]
         needed = node.manifest.stages > 1 and not swarm.run_ended
         return needed and not await swarm.inquiry.answering_now(others, membership.PRESENT)
 
     async def _answers_after_all(self, others: Sequence[Advert]) -> bool:
-        """Whether a living replica of my stage, none of which is in `others`, answers now: the line may be back."""
+        """Whether a replica of this stage answers now, if none is in `others`: the line may be back."""
         index, trained = self._node.index, membership.TRAINED
         if any(a.stage == index and a.state in trained for a in others):
             return False
         return bool(await self._swarm.inquiry.answering_now(self._swarm.members.of_stage(index, trained), trained))
 
     async def _know_the_clock(self) -> bool:
-        """Whether a training node has answered, or none is listed; otherwise the others may be out of sight."""
+        """Whether a training node has answered, or none is listed. Otherwise this node may not reach the others."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         asked = self._swarm.inquiry.few(listed)
         await self._swarm.inquiry.until_asked(asked, anew=False)
         return not listed or bool(self._swarm.inquiry.answering(asked, membership.TRAINED))
 
     async def _ask_around(self) -> list[Advert]:
-        """The others' adverts, with what the peers that decide where the weights come from have just said. Who does not
-        answer is left out, so that others decide; eight are asked at a time. One living replica of my stage is enough.
+        """The others' adverts, updated by asking the peers that decide where the weights come from, eight at a time,
+        until a living replica of this stage answers. A peer that does not answer is left out, so that others decide.
         """
         node, inquiry, stages = self._node, self._swarm.inquiry, self._node.manifest.stages
         answered: dict[PeerId, Advert | None] = {}

@@ -1,9 +1,9 @@
 """The main loop of a node, in run order: start reading here.
 
-    choose a stage → make the weights → wait for the others, or go on with a run that has begun → train → finish
+    choose a stage → make the weights → wait for the others, or enter a run that has begun → train → finish
 
-Training at stage 0 reads microbatches and sends them through the stages; at a later stage it serves what arrives. Both
-take inner steps, and once in a while an outer round. The node sees the world through the ports only.
+In training, a stage-0 node reads microbatches and sends them through the stages; a node of a later stage serves what
+arrives. Both take inner steps, and now and then an outer round. The node sees the world through the ports only.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from noloco_p2p.ports import World
 class Node:
     """One replica of one stage. `run` is its life; `handler` is the ports.Handler that its transport serves.
 
-    `advert` says where this node can be reached; its stage and state change. `incarnation`: 64 bits of this process.
+    `advert`: where this node can be reached; its stage and state change. `incarnation`: 64 random bits of this process.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Node:
         self._guardian = Guardian(self.state, self.swarm, world.transport)
         self.handler = RpcHandler(self.state, self.swarm, self._guardian)  # for this node's transport
         self._take_duties()
-        self.finished = False  # the run has ended, and this node was there until its end
+        self.finished = False  # whether this node stayed until the run ended
 
     def _take_duties(self) -> None:
-        """The duties of one stage; a node that moves begins them anew."""
+        """Create the duties of one stage; a node that moves creates them again."""
         node, swarm, world = self.state, self.swarm, self._world
         self._dispatcher = dispatcher = Dispatcher(node, swarm, world.transport)
         self._source = MicrobatchSource(node, swarm, dispatcher, world.secret, self._incarnation)
@@ -76,7 +76,7 @@ class Node:
     # === life =======================================================================================================
 
     async def run(self) -> None:
-        """Take part until the run has ended or `drain` was called and done. Raises what made the node fail."""
+        """Take part until the run has ended or a `drain` is done. Raises the error that made the node fail."""
         node = self.state
         inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
         duties = self._membership_loop.run(), self._live(), watch_failure(node), self._guardian.run()
@@ -101,16 +101,16 @@ class Node:
             await self._membership_loop.withdraw()
 
     def drain(self) -> None:
-        """Leave: finish what is held, begin nothing new, at most `limits.drain_s`."""
+        """Leave: finish the work in hand and start nothing new, within `limits.drain_s`."""
         if not self.state.leaving and self.state.advert.state != "left":
             self.state.drain("told to leave")
 
     def pause(self) -> None:
-        """Give the device to its owner at the end of the inner step: leave the routes, keep everything."""
+        """Give the device to its owner after the current inner step: take no microbatches, keep all state."""
         self.state.pause(True)
 
     def resume(self) -> None:
-        """Come back from a pause."""
+        """End a pause."""
         self.state.pause(False)
 
     async def _live(self) -> None:
@@ -144,7 +144,7 @@ class Node:
         await self._rounds.freeze(0)
 
     async def _move(self, stage: int) -> None:
-        """What was held has been finished: come to the other stage like a newcomer, unless told to leave meanwhile."""
+        """Join another stage like a newcomer, now that the work in hand is done, unless told to leave meanwhile."""
         await self._rounds.forget()
         await self._checkpointer.settle()
         if self.state.leaving:
@@ -153,10 +153,10 @@ class Node:
         self._rounds.frozen.clear()
         self._dispatcher.given_up = True
         self.state.move(stage)
-        # Ids of microbatches are never used twice: their counter begins anew.
+        # The counter of microbatches starts over, and their ids must never repeat.
         self._incarnation = (self._incarnation + 1) % 2**64 or 1
         self._take_duties()
-        self.state.enter("move", f"comes to stage {stage}")
+        self.state.enter("move", f"moves to stage {stage}")
 
     async def _pause(self) -> None:
         self._server.close()
@@ -165,7 +165,7 @@ class Node:
     # === training, stage 0 ==========================================================================================
 
     async def _train_first_stage(self) -> None:
-        """Read microbatches, send each through the stages, step when all of them are back."""
+        """Read microbatches, send each through the stages, and take the inner step when all of them are back."""
         node = self.state
         while node.step < node.manifest.steps and not node.draining:
             if node.pausing:
@@ -187,9 +187,9 @@ class Node:
     # === training, later stages =====================================================================================
 
     async def _train_later_stage(self) -> None:
-        """Serve what arrives; step when the target is reached and all that was admitted has ended.
+        """Serve what arrives; step when the target is reached and everything that was admitted has ended.
 
-        Whatever was admitted is applied: weights of forward and backward must agree, and a gradient that an origin
+        Whatever was admitted is applied: forward and backward must use the same weights, and a gradient that an origin
         counts must count here. So every way out of the loop leads through an inner step on what is left.
         """
         node, server = self.state, self._server
@@ -205,7 +205,7 @@ class Node:
                 came_late = over()
                 continue
             if not server.may_open():
-                # `balanced` without stage 0: there are no slots, a step could never be complete.
+                # `balanced` without stage 0: there are no slots, so a step could never be complete.
                 await node.waits.until(lambda: over() or node.pausing or server.may_open(), "origins", AnyReplica(0))
                 continue
             server.open()
@@ -213,12 +213,12 @@ class Node:
             if not server.intake.ready:
                 if not node.pausing:
                     break
-                # Cut short by a pause: finish what was admitted, and apply it before the device is given away.
+                # Cut short by a pause: finish what was admitted, and apply it before the owner gets the device.
                 server.close()
                 await server.until_empty()
                 if not node.routes:
                     continue
-            # From here until the next `open`, what arrives waits for the coming step.
+            # From here until the next `open`, arriving microbatches wait for the next step.
             server.intake.seal()
             await self._inner_step(began, {})
             await self._outer_round()
@@ -229,13 +229,13 @@ class Node:
         if node.routes or (joint and not node.draining):
             await self._inner_step(began, {})
         if not node.draining:
-            # Stage 0 has ended, maybe a step ahead of this clock. Who came only then has weights of an earlier step.
+            # Stage 0 has ended, maybe a step ahead of this clock. A node that arrived only then has older weights.
             left_behind = came_late and node.step < node.manifest.steps - 1
             node.update(step=float(node.manifest.steps))
             if not left_behind:
                 await self._outer_round()
                 await self._checkpointer.save_if_due()
-                node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be earlier.
+                node.update(step=float(node.manifest.steps))  # A state copied meanwhile may be of an earlier step.
 
     def _members_read(self) -> None:
         self._server.drop_departed()
@@ -246,13 +246,13 @@ class Node:
     # === inner steps ================================================================================================
 
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
-        """The optimizer on what was added since `began`, then the clock moves (ARCHITECTURE.md, "The step clock")."""
+        """Run the optimizer on what was added since `began`, advance the clock (ARCHITECTURE.md, "The step clock")."""
         node, manifest, inner = self.state, self.state.manifest, self.state.manifest.inner
         step = min(node.step + 1, manifest.steps)
         rate = schedule.learning_rate(
             step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
-        # Where the rule adds up gradients: those of the other replicas. The wait for them is idle time of its own.
+        # A rule of gradients adds up those of all replicas here. The wait for them is reported as idle time separately.
         began += await self._rounds.before_step(self._server.close)
         label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
         with node.span("step"), node.waits.computing("inner step"):
@@ -276,7 +276,7 @@ class Node:
         )
 
     async def _outer_round(self) -> None:
-        """What is due at the border of two inner steps; who then differs from the others becomes one of them."""
+        """Do what is due between two inner steps. A replica that then differs from the others copies one of them."""
         if self.state.stood_still:
             await self._pause()
         await self._rounds.at_border(self._server.close)
@@ -284,11 +284,11 @@ class Node:
         if ahead and not self.state.draining:
             self._server.close()
             await self._joining.take_over(ahead)
-            if self.state.step >= self.state.manifest.steps:  # The copied state may lack the last round.
+            if self.state.step >= self.state.manifest.steps:  # the copied state may lack the last round
                 await self._rounds.at_border(self._server.close)
 
     def status(self, now: float) -> Status:
-        """This node at `now` on the loop's clock, without `figures`; from any thread. Every age is one of `now`."""
+        """The status of this node at `now` on the loop's clock, without `figures`. Callable from any thread."""
         return replace(
             self.state.status(now),
             waits=self.state.waits.current(now),

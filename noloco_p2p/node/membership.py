@@ -1,4 +1,4 @@
-"""What a node knows about the others (ARCHITECTURE.md, "Membership")."""
+"""What a node knows about the other nodes of the swarm (ARCHITECTURE.md, "Membership")."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +10,17 @@ from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 
 DISTRUST = "gradients"
-"""The trouble of a node that has set a peer aside for its gradients, wherever it has moved since."""
+"""Name of the trouble that a node reports while a peer is set aside for its gradients; it outlives a move."""
 DESERTED_S = 2.0
-"""A stage that nobody serves is reported after so long: where a whole swarm ends, the last nodes soon end, too."""
+"""Seconds after which a stage that nobody serves is reported. When a whole swarm ends, the last nodes end within this
+time and need not report the others."""
 
 
 class Membership:
     """The swarm as one node knows it. The node's duties read it; only the methods here change it.
 
-    `members` holds the others' adverts, and the peers not to call for a while. A duty may report the outcome of its own
-    calls to it (`failed`, `answered`); everything else in it is changed here.
+    `members` holds the others' adverts, and which peers are set aside. A duty may report the outcome of its own calls
+    there (`failed`, `answered`); everything else in it is changed here.
     """
 
     def __init__(self, node: NodeState) -> None:
@@ -30,16 +31,16 @@ class Membership:
         self.heard_at = float("-inf")
         """When the last microbatch arrived, or at stage 0 the last gradient."""
         self.deserted: dict[int, float] = {}
-        """Stages that nobody serves, as far as this node knows, and since when, on the loop's clock."""
+        """Stages that nobody serves, as far as this node knows → since when, on the loop's clock."""
         self._reported: set[int] = set()
-        """Those of them that have been reported."""
+        """The deserted stages that have been reported."""
         self.run_ended = False
-        """Some node of stage 0 has finished; it may have left since."""
+        """Whether some node of stage 0 has finished; it may have left since."""
         self.unlisted_called = False
-        """Since the last reading a peer has called that is not listed in the stage before."""
+        """Whether a peer that is not listed in the stage before has called since the last reading."""
 
     def read(self, adverts: Sequence[Advert]) -> None:
-        """Take over a reading of the directory."""
+        """Take over the result of a reading of the directory."""
         node = self._node
         joined, departed = self.members.update(adverts, now=node.now())
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
@@ -51,8 +52,9 @@ class Membership:
         self.inquiry.ask_first_stage()
 
     def look_for_the_end(self) -> None:
-        """The run has ended if a finished node of stage 0 answers so itself. It has also ended if one is or was listed
-        and either my clock agrees or nobody has served some stage for longer than adverts outlive their nodes."""
+        """Find out whether the run has ended. It has if a node of stage 0 answers that it has finished. It also has if
+        such a node is or was listed and either this node's clock agrees, or some stage has had no replica for longer
+        than adverts can outlive their nodes."""
         node, finished, now = self._node, self.members.of_stage(0, {"finished"}), self._node.now()
         if self.run_ended or not (finished or self.members.left_at_step >= node.manifest.steps):
             return
@@ -64,11 +66,11 @@ class Membership:
             self.inquiry.ask(finished)
 
     def everybody(self) -> list[Advert]:
-        """All adverts, mine included."""
+        """All adverts, including this node's own."""
         return [*self.members.all(), self._node.advert]
 
     def fix_view(self) -> None:
-        """Fix the membership that the coming inner step starts with."""
+        """Fix the membership on which the coming inner step is based."""
         node = self._node
 
         def ids(stage: int) -> tuple[PeerId, ...]:
@@ -85,8 +87,8 @@ class Membership:
             self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:
-        """A microbatch of `origin` came, or at stage 0 a gradient arrived. Its label counts only as far as its
-        origin can have got since it announced itself."""
+        """Note that a microbatch of `origin` has arrived, or at stage 0 a gradient (None). The step in its label counts
+        only as far as the origin can have got since its advert."""
         self.heard_at = self._node.now()
         if origin is None or (advert := self.members.get(origin.peer)) is None:
             return
@@ -95,40 +97,41 @@ class Membership:
         self.members.heard(replace(origin, step=min(origin.step, int(limit))), now=self.heard_at)
 
     def refused_unlisted(self) -> None:
-        """A microbatch came from a peer that is not listed in the stage before. It may be new there."""
+        """Note that a microbatch came from a peer that is not listed in the stage before. It may be new there."""
         if not self.unlisted_called:
             self.unlisted_called = True
             self._node.waits.pulse()
 
     def take_unlisted_call(self) -> bool:
-        """A reading begins. Whether such a peer has called since the one before."""
+        """Whether an unlisted peer has called since the previous reading. Resets this for the reading that begins."""
         called, self.unlisted_called = self.unlisted_called, False
         return called
 
     def first_stage_is_done(self) -> bool:
-        """Some node of stage 0 has finished, and all that are listed as at work have fallen silent."""
+        """Whether some node of stage 0 has finished, and all those listed as still at work have fallen silent."""
         at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
     def is_left_behind(self) -> bool:
-        """The run has ended, and the next stage has no replica left."""
+        """Whether the run has ended, and the next stage has no replica left."""
         return self.run_ended and not self.members.anybody(self._node.index + 1)
 
-    # --- calls to the next stage, and stages without anybody --------------------------------------------------------
+    # --- calls to the next stage, and deserted stages ---------------------------------------------------------------
 
     def answered(self, peer: PeerId) -> None:
-        """A replica of the next stage has answered, no matter what."""
+        """Note that a replica of the next stage has answered, no matter what."""
         self.members.answered(peer)
         if self.deserted:
             self.update_deserted()
 
     def failed(self, peer: PeerId) -> None:
-        """A call to a replica of the next stage has failed."""
+        """Note that a call to a replica of the next stage has failed, and set that replica aside."""
         self.members.failed(peer, now=self._node.now())
         self.update_deserted()
 
     def update_deserted(self, *, reading: bool = False) -> None:
-        """Keep `deserted` up to date; report what has lasted when it changes, and at each `reading` while it does."""
+        """Update `deserted`. Report the stages that have been deserted for DESERTED_S when they change, and again at
+        each `reading` while there are any."""
         node, now = self._node, self._node.now()
         found = self.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
         changed = found != sorted(self.deserted)
@@ -141,21 +144,21 @@ class Membership:
             node.waits.pulse()
 
     def nobody_there(self) -> bool:
-        """A later stage has no replica at all, so nothing that stage 0 sends could come back.
+        """Whether a later stage has no replica at all, so that nothing this node sends can come back.
 
-        False once some node of stage 0 has finished: then none is needed.
+        False once some node of stage 0 has finished, because no replica is needed then.
         """
         if not self.deserted or self.run_ended:
             return False
         return any(not self.members.anybody(stage) for stage in self._later_deserted())
 
     def cut_short(self) -> bool:
-        """This node is to pause, and nothing that stage 0 has sent could come back: it does not wait until it does."""
+        """Whether this node is to pause although what it has sent cannot come back: then it does not wait for it."""
         return self._node.pausing and self.nobody_there()
 
     async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and has no replica. False: none was deserted, or this node leaves or
-        pauses."""
+        """Wait while a later stage is deserted and has no replica. False if none was deserted, or if this node leaves
+        or pauses."""
         deserted = self._later_deserted()
         if self.run_ended or not deserted:
             return False

@@ -1,16 +1,16 @@
 """Outer rounds: freeze a snapshot, pull a partner's, merge, train on (ARCHITECTURE.md, "An outer round").
 
-A replica trains on while its partner's snapshot is in transit (`outer.overlap`). Everything happens between inner
-steps, where no graph is open: a round that is due is frozen there, a task of its own pulls, and the first border after
-the pull has ended merges.
+A replica trains on while its partner's snapshot is in transit (`outer.overlap`). Freezing and merging happen between
+inner steps, where no graph is open: a round that is due is frozen there, a separate task pulls, and the result is
+merged at the first boundary after the pull has ended.
 
-- Until the merge φ and δ are those from before the round. Any state captured meanwhile says that the round is still
-  due, so an open round needs no place in states and checkpoints. To give it up, the replica forgets it, as it does when
+- Until the merge, φ and δ are those from before the round. Any state captured meanwhile says that the round is still
+  due, so an open round needs no place in states and checkpoints. To give it up, the replica forgets it; it does so when
   its weights are replaced, when it moves, and when it pauses.
 - When the next round is due, the open one merges alone, and the pull continues for the next one, so that no transfer is
-  thrown away. Under a `lasting` rule a round alone would move nothing. There the open round lasts until its vector has
-  arrived, and rounds that fall due meanwhile are left out.
-- Under a rule that takes from all replicas (`common`) these are pulled as a group (`node.group_pull`).
+  thrown away. Under a `lasting` rule, merging alone would change nothing. There the open round lasts until its vector
+  has arrived, and rounds that fall due meanwhile are skipped.
+- Under a rule that takes from all replicas (`common`), they are pulled as a group (`node.group_pull`).
 - At the end of the run nothing is left to train, so the node waits for the open round, for a bounded time.
 """
 
@@ -36,7 +36,7 @@ from noloco_p2p.ports import Transport
 
 
 class PartnerChoice(NamedTuple):
-    """The replicas that could be asked, the one that will be, and why."""
+    """Which replica to pull from in a round, and why."""
 
     mates: Mapping[PeerId, Advert]
     hidden: Set[PeerId]
@@ -51,10 +51,10 @@ class OpenRound:
     mine: FrozenRound
     pull: asyncio.Task[Pull]
     pulled_in: int
-    """The round in which the pull began; that of `mine` under a rule that is `lasting`."""
+    """The round in which the pull began; always that of `mine` under a `lasting` rule."""
     frozen_at: float
     inner_steps: int
-    """How many inner steps had been taken when it was frozen."""
+    """The number of inner steps taken when it was frozen."""
 
 
 class OuterRounds:
@@ -69,15 +69,16 @@ class OuterRounds:
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
-        """The pull in progress, also while its round is being ended."""
+        """The pull in progress, even while its round is being ended."""
         self._step_busy_s = 0.0
         self._gave: set[PeerId] = set()
-        """Mates whose newest answer was a snapshot."""
+        """Mates whose last pull returned a snapshot."""
         self.ahead: tuple[PeerId, ...] = ()
-        """Replicas from which this one was found to differ in the newest round, where the rule takes from all."""
+        """Under a rule that takes from all: the replicas from which this one was found to differ in the newest
+        round."""
 
     async def freeze(self, round: int) -> FrozenRound:
-        """Freeze what this replica gives of `round`, and keep it for others."""
+        """Freeze what this replica offers in `round`, and keep it for others to pull."""
         with self._node.waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
         if self._rule.common:
@@ -86,15 +87,15 @@ class OuterRounds:
         return mine
 
     def inner_step_took(self, busy_s: float) -> None:
-        """Device-busy seconds of an inner step: the unit of the wait for a partner."""
+        """Update the average of the device-busy seconds per inner step, which bounds the wait for a partner."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
     async def at_border(self, close_intake: Callable[[], None]) -> None:
-        """Between two inner steps, with nothing in flight: merge what has arrived, and begin the round that is due.
+        """Between two inner steps, with nothing in flight: merge what has arrived, and start the round that is due.
 
-        A round without a partner merges at once. The node waits only for the last round of a run, or for each if the
-        run does not overlap. Then the intake answers Busy and its waiting line is flushed, so that no wait is circular.
-        A node that leaves begins no round.
+        A round without a partner merges at once. The node waits only for the last round of a run, or without
+        `outer.overlap` for every round. While it waits, the intake answers Busy and its waiting line is flushed, so
+        that no wait is circular. A node that is leaving starts no round.
         """
         node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
@@ -119,7 +120,7 @@ class OuterRounds:
 
     async def before_step(self, close_intake: Callable[[], None]) -> float:
         """Under a rule of gradients, run the round of the coming inner step, and wait for it. Inner steps that a later
-        stage takes after its clock has reached the end have none. Returns the seconds that it waited for others."""
+        stage takes after its clock has reached the end have no round. Returns the seconds spent waiting for others."""
         node, run = self._node, self._node.manifest
         if self._rule.gradients and run.outer.pairing != "none" and node.step < run.steps and not node.draining:
             return await self._begin(node.step + 1, None, False, close_intake)
@@ -128,8 +129,9 @@ class OuterRounds:
     async def _begin(
         self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
     ) -> float:
-        """Freeze a round. It stays open while a partner's snapshot is in transit; unless training `goes_on`, the node
-        waits for it here, and returns the seconds of that. A pull that is `going_on` serves this round, too."""
+        """Freeze a round and start its pull. The round stays open while the snapshot is in transit; unless training
+        `goes_on`, the node waits for it here. Returns the seconds spent waiting. A pull that is still `going_on` from
+        an earlier round serves this one as well."""
         node = self._node
         if not goes_on:
             close_intake()
@@ -152,9 +154,9 @@ class OuterRounds:
         return 0.0 if goes_on else await self.end("", wait=True)
 
     async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> float:
-        """End the open round, if there is one: with what has arrived, else alone, for `reason`; or `wait` for it.
+        """End the open round, if there is one: merge what has arrived, or alone for `reason`; or `wait` for its pull.
 
-        Without `cancel` an unfinished pull continues, for the next round. Returns the seconds counted as idle.
+        Without `cancel`, an unfinished pull continues for the next round. Returns the seconds counted as idle.
         """
         opened, self._open, node, idle_s = self._open, None, self._node, 0.0
         if opened is None:
@@ -174,7 +176,7 @@ class OuterRounds:
         return idle_s
 
     async def forget(self) -> None:
-        """Give up the open round, if there is one: it is due again where training continues."""
+        """Give up the open round, if there is one. It will be due again when training continues."""
         self._open = None
         if self._pulling is not None:
             self._pulling.cancel()
@@ -182,14 +184,14 @@ class OuterRounds:
                 await asyncio.wait([self._pulling])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
-        """Report a bug at once: the next border may never come."""
+        """Report a bug at once, because the next boundary may never be reached."""
         if self._pulling is pull:
             self._pulling = None
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
     async def _merge(self, mine: FrozenRound, pull: Pull, frozen_at: float, trained: int) -> None:
-        """N1 to N3; `trained` inner steps were taken since the round was frozen."""
+        """Apply N1 to N3. `trained` is the number of inner steps since the round was frozen."""
         node, self.ahead = self._node, pull.ahead
         if pull.ahead:
             return
@@ -216,10 +218,10 @@ class OuterRounds:
     # --- pulling ----------------------------------------------------------------------------------------------------
 
     def _choose_partner(self, round: int) -> PartnerChoice:
-        """Whom to ask in this round, and why.
+        """Choose the replica to pull from in this round.
 
-        A replica that is new to the stage is nobody's partner before its first complete outer interval, and draws its
-        own partner at random, because the others' pairing does not count it yet.
+        A replica that is new to the stage is nobody's partner until its first complete outer interval is over. Until
+        then it draws its own partner at random, because the others' pairing does not include it yet.
         """
         node, outer = self._node, self._node.manifest.outer
         found = self._swarm.members.of_stage(node.index, membership.IN_ROUNDS)
@@ -231,7 +233,8 @@ class OuterRounds:
         return PartnerChoice(mates, hidden, *chosen)
 
     async def _pull(self, mine: FrozenRound, choice: PartnerChoice, goes_on: bool) -> Pull:
-        """The partner's snapshot of my round, else its newest, else another replica's, else none."""
+        """The partner's snapshot of the same round, otherwise its newest, otherwise another replica's, otherwise
+        none."""
         node, members = self._node, self._swarm.members
         mates, hidden, chosen, reason = choice
         if chosen is None:
@@ -246,18 +249,19 @@ class OuterRounds:
         if not others:
             return Pull(failure)
         self._gave &= mates.keys()
-        # Peers that have given one before exist; others may only be listed.
+        # Peers that have answered with a snapshot before exist; others may only be listed.
         likely = pairing.without_relay([p for p in others if p in self._gave] or others, node.me, hidden)
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 
     async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
-        """A peer's snapshot near my round, or why there is none, as a label; the peer's own words go to the log."""
+        """A peer's snapshot of about the same round, or the reason why there is none, as a label. The peer's error
+        message goes to the log."""
         try:
             found = await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
             self._gave.discard(peer.peer_id)
-            if isinstance(error, Violation):  # Late weights prove nothing: a full line delays them.
+            if isinstance(error, Violation):  # late weights prove nothing: a full line delays them
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
@@ -265,15 +269,17 @@ class OuterRounds:
         return found
 
     def _partner_wait_s(self, goes_on: bool) -> float:
-        """By default two inner steps: of wall time if the replica trains on, else of device-busy time, because wall
-        time would feed back into itself."""
+        """How long to wait for a partner that has not reached the round, seconds. By default two inner steps: in wall
+        time if the replica trains on, otherwise in device-busy time, because the wait would lengthen the wall time of
+        the steps by which it is measured."""
         outer, took = self._node.manifest.outer, self._node.step_seconds
         if outer.partner_wait_s is not None:
             return outer.partner_wait_s
         return 2 * (median(took) if goes_on and took else self._step_busy_s)
 
     async def go_on_from(self, round: int) -> None:
-        """This replica's weights have become those of `round`; the snapshots kept are no longer its own."""
+        """Continue with weights of `round` from elsewhere: forget the frozen rounds of the old weights, freeze the
+        new."""
         await self.forget()
         self._node.update(outer_round=round)
         self.frozen.clear()

@@ -1,6 +1,5 @@
-"""When the owner has the device: told so, or outside of the hours that the owner gives (`limits.hours`). And what
-follows when this node has stood still: its machine slept, its process was stopped, or it was cut off from the
-others."""
+"""Pauses a node while its owner has the device, by command or outside `limits.hours`. Also detects that the node has
+stood still, because its machine slept, its process was stopped, or it was cut off from the others."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -13,9 +12,9 @@ from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
 
 LOOK_S = 5.0
-"""Seconds between two looks at the clock on the wall, which may be put back or forward."""
+"""Seconds between two looks at the wall clock, which may be set back or forward."""
 UNLUCKY_STEPS = 8
-"""A replica of a later stage may by chance be sent nothing for this many inner steps."""
+"""For up to this many inner steps, a replica of a later stage may by chance receive no microbatch."""
 
 
 class Pauses:
@@ -26,12 +25,12 @@ class Pauses:
         self._local_time = local_time
         self._looked_at = self._slept_until = local_time().timestamp()
         self._trained = (0, 0.0, 0.0)
-        """Number of inner steps with microbatches since this node had its weights, when the last one ended, on the
-        loop's clock, and the seconds spent in evaluations until then."""
+        """Number of inner steps with microbatches since this node got its weights; when the last of them ended, on the
+        loop's clock; and the seconds spent in evaluations until then."""
         self.look()
 
     async def keep_hours(self) -> None:
-        """Look at the clock from time to time. Never ends."""
+        """Look at the clock every LOOK_S. Never ends."""
         while True:
             await self._node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
             pausing = self._node.pausing
@@ -40,21 +39,21 @@ class Pauses:
                 self._node.waits.pulse()
 
     async def until_open(self) -> None:
-        """Before this node joins: until its owner's hours begin. It is not announced before."""
+        """Wait until the owner's hours begin, before this node joins or is announced."""
         node = self._node
         if node.closed_until is None:
             return
         what = f"device at {node.closed_until}"
-        node.event("info", message=f"waits for its {what}, when the hours of limits.hours begin")
+        node.event("info", message=f"waiting for its {what}, when limits.hours begin")
         await node.waits.until(lambda: node.closed_until is None or node.draining, what, Resource.OWNER)
         if node.config.stage is not None and not node.draining:
             node.publish(stage=node.config.stage)
 
     async def pause(self, rounds: OuterRounds, joining: Joining, checkpointer: Checkpointer) -> None:
-        """Until the owner gives the device back; then the weights of now, if the others have gone far ahead. The same
-        at once for a node that has stood still.
+        """Wait until the owner gives the device back; then copy newer weights if the others are far ahead. A node that
+        has only stood still copies them at once.
 
-        A last replica's weights are there for its guardians to pull meanwhile.
+        If this is the last replica of its stage, guardians can pull its weights meanwhile.
         """
         node = self._node
         if node.stood_still:
@@ -78,17 +77,17 @@ class Pauses:
             await joining.catch_up()
             self.begin()
             if entrusted:
-                # What was frozen for the guardians has the number of a round that is yet to come.
+                # The weights were frozen for the guardians under the number of the next round.
                 await rounds.go_on_from(node.advert.outer_round)
         if not node.draining:
             node.enter("resume", "the device is back")
 
     def look(self) -> None:
-        """Look at the clock: are these the owner's hours, and has this node stood still since it last looked?
+        """Look at the wall clock: is now within the owner's hours, and has this node stood still since the last look?
 
-        It has if that was longer ago than two looks are apart, and longer than an outer interval. The loop's clock
-        would not tell: it does not count the time in which the machine sleeps. A clock that is put forward looks like
-        a sleep, too, which costs a few questions.
+        It has if the last look is longer ago than 2·LOOK_S and than an outer interval. The loop's clock would not show
+        it, because it does not advance while the machine sleeps. A wall clock that is set forward looks like sleep,
+        too, which only costs a few requests.
         """
         node, local_time = self._node, self._local_time()
         node.close_until(hours.closed_until(node.config.limits.hours, local_time))
@@ -100,26 +99,27 @@ class Pauses:
             node.stand_still(True)
 
     def begin(self) -> None:
-        """This node begins to train, with the weights of now."""
+        """Start counting anew, because this node begins to train with new weights."""
         self._trained = (0, 0.0, 0.0)
 
     def stepped(self, microbatches: int) -> None:
-        """An inner step of so many microbatches has ended. If none had any for longer than adverts live and than a
-        standstill lasts, this node was cut off, or the whole swarm waited: it asks the others before it goes on.
+        """Note that an inner step of `microbatches` has ended. If all steps have been empty for longer than an advert
+        lives, a standstill takes, and UNLUCKY_STEPS steps take, then either this node was cut off or the whole swarm
+        waited: it asks the others before it continues.
 
-        An empty step is no sign that others reach this node. Before it has taken a few steps, it cannot judge how long
-        they take.
+        An empty step is no sign that others can reach this node. Before it has taken a few steps, the node cannot judge
+        how long they take.
         """
         node, now, (steps, at_s, evaluated_s) = self._node, self._node.now(), self._trained
         idle_s = now - at_s - (node.evaluated_s - evaluated_s) if steps >= UNLUCKY_STEPS else 0.0
         longest_s = max(node.config.directory.ttl_s, self._longest_s(UNLUCKY_STEPS))
         if idle_s > longest_s and not node.stood_still:
-            node.event("info", message=f"trained nothing for {idle_s:.0f} s, and asks the others how far they are")
+            node.event("info", message=f"trained on nothing for {idle_s:.0f} s: asking the others how far they are")
             node.stand_still(True)
         if microbatches:
             self._trained = steps + 1, now, node.evaluated_s
 
     def _longest_s(self, steps: int = 0) -> float:
-        """Longest time that is no standstill: two looks, an outer interval, or so many `steps`, at a known speed."""
+        """The longest time that is no standstill: 2·LOOK_S, an outer interval, or `steps` inner steps, in seconds."""
         speed, m = self._node.advert.steps_per_s, self._node.manifest.outer.inner_steps
         return max(2 * LOOK_S, max(m, steps) / speed if speed else 0.0)

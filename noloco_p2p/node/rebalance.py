@@ -9,23 +9,23 @@ from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 
 READINGS_BEFORE = 2
-"""Readings of the membership between announcing a move and making it, because others may announce one as well."""
+"""Readings of the membership between announcing a move and making it, in case others announce the same move."""
 
 
 class Rebalancer:
-    """Decides after each reading of the membership whether to move. A node started with a stage stays there."""
+    """Decides after each reading of the membership whether to move. A node that was given its stage stays there."""
 
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
         self._swarm = swarm
         self._readings = 0
         self._deciding: Sequence[Advert] = ()
-        """Replicas of my stage that must have answered before I leave it to them."""
+        """The replicas of this stage that must have answered before this node leaves it to them."""
         self._asked_at = 0.0
-        """When they were asked last, at a reading."""
+        """When they were last asked, at a reading."""
 
     def consider(self) -> None:
-        """Announce, withdraw, or begin a move."""
+        """Announce a move, withdraw it, or start it."""
         node, manifest = self._node, self._node.manifest
         if node.advert.stays or node.advert.state != "training" or node.draining:
             return
@@ -47,7 +47,7 @@ class Rebalancer:
             node.drain(f"moving to stage {target}: {reason}", next_stage=target)
 
     def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
-        """Whether I would move even without the silent ones: a move must not rely on peers that are only listed."""
+        """Whether to move even if silent replicas of this stage do not count: a move must not rely on adverts alone."""
         node, inquiry = self._node, self._swarm.inquiry
         there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]
         if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left)[0] != target:
@@ -60,7 +60,7 @@ class Rebalancer:
         return True
 
     def _have_answered(self, since: float, least: int) -> bool:
-        """Whether all of them have, at least so many, since then: whoever answered earlier may have died."""
+        """Whether all of them, at least `least`, have answered after `since`: one that answered earlier may have died."""
         inquiry = self._swarm.inquiry
         answering = inquiry.answering(self._deciding, balance.COUNTED)
         anew = not inquiry.unknown(self._deciding, since)

@@ -1,4 +1,5 @@
-"""The weights that a node begins with, and what it has of its own (ARCHITECTURE.md, "Recovery")."""
+"""Loads the weights that a node starts with: a peer's, a guardian's, its own checkpoint's, or initial ones
+(ARCHITECTURE.md, "Recovery")."""
 
 from statistics import median
 
@@ -16,13 +17,13 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import World
 
 TRANSFER_DEADLINE_S = 1800.0
-"""Longest transfer of a replica's full state, seconds; a peer that falls silent is given up sooner."""
+"""Longest transfer of a replica's full state, seconds; a silent peer is given up sooner."""
 HOLDINGS_SHOWN = 4
-"""Checkpoints that an advert lists: the newest ones."""
+"""How many checkpoints an advert lists, the newest ones."""
 
 
 class WeightRestorer:
-    """Takes weights, and at stage 0 the place in the data, from one source at a time."""
+    """Loads weights, and at stage 0 the position in the data, from one source at a time."""
 
     def __init__(
         self, node: NodeState, swarm: Membership, world: World, rounds: OuterRounds, guardian: Guardian
@@ -33,10 +34,10 @@ class WeightRestorer:
         self._rounds = rounds
         self._guardian = guardian
         self.own: list[Holding] = []
-        """The checkpoints that this node has, of any stage."""
+        """The checkpoints that this node has, of any stage, oldest first."""
 
     async def find_own(self) -> None:
-        """See which checkpoints this node has. Raises LocalError, except while it moves."""
+        """Find this node's checkpoints. Raises LocalError at the start; a node that moves continues without them."""
         node = self._node
         try:
             with node.waits.waiting("own checkpoints", Resource.DISK):
@@ -44,7 +45,7 @@ class WeightRestorer:
         except LocalError as error:
             if node.advert.state == "starting":
                 raise
-            node.event("warning", message=f"moves without its own checkpoints: {error}")
+            node.event("warning", message=f"moving without its own checkpoints: {error}")
 
     def own_of_stage(self) -> list[Holding]:
         """The checkpoints that this node has of its stage, oldest first."""
@@ -55,7 +56,7 @@ class WeightRestorer:
         self._node.update(holds=tuple(self.own_of_stage()[-HOLDINGS_SHOWN:]))
 
     def withhold(self) -> None:
-        """Offer nobody this node's initial weights, round 0: the run has begun, and its weights are yet to come."""
+        """Stop offering this node's initial weights (round 0): the run has begun, and they are not its weights."""
         self._rounds.frozen.clear()
 
     def guarded(self) -> Holding | None:
@@ -64,7 +65,7 @@ class WeightRestorer:
         return None if held is None else Holding(self._node.index, held.round, held.step)
 
     async def restore(self, source: RestoreSource) -> bool:
-        """Take the weights of the source. False: it could not give them."""
+        """Take the weights of the source. Returns False if it cannot provide them."""
         node = self._node
         try:
             match source.kind:
@@ -87,8 +88,9 @@ class WeightRestorer:
         return True
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
-        """At stage 0: open the data where the checkpoint was, by default where this node left the stage, else at its
-        newest whole checkpoint; without any, at the beginning. What is open stays open."""
+        """At stage 0: open the data at the position of the checkpoint. Without one, open them where this node left the
+        stage, otherwise at the position of its newest checkpoint that can be read, otherwise at the beginning. Data
+        that are open stay open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
         cursor, own = self._node.cursor, self.own_of_stage()
@@ -101,10 +103,10 @@ class WeightRestorer:
     # --- the sources ------------------------------------------------------------------------------------------------
 
     async def _from_peer(self, donor: Advert) -> None:
-        """Copy the full state of a living replica; partners may pull from here after the first complete outer interval.
+        """Copy the full state of a living replica. Partners may pull from here after the first complete outer interval.
 
-        The clock is the others', because they trained on during the copy, and under `balanced` they would wait for
-        every step that this node is behind. A clock that is further does not go back.
+        The clock is set to the others' clock: they trained on during the copy, and under `balanced` they would wait for
+        every step that this node is behind. A clock never goes back.
         """
         node = self._node
         with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
@@ -119,7 +121,7 @@ class WeightRestorer:
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
 
     async def _from_shard(self, held: Holding) -> bool:
-        """My own checkpoint, unless it turns out damaged."""
+        """Load this node's own checkpoint. Returns False if it turns out to be damaged."""
         node, mine = self._node, await self._load(held)
         if mine is None:
             self.own.remove(held)
@@ -133,7 +135,8 @@ class WeightRestorer:
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:
-        """Take a lost stage's weights from a guardian (None: this node itself); the optimizer starts from zero."""
+        """Take a lost stage's weights from a guardian (None: this node is one itself). The optimizer starts from
+        zero."""
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
@@ -143,13 +146,13 @@ class WeightRestorer:
             with node.waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
                 theirs = await self._world.transport.fetch_snapshot(guardian, request, deadline_s, (expected,))
             self._check_possible(theirs.round, theirs.step, guardian.peer_id)
-        assert theirs is not None, "a source without a peer is held here"
+        assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
         await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
 
     async def _fresh(self) -> None:
-        """Nobody has the weights: start with the initial ones, at the others' clock."""
+        """Start from the initial weights at the others' clock, because nobody has newer ones."""
         node, step = self._node, self._clock_of_others()
         await self._go_on_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
         node.event(
@@ -161,8 +164,8 @@ class WeightRestorer:
             return await self._world.checkpoints.load(held)
 
     def _check_possible(self, round: int, step: float, whose: PeerId) -> None:
-        """Raises Declined for weights of a step that the run cannot have reached, according to those that answered and
-        to this node's own clock, which may be newer than their answers."""
+        """Raises Declined if the run cannot have reached the step of these weights yet, judging by the peers that have
+        answered and by this node's own clock, which may be newer than their answers."""
         node, run, ttl_s = self._node, self._node.manifest, self._node.config.directory.ttl_s
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         answering = self._swarm.inquiry.answering(listed, membership.TRAINED)
@@ -175,15 +178,17 @@ class WeightRestorer:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 
     def _clock_of_others(self) -> float:
-        """The median clock of those that train and have answered, in steps: one liar among them does not move it."""
+        """The median clock, in steps, of the peers that have trained weights and have answered: one liar cannot move
+        it."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
         usual = schedule.clock_median(clocks)
         return 0.0 if usual is None else min(usual, float(self._node.manifest.steps))
 
     def _no_earlier(self, step: float, clock: float = 0.0) -> float:
-        """The step of a state or, if it is further, the clock: others', or that with which this node has moved. Under a
-        rule of gradients that of the state, because those that others keep are needed from there on."""
+        """The largest of a state's step, the others' clock, and the clock that this node brought from its previous
+        stage. Under a rule of gradients always the state's step: the gradients that the others keep are needed from
+        there on."""
         gradients = self._node.manifest.outer.update.gradients
         return step if gradients else max(step, clock, self._node.advert.step)
 

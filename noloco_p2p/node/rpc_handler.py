@@ -1,4 +1,4 @@
-"""What peers ask of this node, and which duty answers (ports.Handler)."""
+"""Routes the calls of peers to the duties that answer them (ports.Handler)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -34,7 +34,7 @@ class RpcHandler:
         self._guardian = guardian
 
     def answer_with(self, server: MicrobatchServer, rounds: OuterRounds, donor: StateDonor) -> None:
-        """From now on these duties answer. Called before any peer can ask."""
+        """Let these duties answer from now on. Called before any peer can call."""
         self._server, self._rounds, self._donor = server, rounds, donor
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
@@ -74,11 +74,11 @@ class RpcHandler:
         return NodeDescription(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
 
     def _check(self, caller: PeerId, header: Header) -> None:
-        """Refuse a microbatch that is not for this node, on its header alone: the tensors are not read.
+        """Refuse a microbatch that is not for this node, by its header alone: the tensors are not read.
 
-        The order decides what the caller does next. Another run or stage is an error whatever this node is doing. On
-        its way into training it says Busy, for it will serve soon; on its way out Declined, so that the caller looks
-        for another replica. Shapes come last: they can be checked only once there is a stage.
+        The order of the checks decides what the caller does next. The wrong run or stage is an error whatever this node
+        is doing. A node that will soon train answers Busy; one that no longer does answers Declined, so that the caller
+        looks for another replica. Shapes come last, because they can be checked only once there is a stage.
         """
         node, state = self._node, self._node.advert.state
         if not node.chosen_stage:

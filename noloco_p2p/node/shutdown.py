@@ -20,7 +20,7 @@ EVALUATIONS_AT_ONCE = 2
 
 
 async def watch_failure(node: NodeState) -> None:
-    """Ends when the node has been leaving for as long as it may. Raises what made it fail."""
+    """Returns when the node has spent `drain_s` on leaving. Raises what made the node fail."""
     drain_s = node.config.limits.drain_s
     await node.waits.until(
         lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True
@@ -42,17 +42,17 @@ class Shutdown:
         self._rounds = rounds
 
     async def evaluate_if_due(self) -> None:
-        """Evaluate every `every_steps` inner steps, except for the last evaluation, which `finish` does."""
+        """Evaluate every `every_steps` inner steps; the last evaluation is left to `finish`."""
         node = self._node
         every = node.manifest.evaluation.every_steps
         if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()
 
     async def evaluate(self) -> None:
-        """Evaluate the same held-out microbatches as all nodes, on fixed routes, without averaging weights (METHOD.md,
-        "Measures").
+        """Evaluate the held-out microbatches, the same as on all nodes, over fixed routes, without averaging weights
+        (METHOD.md, "Measures").
 
-        Waits for a stage that nobody serves. An evaluation with a missing microbatch does not count.
+        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count.
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
@@ -66,13 +66,13 @@ class Shutdown:
             try:
                 if missed:
                     return None
-                # Evaluations have ids of their own: incarnation 0, which no process has.
+                # Evaluations have ids of their own, with incarnation 0, which no process has.
                 microbatch, origin = MicrobatchId(node.me, 0, number), Origin(node.me, node.step, rank)
                 return await self._dispatcher.evaluate(
                     StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
                 )
             except PeerError as error:
-                # If nobody evaluates one by its deadline, nobody will evaluate the others either.
+                # If one is not evaluated within its deadline, the others will not be either.
                 missed = True
                 node.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
                 return None
@@ -88,10 +88,10 @@ class Shutdown:
             node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def finish(self) -> None:
-        """Stay until the others no longer need this node, at most `linger_s` for each thing waited for. A later stage
-        stays while held-out microbatches come, for at most `microbatch_deadline_s`.
+        """Stay until the others no longer need this node, for at most `linger_s` per wait. A later stage stays while
+        held-out microbatches arrive, for at most about `microbatch_deadline_s`.
 
-        A replica that pulls from here in its last outer round gets as much time as a transfer may take.
+        A replica that pulls from this node in its last outer round gets as much time as a transfer may take.
         """
         node, members, limits = self._node, self._swarm.members, self._node.config.limits
         at_work, began = membership.STAGE_0_AT_WORK | membership.READY, node.now()
@@ -115,7 +115,7 @@ class Shutdown:
         pulled = all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s
         if node.index > 0:
             seen, longest_at = -1, node.now() + limits.microbatch_deadline_s
-            # Whoever still evaluates needs this node: the time begins anew.
+            # Some node still evaluates and needs this one: the time starts over.
             while self._dispatcher.evaluated > seen and node.now() < longest_at:
                 seen = self._dispatcher.evaluated
                 if await stay(all_evaluated, "last evaluations", AnyReplica(0)):
@@ -131,10 +131,10 @@ class Shutdown:
         await stay(*pulled)
 
     def _present(self, listed: Iterable[Advert], since: float) -> list[Advert]:
-        """Of these nodes, those that still run.
+        """The listed nodes that are still running.
 
-        The last advert of a node that has left may not have come. So the last few are asked: one that is silent, from
-        `since` on, for as long as it would take to renew its advert is gone.
+        A node may have left without its last advert reaching this one. So once only a few are listed, they are asked: a
+        node that has been silent since `since`, for longer than the time between two renewals of its advert, is gone.
         """
         found, node, inquiry = list(listed), self._node, self._swarm.inquiry
         if len(found) <= PROBES:

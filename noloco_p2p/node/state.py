@@ -1,4 +1,4 @@
-"""Who one node is and how far it has come. Its duties read it; it changes by the methods here only."""
+"""Who one node is and how far it has come. Its duties read this state; only the methods here change it."""
 
 import asyncio
 from collections import deque
@@ -22,16 +22,16 @@ from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import Batches, Telemetry
 
-STEPS_TIMED = 32  # inner steps whose median is what a step takes
+STEPS_TIMED = 32  # number of recent inner steps whose median is taken as the duration of a step
 
 
 class NodeState:
-    """Identity and progress of one node. `stage` exists once the weights are made, `batches` then at stage 0 only."""
+    """Identity and progress of one node. `stage` is set once the weights are made, `batches` then at stage 0 only."""
 
     stage: DeviceStage
     batches: Batches | None = None
     cursor: Mapping[str, object] | None = None
-    """How far the data had been read when this node moved from stage 0."""
+    """How far the data had been read when this node moved away from stage 0."""
 
     def __init__(self, advert: Advert, manifest: RunManifest, config: NodeConfig, telemetry: Telemetry) -> None:
         self.advert = advert
@@ -43,55 +43,55 @@ class NodeState:
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
         self.inner_steps = 0
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
-        """Of each microbatch counted in this step: who sent it, and who served it next."""
-        self.drain_by: float | None = None  # while draining: when, on the loop's clock, it offers others no more
+        """Each microbatch counted in this step → the peer that sent it, and the peer that served it next."""
+        self.drain_by: float | None = None  # while draining: when it stops offering microbatches, on the loop's clock
         self.next_stage: int | None = None  # while draining in order to move: the stage to hold next
         self._told_to_pause = False
-        self.stood_still = False  # and does not know yet how far the others are
-        self.closed_until: str | None = None  # when the owner's hours begin again; None: they are on
+        self.stood_still = False  # and has not yet found out how far the others are
+        self.closed_until: str | None = None  # when the owner's hours begin; None: now is within them
         self.microbatch: MicrobatchSize | None = None  # known once the weights are made
         self.error: BaseException | None = None
-        self.stepped_at: float | None = None  # when the last inner step ended, or training began; else None
+        self.stepped_at: float | None = None  # when the last inner step ended, or training began; None outside training
         self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)  # from one inner step to the next
         self.evaluated_s = 0.0  # seconds spent in evaluations while training
-        self._clocked_at: float | None = None  # when the clock was last moved at this stage
-        self.alarms = 0  # how often what a peer sent was so wrong that it was not even clipped
+        self._clocked_at: float | None = None  # when the clock last advanced at this stage
+        self.alarms = 0  # how often a peer sent something too wrong to be merely clipped
         self._troubles: dict[str, tuple[str, float]] = {}  # what is wrong, by name: (message, since when)
 
     # --- identity ---------------------------------------------------------------------------------------------------
 
     @property
     def me(self) -> PeerId:
-        """My peer id."""
+        """This node's peer id."""
         return self.advert.peer_id
 
     @property
     def chosen_stage(self) -> int | None:
-        """My stage; None while I have not chosen one."""
+        """This node's stage; None until one is chosen."""
         return None if self.advert.stage == NO_STAGE else self.advert.stage
 
     @property
     def index(self) -> int:
-        """My stage, once I have chosen one."""
+        """This node's stage; one must have been chosen."""
         assert self.advert.stage != NO_STAGE, "no stage has been chosen"
         return self.advert.stage
 
     @property
     def last(self) -> bool:
-        """My stage has the head and the loss."""
+        """Whether this is the last stage, the one with the head and the loss."""
         return self.index == self.manifest.stages - 1
 
     @property
     def replica(self) -> str:
-        """This replica, for messages."""
+        """The name of this replica in messages."""
         return f"stage {self.advert.stage} replica {self.me}"
 
     def update(self, **changes: object) -> None:
-        """Change what the advert says; the next announcement carries it."""
+        """Change fields of the advert; the next announcement carries them."""
         self.advert = replace(self.advert, **changes)  # type: ignore[arg-type]
 
     def publish(self, **changes: object) -> None:
-        """Change what the advert says, and let whoever waits for it know at once."""
+        """Change fields of the advert, and wake everything that waits for a change."""
         self.update(**changes)
         self.waits.pulse()
 
@@ -103,23 +103,23 @@ class NodeState:
         self.waits.pulse()
 
     def places(self) -> float:
-        """Microbatches that may be in flight here: as many as memory has room for, within `limits.max_in_flight`."""
+        """How many microbatches may be in flight here: as many as fit into memory, within `limits.max_in_flight`."""
         held = None if self.microbatch is None else self.stage.places
         limits = (self.config.limits.max_in_flight, held)
         return min((places for places in limits if places is not None), default=inf)
 
     def hold(self, stage: DeviceStage) -> None:
-        """The weights of my stage have been made."""
+        """Take over the stage, whose weights have been made."""
         self.stage = stage
         run, sizes = self.manifest, (stage.state.hidden.nbytes, stage.state.gradient.nbytes)
         self.microbatch = MicrobatchSize(run.microbatches_per_step, *sizes, run.wire.forward, run.wire.backward)
 
     def read_from(self, batches: Batches) -> None:
-        """The data of stage 0 have been opened."""
+        """Take over the opened data of stage 0."""
         self.batches = batches
 
     def close_batches(self) -> None:
-        """Give the data back, if they are open."""
+        """Close the data, if they are open."""
         if self.batches is not None:
             self.batches.close()
             self.batches = None
@@ -128,23 +128,23 @@ class NodeState:
 
     @property
     def draining(self) -> bool:
-        """Told to leave, or to move to another stage: nothing new is begun."""
+        """Whether this node is about to leave, or to move to another stage: it starts nothing new."""
         return self.drain_by is not None
 
     @property
     def leaving(self) -> bool:
-        """Told to leave for good."""
+        """Whether this node is about to leave for good."""
         return self.draining and self.next_stage is None
 
     def drain(self, reason: str, *, next_stage: int | None = None) -> None:
-        """Finish what is held and begin nothing new: to leave, or to go on at `next_stage`."""
+        """Finish the work in hand and start nothing new: to leave, or to continue at `next_stage`."""
         self.drain_by, self.next_stage = self.now() + self.config.limits.drain_s / 2, next_stage
         if self.advert.state != "draining":
             self.enter("drain", reason)
         self.waits.pulse()
 
     def move(self, stage: int) -> None:
-        """What was held has been finished: this node comes to another stage, like a newcomer."""
+        """Change to another stage, like a newcomer, after the work in hand is done."""
         self.cursor = self.cursor if self.batches is None else self.batches.cursor
         self.close_batches()
         self.stage.close()
@@ -155,41 +155,42 @@ class NodeState:
 
     @property
     def pausing(self) -> bool:
-        """No inner step is begun: the owner wants the device, or this node has stood still."""
+        """Whether no new inner step may start: the owner wants the device, or this node has stood still."""
         return self.wanted_by_owner or self.stood_still
 
     @property
     def wanted_by_owner(self) -> bool:
-        """The owner wants the device."""
+        """Whether the owner wants the device."""
         return self._told_to_pause or self.closed_until is not None
 
     def pause(self, pausing: bool) -> None:
-        """The owner says that the device is wanted, or given back; outside of the hours it is wanted in any case."""
+        """The owner claims the device, or gives it back. Outside `limits.hours` it is the owner's in any case."""
         self._told_to_pause = pausing
         self.waits.pulse()
 
     def close_until(self, opens_at: str | None) -> None:
-        """The owner's hours begin again at this time of day; None: they are on."""
+        """Set the time of day when the owner's hours begin; None: now is within them."""
         self.closed_until = opens_at
 
     def stand_still(self, stood_still: bool) -> None:
-        """This node has stood still, or (False) knows again how far the others are. That is no time of a step."""
+        """Note that this node has stood still, or (False) knows again how far the others are. That time does not count
+        as part of an inner step."""
         self.stood_still = stood_still
         self.stepped_at = self.stepped_at and self.now()
 
     def fail(self, error: BaseException) -> None:
-        """This node cannot go on; its main task raises `error`."""
+        """Make the node's main task raise `error`; only the first error counts."""
         if self.error is None:
             self.error = error
             self.waits.pulse()
 
     def distrust(self, result: str, **fields: object) -> None:
-        """What a peer sent was not taken as it came."""
+        """Report that something a peer sent was not accepted as it was; `result` says why."""
         self.alarms += result not in ("clipped", "gradient")
         self.event("distrusted", result=result, **fields)
 
     def trouble(self, name: str, message: str | None) -> None:
-        """Something is wrong from now on, or (None) is so no longer; the node goes on in any case."""
+        """Note that something is wrong, or (None) no longer wrong; the node continues in any case."""
         before = self._troubles.get(name)
         if message is None:
             self._troubles.pop(name, None)
@@ -199,7 +200,7 @@ class NodeState:
             self.event("warning", message=message)
 
     def troubles(self, now: float) -> tuple[Trouble, ...]:
-        """What is wrong at `now`, by name; from any thread."""
+        """What is wrong, sorted by name. `now` is on the loop's clock. Callable from any thread."""
         found = sorted(self._troubles.copy().items())
         return tuple(Trouble(name, message, max(0.0, now - since)) for name, (message, since) in found)
 
@@ -207,34 +208,36 @@ class NodeState:
 
     @property
     def step(self) -> int:
-        """Floor of my clock."""
+        """The floor of this node's clock."""
         return floor(self.advert.step)
 
     def furthest_step(self) -> float:
-        """The furthest that the swarm can have come, by this node's own clock."""
+        """The furthest step that the swarm can have reached, judging by this node's own clock."""
         age_s = 0.0 if self._clocked_at is None else self.now() - self._clocked_at
         return schedule.furthest(self.advert.step, age_s, self.advert.steps_per_s, self.manifest.outer.inner_steps)
 
     def is_possible(self, round: int, step: float) -> bool:
-        """Weights of another stage can have come as far as this by now. Who freezes its last ones adds a round."""
+        """Whether weights of another stage can be of this round and step by now."""
         limit = self.furthest_step()
+        # A replica that leaves freezes its last weights under the number of the next round.
         return step <= limit and round <= limit // self.manifest.outer.inner_steps + 2
 
     def count(self, microbatch: MicrobatchId, sender: PeerId | None, next_hop: PeerId | None) -> None:
-        """A microbatch contributes to the inner step under way; `next_hop` served it at the next stage."""
+        """Note that a microbatch contributes to the current inner step; `next_hop` served it at the next stage."""
         self.routes[microbatch] = (sender, next_hop)
 
     def go_on_at(self, step: float, inner_steps: int, partner_from_round: int) -> None:
-        """The weights have become those of `step`; partners may pull from `partner_from_round` on."""
+        """Set the clock to that of newly adopted weights. Partners may pull from `partner_from_round` on."""
         self.inner_steps = inner_steps
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
     def finish_inner_step(self, result: StepResult, clocks: Iterable[float], line: MeasuredLine) -> None:
-        """step ← step + 1 + ¼·(median − step − ½) over the `clocks` of stage 0, as they are now, and my speeds.
+        """Advance the clock, step ← step + 1 + ¼·(median − step − ½) over the projected `clocks` of stage 0, and update
+        this node's speeds.
 
-        The speed announced is that of inner steps: the clock's own would feed on itself, a slow clock would be
-        projected as slow. Microbatches count by the seconds that the device worked: in wall time all stages pass
-        equally many, whichever of them holds the others back.
+        The announced speed counts inner steps. The speed of the clock itself would feed back: a clock that lags would
+        be projected to lag. Microbatches are counted per second of device work, because per second of wall time all
+        stages pass the same number, whichever of them is the bottleneck.
         """
         self.inner_steps += 1
         self.routes = {}
@@ -243,7 +246,7 @@ class NodeState:
         median = schedule.clock_median([*samples, *clocks])
         pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
         self.update(step=schedule.advance(self.advert.step, median, manifest.steps, pull))
-        began = max(self._clocked_at or 0.0, self.stepped_at or 0.0)  # the time of a pause does not count
+        began = max(self._clocked_at or 0.0, self.stepped_at or 0.0)  # pauses do not count
         if self._clocked_at is not None and now > began and not self.stood_still:
             self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - began))
         if result.microbatches and result.busy_s > 0 and not self.stood_still:
@@ -259,12 +262,12 @@ class NodeState:
             self.stepped_at = now
 
     def spend_on_evaluation(self, seconds: float) -> None:
-        """An evaluation has taken so long."""
+        """Add the duration of an evaluation, if it happened while training."""
         if self.advert.state == "training":
             self.evaluated_s += seconds
 
     def status(self, now: float) -> Status:
-        """What of the node's status is known here."""
+        """The part of the node's status that is known here. `now` is on the loop's clock."""
         took, places = tuple(self.step_seconds), self.places()
         return Status(
             self.advert,
@@ -285,7 +288,7 @@ class NodeState:
 
     @staticmethod
     def now() -> float:
-        """The loop's clock, seconds."""
+        """The time on the loop's clock, in seconds."""
         return asyncio.get_running_loop().time()
 
     def event(self, kind: str, /, **fields: object) -> None:
@@ -293,5 +296,5 @@ class NodeState:
         self.telemetry.event(kind, **fields)
 
     def span(self, phase: str) -> AbstractContextManager[None]:
-        """Measure a phase (ARCHITECTURE.md, "Metrics")."""
+        """Measure the duration of a phase (ARCHITECTURE.md, "Metrics")."""
         return self.telemetry.span(phase)

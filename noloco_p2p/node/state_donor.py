@@ -1,4 +1,4 @@
-"""Lending this replica's state to newcomers: those who ask at about the same time share one frozen copy
+"""Lends this replica's state to newcomers. Those that ask at about the same time share one frozen copy
 (ARCHITECTURE.md, "Joining")."""
 
 import asyncio
@@ -14,29 +14,29 @@ from noloco_p2p.errors import Declined
 from noloco_p2p.node.state import NodeState
 
 KEPT_S = 30.0
-"""How long a copy is kept after its last use, seconds: a newcomer that was cut off comes back for the rest."""
+"""How long a copy is kept after its last use, seconds: a newcomer whose transfer broke off returns for the rest."""
 MOST_COPIES = 2
-"""A copy is up to five times the weights: one that somebody still reads, and a fresh one."""
+"""One copy that is still being read, and a fresh one. No more, because a copy is up to five times the weights."""
 STALE_INTERVALS = 2
-"""Outer intervals by which a copy may lag behind before the next newcomer gets a fresh one."""
+"""Outer intervals by which a copy may lag behind; then the next newcomer gets a fresh one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Copy:
     number: int
     step: float
-    """This replica's clock when the copy was asked for."""
+    """This replica's clock when the copy was requested."""
     round: int
-    """Its newest outer round then."""
+    """Its newest outer round at that time."""
     task: asyncio.Task[ReplicaState]
     users: int = 0
     drop: asyncio.TimerHandle | None = None
 
 
 class StateDonor:
-    """The copies of one replica; a node that moves has a new donor.
+    """Makes and keeps the copies of one replica's state. A node that moves gets a new donor.
 
-    `incarnation` is the node's own: no two processes give a copy the same number.
+    `incarnation` is the node's, so that no two processes give a copy the same number.
     """
 
     def __init__(self, node: NodeState, incarnation: int) -> None:
@@ -47,7 +47,7 @@ class StateDonor:
 
     @asynccontextmanager
     async def lend_state(self, caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
-        """See ports.Handler. The copy is kept while somebody uses it and KEPT_S longer."""
+        """See ports.Handler. A copy is kept while it is in use, and for KEPT_S afterwards."""
         copy = self._fitting(caller) if number is None else self._numbered(number)
         copy.users += 1
         if copy.drop is not None:
@@ -64,30 +64,30 @@ class StateDonor:
                     copy.drop = asyncio.get_running_loop().call_later(KEPT_S, self._copies.remove, copy)
 
     def close(self) -> None:
-        """Forget every copy, because the node ends or moves. A call that still reads one keeps it until its end."""
+        """Forget all copies, because the node ends or moves. A call that is reading one keeps it until it ends."""
         for copy in list(self._copies):
             self._forget(copy)
 
     @staticmethod
     async def _captured(copy: _Copy) -> ReplicaState:
-        """The copy, once it exists. Raises Declined: it will not, because the node ends or moves."""
+        """The state, once it has been captured. Raises Declined if it will not be, because the node ends or moves."""
         try:
             return await asyncio.shield(copy.task)
         except asyncio.CancelledError:
             if not copy.task.cancelled():
                 raise
-            # Without an answer the caller would wait until it counts this node as silent.
-            raise Declined("this node leaves its stage: it has no state to give any more") from None
+            # Without an answer the caller would wait until it considers this node silent.
+            raise Declined("this node is leaving its stage: it has no state to give any more") from None
 
     def _numbered(self, number: int) -> _Copy:
-        """The copy of which the caller already has a part; the bytes of another one would not fit."""
+        """The copy of which the caller already has a part; no other copy would fit. Raises Declined if it is gone."""
         for copy in self._copies:
             if copy.number == number:
                 return copy
         raise Declined(f"this node no longer has copy {number} of its state")
 
     def _fitting(self, caller: PeerId) -> _Copy:
-        """The newest copy while it is fresh enough, else a new one in place of one that nobody uses."""
+        """The newest copy if it is fresh enough, or if no other may be made now; otherwise a new one."""
         node = self._node
         if node.advert.state not in TRAINED:
             raise Declined(f"this node is {node.advert.state}: it has no trained state to give")
@@ -101,8 +101,9 @@ class StateDonor:
         return self._begin(caller)
 
     def _is_fresh(self, copy: _Copy) -> bool:
-        """A copy may be lent while it is at most STALE_INTERVALS old. Under a rule that takes from all, only in its own
-        round: a newcomer would lack what the others merged since, and have to copy again. Gradients are kept longer."""
+        """Whether a copy is at most STALE_INTERVALS old. Under a rule that takes from all replicas it must also be of
+        the newest round: otherwise a newcomer would lack what the others have merged since, and have to copy again.
+        Rules of gradients are exempt, because gradients are kept longer."""
         outer, advert = self._node.manifest.outer, self._node.advert
         if outer.update.common and not outer.update.gradients and advert.outer_round > copy.round:
             return False
@@ -113,14 +114,15 @@ class StateDonor:
         self._made += 1
         purpose = ("donor", node.me, self._incarnation, node.index, node.inner_steps, self._made)
         number = generator(node.manifest.seed, *purpose).getrandbits(64)
-        node.event("info", message=f"freezes its state at step {node.step} for {caller}")
+        node.event("info", message=f"freezing its state at step {node.step} for {caller}")
         task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {node.me}")
         copy = _Copy(number, node.advert.step, node.advert.outer_round, task)
         self._copies.append(copy)
         return copy
 
     async def _capture(self, number: int) -> ReplicaState:
-        """Reads the labels once the copy exists: all device operations before it have been counted by then."""
+        """Capture the state. Its labels are read afterwards, because by then all device operations before the copy have
+        been counted."""
         node = self._node
         with node.waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)

@@ -1,4 +1,4 @@
-"""One pull of another replica's vector: ask, decode, and ask again for wrong chunks, until all are right."""
+"""Pulls another replica's vector: request, decode, and request wrong chunks again until all are right."""
 
 from dataclasses import dataclass, replace
 
@@ -12,26 +12,27 @@ from noloco_p2p.ports import Transport
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """The result of asking a partner, or all replicas of the stage, and why."""
+    """The vectors pulled from a partner, or from all replicas of the stage."""
 
     reason: str
+    """Why this is the result, as a label."""
     theirs: tuple[PartnerVector, ...] = ()
-    """The vectors to merge; empty: nobody gave one."""
+    """The vectors to merge; empty if no replica provided one."""
     nbytes: int = 0
-    """Bytes of the answers and of the questions for them."""
+    """Bytes of the answers and of the requests for them."""
     asked_again: int = 0
     """Chunks that arrived wrong (METHOD.md, "Codecs of outer rounds"), counted each time."""
     other: bool = False
-    """The vector is not from the partner that was chosen first."""
+    """Whether the vector is from another replica than the partner that was chosen first."""
     counted: bool = True
-    """This replica's own vector is merged with them."""
+    """Whether this replica's own vector is merged with them."""
     left_out: int = 0
-    """Replicas of the stage whose vectors were expected and are not merged."""
+    """How many replicas of the stage were expected but are not merged."""
     ahead: tuple[PeerId, ...] = ()
-    """This replica differs from these, and copies the state of one of them; empty: it does not differ."""
+    """The replicas from which this one differs, so that it copies the state of one of them; empty if it does not."""
 
     def result(self, mine: FrozenRound, of_all: bool) -> str:
-        """The result of a round merged with it, as a label; `of_all`: all replicas of the stage were asked."""
+        """The result of a round that merges this pull, as a label. `of_all`: all replicas of the stage were asked."""
         if not self.theirs:
             return "alone"
         if of_all:
@@ -47,10 +48,11 @@ class VectorPuller:
         self._transport = transport
 
     async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
-        """A peer's complete vector of about my round; only chunks that arrived wrong are asked for again.
+        """A peer's complete vector of about the same round; only chunks that arrived wrong are requested again.
 
-        Raises Violation if it is refused (`core.guard`), Declined if its round is too far away or was dropped before
-        all of it had arrived, else as Transport.fetch_snapshot. `idle`: nothing waits for it.
+        Raises Violation if the vector is refused (`core.guard`), Declined if its round is too far away or the peer
+        dropped the round before all chunks had arrived, and otherwise the errors of Transport.fetch_snapshot. `idle`:
+        nothing waits for the result.
         """
         node, found, stale = self._node, None, self._node.manifest.outer.max_stale_rounds
         request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
@@ -69,14 +71,15 @@ class VectorPuller:
             asked_again += len(found.missing.bounds)
 
     def _report(self, found: PartnerVector) -> None:
-        """Report a vector that was not merged as it is. Raises Violation for one that is refused."""
+        """Report a vector that will not be merged as it is. Raises Violation if it is refused altogether."""
         if found.verdict:
             self._node.distrust(found.verdict, peer=found.peer, round=found.round)
         if found.verdict == "refused":
             raise Violation(f"the vector of {found.peer} is too far from mine to be merged")
 
     async def _ask(self, peer: Advert, request: SnapshotRequest, round: int, idle: bool) -> Snapshot:
-        """The peer's answer, for my round. Raises as Transport.fetch_snapshot, Violation for another replica's."""
+        """The peer's answer to one request. Raises the errors of Transport.fetch_snapshot, and Violation for the
+        snapshot of another replica."""
         deadline_s, expected = self._node.manifest.outer.deadline_s, self._node.stage.state.answer(request.lattice)
         limit_s = request.wait_s + deadline_s
         with self._node.waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(round), idle=idle):

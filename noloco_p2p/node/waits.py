@@ -1,7 +1,8 @@
 """What a node waits for: every wait has a name, and is listed here while it lasts.
 
-The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py reads its source.
-A wait for something inside this node goes through `until`, and every change that may end one is followed by `pulse`.
+The node awaits a port, a lock or a condition only inside `Waits.waiting`; tests/node/test_waits.py checks this in the
+source. A wait for a condition inside this node goes through `until`, and every change that may fulfil one is followed
+by `pulse`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Purpose, Resource, Serving, Wait, WaitTarget
 
 OPERATIONS_PER_DEADLINE = 10.0
-"""An operation that takes longer than this part of the time that a microbatch may go without progress is overdue."""
+"""A device operation is overdue after the time that a microbatch may go without progress, divided by this."""
 
 R = TypeVar("R")
 
@@ -23,7 +24,8 @@ _Named = tuple[str, WaitTarget, float | None, Purpose | None, bool]
 
 
 class _OpenWait:
-    """The `with` of `Waits.waiting`. A node opens hundreds a second, so this is no generator and makes no `Wait`."""
+    """The context manager of `Waits.waiting`. A node enters hundreds per second, so this is a plain class, not a
+    generator, and creates no `Wait` until asked."""
 
     __slots__ = ("_began", "_named", "_open")
 
@@ -38,15 +40,15 @@ class _OpenWait:
         del self._open[self]
 
     def at(self, now: float) -> Wait:
-        """The wait as it is `now`, on the loop's clock."""
+        """This wait as a `Wait`, with its age at `now` on the loop's clock."""
         what, whom, deadline_s, why, idle = self._named
         return Wait(what, whom, max(0.0, now - self._began), deadline_s, why, idle)
 
 
 class Waits:
-    """The waits of one node. Changed by its event loop only, read from any thread.
+    """The waits of one node. Changed on its event loop only; may be read from any thread.
 
-    An operation of the device is late after a part of `patience_s`, the time that a microbatch may go without progress.
+    `patience_s` is the time that a microbatch may go without progress; it bounds the operations of the device.
     """
 
     def __init__(self, patience_s: float | None = None) -> None:
@@ -54,16 +56,17 @@ class Waits:
         self._open: dict[_OpenWait, None] = {}
         """An ordered set."""
         self._computing: dict[object, float] = {}
-        """Operations that the device was asked for and has not ended, oldest first: since when."""
+        """Operations of the device that are queued or running, oldest first → since when."""
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
-        """Calls of peers that this node has in hand: (caller, on whose behalf, since when)."""
+        """Calls of peers that this node is serving: (caller, on whose behalf, since when)."""
         self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
-        """What `until` waits for. They are evaluated here, so that a pulse wakes nobody in vain."""
+        """The conditions of `until`. They are evaluated here, so that a pulse wakes only the tasks that may
+        continue."""
         self._check: asyncio.Handle | None = None
         self.operations = 0
-        """Operations of the device that have ended."""
+        """Number of device operations that have ended."""
         self._ended_at = 0.0
-        """When the last one did."""
+        """When the last of them ended, on the loop's clock."""
 
     def waiting(
         self,
@@ -74,12 +77,13 @@ class Waits:
         *,
         idle: bool = False,
     ) -> AbstractContextManager[None]:
-        """A `with` around an await; the arguments are those of core.status.Wait."""
+        """A context manager to put around an await; the arguments are the fields of core.status.Wait."""
         return _OpenWait(self._open, (what, whom, deadline_s, why, idle))
 
     @contextmanager
     def computing(self, what: str, why: Purpose | None = None) -> Iterator[None]:
-        """A `with` around an operation of this node's device. One that is given up says nothing about the device."""
+        """A context manager to put around an operation of this node's device. If the operation is cancelled, it does
+        not count as ended."""
         key, now, given_up = object(), asyncio.get_running_loop().time, False
         self._computing[key] = now()
         try:
@@ -95,13 +99,13 @@ class Waits:
                 self._ended_at = now()
 
     def stuck_s(self, now: float) -> float:
-        """For how long the device has ended nothing although it has work; `now` is on the loop's clock."""
+        """How many seconds the device has had work without completing any; `now` is on the loop's clock."""
         began = next(iter(self._computing.values()), now)
         return max(0.0, now - max(began, self._ended_at))
 
     @contextmanager
     def serving(self, caller: PeerId, why: Purpose) -> Iterator[None]:
-        """Inside, a call of a peer is in hand."""
+        """List a peer's call as being served inside the `with`."""
         key = object()
         self._calls[key] = caller, why, asyncio.get_running_loop().time()
         try:
@@ -119,9 +123,9 @@ class Waits:
         why: Purpose | None = None,
         idle: bool = False,
     ) -> bool:
-        """Wait until `condition` holds (evaluated after every pulse), at most `timeout_s`. False: the time was up.
+        """Wait until `condition` holds (evaluated after every pulse), at most `timeout_s`. False if the time ran out.
 
-        `what`, `whom`, `why` and `idle` name the wait, see core.status.Wait.
+        `what`, `whom`, `why` and `idle` name the wait; see core.status.Wait.
         """
         if condition():
             return True
@@ -142,7 +146,7 @@ class Waits:
         return True
 
     def pulse(self) -> None:
-        """Something changed that somebody may wait for: all conditions are evaluated in the loop's next turn."""
+        """Have all conditions evaluated in the loop's next iteration, because something has changed."""
         if self._conditions and self._check is None:
             self._check = asyncio.get_running_loop().call_soon(self._check_conditions)
 
@@ -158,13 +162,13 @@ class Waits:
         return tuple(sorted(waits, key=lambda wait: (-wait.since_s, wait.what, str(wait.whom), str(wait.why or ""))))
 
     def served(self, now: float) -> tuple[Serving, ...]:
-        """The calls of peers in hand, longest first; `now` is on the loop's clock."""
+        """The calls of peers that are being served, longest first; `now` is on the loop's clock."""
         calls = sorted(self._calls.copy().values(), key=lambda call: (call[2], call[0], str(call[1])))
         return tuple(Serving(caller, why, max(0.0, now - since)) for caller, why, since in calls)
 
 
 async def to_the_end(awaitable: Awaitable[R]) -> R:
-    """Await something that must not be abandoned half-way: a cancellation of the waiter is dropped."""
+    """Await something that must not be abandoned half-way: cancelling the waiter has no effect."""
     task = asyncio.ensure_future(awaitable)
     while not task.done():
         try:
@@ -176,7 +180,8 @@ async def to_the_end(awaitable: Awaitable[R]) -> R:
 
 
 def _may_hold(condition: Callable[[], bool]) -> bool:
-    """True also where it raises: it does so again in the task that waits, and there it belongs."""
+    """Whether the condition holds. Also True if it raises: it raises again in the waiting task, which should get the
+    error."""
     try:
         return condition()
     except Exception:  # noqa: BLE001 - see above

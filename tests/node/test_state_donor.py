@@ -184,7 +184,7 @@ def test_who_waits_for_a_copy_of_a_node_that_ends_or_moves_is_told_so() -> None:
         await asyncio.sleep(CAPTURE_S / 2)
         asking[1].cancel()
         place.donor.close()
-        with pytest.raises(Declined, match="leaves its stage"):
+        with pytest.raises(Declined, match="is leaving its stage"):
             await asking[0]
         await asyncio.wait(asking)
         assert place.stage.captures == 1
