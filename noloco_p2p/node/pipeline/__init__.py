@@ -1,4 +1,4 @@
-"""The way of a microbatch.
+"""The path of a microbatch through a node.
 
 source ── train ──▶ dispatch ── propagate ──▶ (wire) ──▶ rpc_handler ──▶ serve ── train ──▶ dispatch ──▶ …
                       │  ▲                                                 │

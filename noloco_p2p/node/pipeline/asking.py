@@ -1,7 +1,7 @@
-"""For how many bodies a node asks for places at once: for what its line can send soon, and no more.
+"""Limits for how many bodies a node asks for places at once: for what its line can send soon, and no more.
 
-A place that has been granted is held until its body is there, and an inner step waits for it. A slow line that asked
-for all of its bodies at once would hold up every replica of the next stage (ARCHITECTURE.md, "Admission").
+A granted place stays reserved until its body arrives, and an inner step waits for it. A node with a slow line that
+asked for all its bodies at once would hold up every replica of the next stage (ARCHITECTURE.md, "A microbatch").
 """
 
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from noloco_p2p.ports import Transport
 
 
 class Asking:
-    """The bodies of one node for which places have been asked, and that have not left."""
+    """The bodies of one node for which a place has been requested, and that have not been sent yet."""
 
     def __init__(self, node: NodeState, transport: Transport) -> None:
         self._node = node
         self._transport = transport
         self._asked: dict[object, None] = {}
         self._gone = 0
-        """How many have left, or never will."""
+        """How many bodies have been sent, or never will be."""
 
     def may_ask(self) -> bool:
-        """Ask for one more; always where the policy names the replica: a later body may be the one that it waits for.
+        """Whether to request a place for one more body.
 
-        Nor does a node wait that leaves.
+        Always if the policy names the replica, because a later body may be the one that it waits for, and always if
+        this node is leaving.
         """
         node = self._node
         return (
@@ -36,7 +37,7 @@ class Asking:
         )
 
     async def until_may_ask(self, microbatch: MicrobatchId, longest_s: float) -> bool:
-        """Wait for the bodies that go before; False: none of them has left for `longest_s`."""
+        """Wait for the bodies that go first. False if none of them has been sent within `longest_s`."""
         why = for_microbatch(microbatch)
         while not self.may_ask():
             gone = self._gone
@@ -51,7 +52,8 @@ class Asking:
         return True
 
     def begin(self) -> Callable[[], None]:
-        """One more is asked for; call what this returns when it has left or never will, once or more often."""
+        """Count one more body. Call the returned function when the body has been sent or never will be; further calls
+        have no effect."""
         key = object()
         self._asked[key] = None
 

@@ -1,4 +1,4 @@
-"""Which replicas of the next stage a microbatch is offered to."""
+"""Chooses the replicas of the next stage to which a microbatch is offered."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -13,38 +13,40 @@ from noloco_p2p.node.state import NodeState
 
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
-"""Pause after every replica said Busy; it doubles from the first to the longest."""
+"""Pause after every replica has answered Busy, seconds; it doubles from the first to the longest."""
 LONGEST_WITH_NOBODY_S = 0.5
-"""The longest one when every replica failed."""
+"""The longest pause if every replica has failed, seconds."""
 FAILED_AGAIN_S = 1.0
-"""After so long a replica that failed may be asked again although another one keeps saying Busy: that one may stay
-closed until its outer round's deadline, and may even wait for what this delivery holds up."""
+"""Seconds after which a replica that failed may be asked again even though another one keeps answering Busy: that one
+may stay closed until the deadline of its outer round, and may even be waiting for what this delivery holds up."""
 
 
 @dataclass(slots=True)
 class Attempts:
-    """What one delivery has heard so far."""
+    """The answers and failures of one delivery so far. Times are on the loop's clock."""
 
     trains: bool
     avoid: Set[PeerId]
-    """Replicas that the origin would rather not have: they are asked if there is no other."""
+    """Replicas that the origin distrusts: they are asked only if there is no other."""
     busy: set[PeerId] = field(default_factory=set)
     failed: dict[PeerId, float] = field(default_factory=dict)
-    """When each did, on the loop's clock."""
+    """Replicas that failed → when."""
     skipped: int = 0
-    """Replicas that cannot serve it for no fault of theirs."""
+    """How many replicas could not serve it through no fault of their own."""
     pause_s: float = FIRST_PAUSE_S
-    """The pause after the next time that none is left to ask."""
+    """The next pause, for when no replica is left to ask."""
     busy_at: float | None = None
-    """When Busy was first heard, on the loop's clock."""
+    """When the first Busy was received."""
     alone_since: float | None = None
-    """Since when nobody could even be asked, on the loop's clock."""
+    """Since when no replica could even be asked."""
     fell_back: bool = False
+    """Whether the fallback of `balanced` and `fixed` has been reported."""
     failure: str = ""
-    """The last one, in words."""
+    """The message of the last failure."""
 
     def begin_anew(self, now: float) -> None:
-        """After a pause: those that were busy or failed a while ago may be asked again, or all if none was busy."""
+        """After a pause: replicas that were busy, or that failed a while ago, may be asked again; if none was busy, so
+        may all that failed."""
         longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
         self.pause_s = min(2 * self.pause_s, longest_s)
         self.failed = {peer: at for peer, at in self.failed.items() if self.busy and now - at < FAILED_AGAIN_S}
@@ -52,24 +54,25 @@ class Attempts:
 
 
 class Choice(NamedTuple):
-    """Whom to ask now. Nobody: all have just said Busy or failed."""
+    """The replicas to ask now; none if all have just answered Busy or failed."""
 
     replicas: list[Advert]
     header_first: bool = False
-    """They get the body when they ask for it, or one of them does."""
+    """Whether only the header is sent at first; the replica that asks for the body first gets it."""
     patient: bool = True
-    """They may keep the question in their line; False: there are others to ask, Busy is the better answer."""
+    """Whether they may keep the header in their queue. If there are other replicas to ask, Busy is the better
+    answer."""
 
 
 class StepCandidates(NamedTuple):
-    """The candidates of each microbatch of a step of the clock."""
+    """For one step of the clock, the candidates of each microbatch, by its index."""
 
     step: int
     sets: list[list[PeerId]]
 
 
 class ReplicaChoice:
-    """Chooses for one node."""
+    """Chooses replicas of the next stage for one node."""
 
     def __init__(self, node: NodeState, swarm: Membership, line: MeasuredLine) -> None:
         self._node = node
@@ -78,11 +81,12 @@ class ReplicaChoice:
         self._candidates = StepCandidates(-1, [])
 
     def by_policy(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
-        """Training: the replica that the run's policy chooses.
+        """For training: the replica that the run's policy chooses, or two that compete for the microbatch.
 
-        Where any may serve, two are drawn, if only the header goes to the one that comes too late: loads even out.
-        Under `weighted` they may be the same, else the fastest would be drawn too seldom. Under `random` stage 0
-        draws those of a step together, and the first microbatches get the pairs that are farthest away.
+        If any replica may serve it, and the header goes first so that the loser costs no more than that, two are drawn:
+        this evens out the load. Under `weighted` both may be the same replica, otherwise the fastest would be drawn too
+        rarely. Under `random`, stage 0 draws the pairs of a step together, and the first microbatches get the most
+        distant pairs.
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
         usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
@@ -95,11 +99,11 @@ class ReplicaChoice:
         first = pair[0] if pair else self._draw(origin, heard, free)
         way = sending(first)
         if way is Sending.AT_ONCE and heard.busy_at is not None:
-            way = Sending.ASKED  # or all of it is sent again for each time that Busy is heard
+            way = Sending.ASKED  # otherwise every further Busy would cost the whole body again
         header_first = way is Sending.ASKED
         if policy not in routing.FREE:
             return Choice([first], header_first)
-        # Who is asked alone although there are others had better say Busy: whichever is free first serves.
+        # If a replica is asked alone although there are others, Busy is the better answer: any free replica will do.
         patient = way is not Sending.WHOLE or len(usable) == 1
         others = free if policy == "weighted" else [peer for peer in free if peer != first.peer_id]
         if not (header_first and others):
@@ -108,7 +112,7 @@ class ReplicaChoice:
         return Choice([first] if second == first else [first, second], header_first, patient)
 
     def expected(self, origin: Origin) -> list[Advert]:
-        """Who may get a microbatch, as far as it is known before its output is there; nobody where it is not."""
+        """The replicas that may get a microbatch, if that is known before its output is ready; otherwise none."""
         members, index = self._swarm.members, self._node.index
         peers = members.usable(index + 1, now=self._node.now(), without=())
         if len(peers) > 1:
@@ -117,10 +121,10 @@ class ReplicaChoice:
         return [advert for peer in peers if (advert := members.get(peer)) is not None]
 
     def _drawn_together(self, origin: Origin, usable: Sequence[PeerId]) -> Sequence[PeerId]:
-        """The two candidates of this microbatch, drawn together with those of the others of its step."""
+        """The two candidates of this microbatch, drawn together with those of the other microbatches of its step."""
 
         def far(candidates: Sequence[PeerId]) -> int:
-            """By the nearer one, because it is first to grant a place."""
+            """The distance of a pair: that of its nearer replica, which is the first to grant a place."""
             return int(min(self._line.round_trip_s(peer) or 0.0 for peer in candidates) / FAR_S)
 
         if self._candidates.step != origin.step:
@@ -129,7 +133,7 @@ class ReplicaChoice:
         return self._candidates.sets[origin.index]
 
     def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
-        """One of `usable`, which are not none, by the run's policy."""
+        """One of the `usable` replicas, of which there must be some, by the run's policy."""
         node, run = self._node, self._node.manifest
         chosen, reason = routing.next_hop(
             run.routing, run.seed, node.index + 1, origin, self._swarm.view, usable, node.rng
@@ -138,13 +142,13 @@ class ReplicaChoice:
             heard.fell_back = True
             node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
         advert = self._swarm.members.get(chosen)
-        assert advert is not None, "it is usable"
+        assert advert is not None, "a usable replica has an advert"
         return advert
 
     def in_turn(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
-        """Evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
+        """For evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
 
-        The next one in turn stands in for a replica that is set aside or has declined.
+        The next replica in order stands in for one that is set aside or has declined.
         """
         node, members = self._node, self._swarm.members
         replicas = members.of_stage(node.index + 1, membership.HOLDING)

@@ -1,7 +1,7 @@
 """One stage's part in a microbatch: forward here, through the later stages and back, backward here.
 
-Every stage goes this way: the source of stage 0 and the server of the later ones call `Dispatcher.train`. The
-dispatcher keeps its output and its graph, so a peer that fails costs another call, never the microbatch
+Every stage works like this: the source of stage 0 and the server of the later ones call `Dispatcher.train`. The
+dispatcher keeps the output and its graph, so a peer that fails costs another call, never the microbatch
 (ARCHITECTURE.md, "A microbatch").
 """
 
@@ -30,9 +30,9 @@ from noloco_p2p.node.waits import to_the_end
 from noloco_p2p.ports import Claim, Transport
 
 ALONE_SILENCES = 2.0
-"""A later stage waits for so many silences for somebody to serve the next one."""
+"""How long a later stage waits for a replica that serves the next one, in units of `limits.patience_floor_s`."""
 SHORTEST_CALL_S = 0.05
-"""With less time than this left, a call is not begun."""
+"""No call is started with less time left than this, seconds."""
 
 R = TypeVar("R")
 
@@ -42,17 +42,18 @@ class RetryPolicy(Generic[R]):
     """One kind of call to the next stage, and how it is retried."""
 
     reply: str
-    """What is waited for."""
+    """The name of the awaited reply, for the list of waits."""
     send: Callable[[Advert, Activation, Claim], Awaitable[R]]
     choose: Callable[[Origin, Attempts, Callable[[Advert], Sending]], Choice]
-    """The replicas to call now; of each it is known how the activation would go there."""
+    """Chooses the replicas to call now; the last argument tells how the activation would be sent to a replica."""
     trains: bool
-    """A microbatch that is lost costs gradients: it goes on while the node drains, tries another replica at once, and
-    says Busy to its caller if it heard nothing else. An evaluation pauses after each failure: it may come late."""
+    """Whether this is training. A lost microbatch costs gradients, so it continues while the node drains, tries another
+    replica at once, and raises Busy for its caller if it received nothing else. An evaluation may be late, so it pauses
+    after each failure."""
 
 
 class Dispatcher:
-    """Takes microbatches through this stage and the later ones."""
+    """Takes microbatches through this stage and the later ones, for one node."""
 
     def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
@@ -61,21 +62,21 @@ class Dispatcher:
         self._asking = Asking(node, transport)
         self.liveness = Liveness(node, transport)
         self.given_up = False
-        """The node has moved to another stage: what is still under way here must not go on from there."""
+        """Set when the node has moved to another stage: what is still under way here must not be sent on from there."""
         self.evaluated = 0
-        """Held-out microbatches that this node's device has evaluated."""
+        """Number of held-out microbatches that this node's device has evaluated."""
         self._busy_since: dict[PeerId, float] = {}
-        """Since when a replica of the next stage has served nothing and said Busy."""
+        """Replicas of the next stage → since when they have answered Busy and served nothing."""
         self._choice = choice = ReplicaChoice(node, swarm, transport.line)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
 
     async def train(self, task: StageInput, left_s: float | None = None) -> StageResult:
-        """Forward, the later stages, backward; at the last stage the loss. The graph is freed however it ends.
+        """Forward, the later stages, backward; at the last stage the loss. The graph is freed in any case.
 
-        `left_s` is the time without progress that our caller bears; None at stage 0: as long as it takes. Raises Busy
-        when in that time only Busy was heard, Declined when no replica could serve it, and Violation when what we send
-        breaks the protocol.
+        `left_s` is how long our caller tolerates no progress; None at stage 0: as long as it takes. Raises Busy if
+        replicas answered nothing but Busy in that time, Declined if none could serve the microbatch, and Violation if
+        what we send breaks the protocol.
         """
         node, stage, why = self._node, self._node.stage, for_microbatch(task.microbatch)
         if node.last:
@@ -85,7 +86,7 @@ class Dispatcher:
             return StageResult(done)
         with node.span("forward"), node.waits.computing("forward", why):
             graph, hidden = await stage.forward(task.inputs, task.mask)
-        node.waits.pulse()  # there may be memory for more now
+        node.waits.pulse()  # there may be room for more microbatches now
         try:
             result = await self._there_and_back(graph, replace(task, inputs=hidden), left_s)
         except BaseException:
@@ -96,8 +97,8 @@ class Dispatcher:
         return result
 
     async def _there_and_back(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
-        """The later stages' gradient of an output, and the backward pass. If the stage rejects the gradient, another
-        replica is asked."""
+        """Get the gradient of an output from the later stages, and run the backward pass. If this stage rejects the
+        gradient, another replica is asked."""
         node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
         heard, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
         while True:
@@ -114,12 +115,13 @@ class Dispatcher:
             await self._pause(heard)
 
     def prepare(self, origin: Origin) -> None:
-        """A microbatch will soon have passed this stage: the connections to whoever may get it next are made fast."""
+        """Warm up the connections to the replicas that may get this microbatch next: it will soon leave this stage."""
         if not self._node.last:
             self._transport.warm(self._choice.expected(origin), self._node.stage.state.hidden.nbytes)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
-        """The loss of a held-out microbatch. Raises Declined: nobody evaluated it in time, or the node has moved."""
+        """The loss of a held-out microbatch. Raises Declined if no replica evaluated it in time, or if this node has
+        moved."""
         if self.given_up:
             raise Declined(f"{self._node.replica} held another stage when this microbatch was sent")
         with self._node.waits.computing("evaluation", for_microbatch(task.microbatch)):
@@ -133,13 +135,13 @@ class Dispatcher:
     # --- the retry loop ---------------------------------------------------------------------------------------------
 
     async def _deliver(self, output: StageInput, policy: RetryPolicy[R], left_s: float | None) -> tuple[R, PeerId]:
-        """The reply of the later stages to an output, and the replica that gave it.
+        """The reply of the later stages to an output, and the replica that sent it.
 
-        At stage 0 nobody waits for the reply but this node: Busy is no failure, and a stage that nobody serves comes
-        back, so it tries again as long as the node trains.
+        At stage 0 only this node waits for the reply: Busy is no failure, and a deserted stage will be served again, so
+        it keeps trying while the node trains.
         """
         node = self._node
-        # My answer must still reach my caller, or it takes me for hung.
+        # Our answer must still reach the caller in time, or it considers this node hung.
         budget_s = node.config.limits.microbatch_deadline_s if left_s is None else (1 - ANSWER_SHARE) * left_s
         with node.waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
             while True:
@@ -153,7 +155,7 @@ class Dispatcher:
                         raise
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
-        """Call one replica of the next stage after the other until one answers, or `budget_s` have gone in vain."""
+        """Call replicas of the next stage, one after another, until one answers or `budget_s` pass without progress."""
         node, heard = self._node, Attempts(policy.trains, frozenset(output.avoid))
         deadline = node.now() + budget_s
 
@@ -210,15 +212,15 @@ class Dispatcher:
         peer: Advert,
         claim: Claim,
     ) -> R:
-        """One call to one replica."""
+        """Make one call to one replica, and watch over its progress."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
         with self._node.waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
             reply = policy.send(peer, activation, replace(claim, asked=header_first))
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
     def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:
-        """A call failed: set the peer aside if it is at fault; raise what must not be retried. Busy and Declined are
-        said by who is alive, and so is how far it is."""
+        """Record that a call failed: set the peer aside if it is at fault, and raise what must not be retried. A peer
+        that answers Busy or Declined is alive."""
         swarm = self._swarm
         if isinstance(error, Violation) and error.ours:
             if heard.trains:
@@ -240,8 +242,9 @@ class Dispatcher:
             self._node.event("reroute", reason=type(error).__name__.lower(), peer=id, message=str(error))
 
     def _nobody_to_ask(self, heard: Attempts) -> bool:
-        """A later stage gives up when nobody serves the next one: its graph is freed, the one above keeps its own. So
-        does stage 0 after the end of the run, because no node comes back then."""
+        """Whether to give up because no replica can be asked. A later stage does so after a while, which frees its
+        graph; the stage before keeps its own. Stage 0 does so after the end of the run, because no node returns
+        then."""
         if heard.busy:
             heard.alone_since = None
             return False
@@ -261,8 +264,8 @@ class Dispatcher:
         heard.busy_at = node.now() if heard.busy_at is None else heard.busy_at
         if node.manifest.routing in routing.FREE or newest is None:
             return
-        # `balanced` and `fixed` wait for the replica that they name. One that is still fetching its weights may take
-        # minutes, and none that is honest is busy for longer than an outer round may take: others serve meanwhile.
+        # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
+        # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
         waited_s, began = node.now() - heard.busy_at, self._busy_since.get(peer, node.now())
         self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
@@ -270,7 +273,7 @@ class Dispatcher:
             heard.failed[peer] = node.now()
 
     def _give_up(self, microbatch: MicrobatchId, heard: Attempts) -> PeerError:
-        """The error for the caller above: in training Busy if that was all that was heard."""
+        """The error for the calling stage: in training Busy, if replicas answered nothing else."""
         stage, why = self._node.index + 1, heard.failure or "none is in the membership"
         if heard.busy_at is not None and not heard.failure:
             return Busy(f"every replica of stage {stage} is busy")
@@ -278,7 +281,7 @@ class Dispatcher:
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
     async def _pause(self, heard: Attempts) -> None:
-        """Let time pass before replicas are asked again."""
+        """Pause before replicas are asked again."""
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
             await asyncio.sleep(heard.pause_s)
         heard.begin_anew(self._node.now())

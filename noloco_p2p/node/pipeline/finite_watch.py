@@ -1,4 +1,5 @@
-"""Finds out whose fault it is when one result after the other is not finite (ARCHITECTURE.md, "A microbatch")."""
+"""Finds out whether this node or its peers are at fault when many results in a row are not finite (ARCHITECTURE.md, "A
+microbatch")."""
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError
@@ -13,19 +14,19 @@ REASON = (
 
 
 class FiniteWatch:
-    """Of one node: counts microbatches in a row whose loss or gradient was not finite."""
+    """For one node: counts microbatches in a row whose loss or gradient was not finite."""
 
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
         self._swarm = swarm
         self._streak: list[PeerId] = []
-        """The peers that they came from or through."""
+        """For each of them, the peer that it came from or went through."""
 
     async def ended(self, finite: bool, peer: PeerId) -> None:
-        """A microbatch has ended; `peer` is its origin, or at stage 0 the replica that it went through.
+        """Note that a microbatch has ended; `peer` is its origin, or at stage 0 the replica that it went through.
 
-        After ten in a row that are not finite the streak begins anew, and the stage makes a pass of its own: if that
-        fails, or nobody else took part, the node stops; else it blames its peers.
+        After LONGEST_STREAK in a row that were not finite, the stage runs a pass of its own. If that is not finite
+        either, or if no other node took part, this node stops; otherwise it blames its peers and starts counting again.
         """
         node = self._node
         self._streak = [] if finite else [*self._streak, peer]
@@ -40,5 +41,5 @@ class FiniteWatch:
         for other in others:
             self._swarm.failed(other)
         node.distrust("not_finite")
-        came = f"{LONGEST_STREAK} microbatches in a row were not finite, and this node computes well"
-        node.event("warning", message=f"{came}: they came from or through {', '.join(others)}")
+        blame = f"{LONGEST_STREAK} microbatches in a row were not finite, but this node computes correctly"
+        node.event("warning", message=f"{blame}: they came from or went through {', '.join(others)}")

@@ -1,4 +1,5 @@
-"""Now and then the same data goes over two routes (ARCHITECTURE.md, "The same data twice")."""
+"""Sends the same data over two routes now and then, to find replicas that return wrong gradients (ARCHITECTURE.md, "The
+same data twice")."""
 
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ class _TwinReply(NamedTuple):
 
 
 class Twins:
-    """Two microbatches with the same data."""
+    """Two successive microbatches with the same data, and the replies to them so far."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -25,7 +26,7 @@ class Twins:
 
 
 class GradientAudit:
-    """Of one node of stage 0, with its `World.secret`."""
+    """The gradient audit of one stage-0 node; `secret` is `World.secret`."""
 
     def __init__(self, node: NodeState, swarm: Membership, secret: int | None) -> None:
         self._node = node
@@ -33,23 +34,24 @@ class GradientAudit:
         self._pairs = GradientPairs(secret)
 
     def twins(self, microbatch: MicrobatchId, batch: Batch) -> Twins | None:
-        """What a microbatch has in common with the next one, if that is to have the same data.
+        """The pair that this microbatch opens, if the next one is to have the same data; otherwise None.
 
-        Only where the next stage has enough replicas to tell who is wrong, and routes can differ.
+        Only if routes can differ, and the next stage has enough replicas to tell which of them is wrong.
         """
         node, swarm = self._node, self._swarm
         may = len(swarm.view.following) > OTHERS and node.manifest.routing != "fixed"
         return Twins(batch) if may and self._pairs.repeats(microbatch) else None
 
     def avoided(self) -> tuple[PeerId, ...]:
-        """Replicas of later stages that dissent: other nodes choose these, and leave them out for my microbatches."""
+        """Distrusted replicas of the stages beyond the next one. Other nodes choose among those, and leave these out
+        for this node's microbatches."""
         mine = self._swarm.view.following
         return tuple(peer for peer in self._swarm.members.distrusted(self._node.now()) if peer not in mine)[
             -MOST_AVOIDED:
         ]
 
     async def ended(self, twins: Twins, microbatch: MicrobatchId, result: StageResult) -> None:
-        """One of the two is back. After the second one both gradients are compared."""
+        """Note that one of the two is back. After the second, their gradients are compared if the routes differ."""
         if result.finite and result.next_hop is not None and result.reply is not None:
             route = result.next_hop, *result.reply.served[1 : self._node.manifest.stages - 1]
             twins.replies.append(_TwinReply(microbatch, result.reply, route))

@@ -1,9 +1,10 @@
-"""Whether the peers that serve this node's calls are alive and make progress (ARCHITECTURE.md, "Failure and timeouts").
+"""Checks that the peers that serve this node's calls are alive and make progress (ARCHITECTURE.md, "Failure and
+timeouts").
 
-A call may take as long as the queues in its way, so its duration proves nothing. While calls are open, their peer is
+A call may take as long as the queues in its path, so its duration proves nothing. While calls are open, their peer is
 asked about once a second how far it is with them. Silence, or a stuck device, ends the calls; a long queue does not.
-Whoever serves a call asks the next peer in the same way, so only the caller next to a failure detects it, and only the
-failed peer takes the blame.
+The peer that serves a call asks the next peer in the same way, so only the caller next to a failure detects it, and
+only the failed peer is blamed.
 """
 
 import asyncio
@@ -19,21 +20,22 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Transport
 
 ASKED_PER_SILENCE = 2
-"""Questions within the shortest silence after which a peer counts as gone."""
+"""Requests for progress within `limits.patience_floor_s`, the shortest silence after which a peer counts as gone."""
 STUCK_SILENCES = 5.0
 STUCK_OPERATIONS = 20.0
-"""A device is stuck if it has completed nothing for so many silences, and for as long as so many microbatches take."""
+"""A device is stuck if it has completed nothing for STUCK_SILENCES × `limits.patience_floor_s`, and for as long as
+STUCK_OPERATIONS microbatches take."""
 
 LOST_SILENCES = 15.0
-"""A header, or a reply, may be on its way for so many silences without a sign: below the transport it waits in one
-queue with bodies, of which nothing is known there."""
+"""How long a header or a reply may be in transit without a sign, in units of `limits.patience_floor_s`: below the
+transport it shares one queue with bodies, and nothing is known about that queue."""
 
 R = TypeVar("R")
 
 
 @dataclass(slots=True, eq=False)
 class _WatchedCall:
-    """A call in flight, as its caller sees it. Times are the loop's."""
+    """A call in flight, as its caller sees it. Times are on the loop's clock."""
 
     peer: Advert
     microbatch: MicrobatchId
@@ -41,15 +43,16 @@ class _WatchedCall:
     progressed: Callable[[], None]
     began: float
     bound: asyncio.Timeout
-    """Of `longest_s` from its beginning, or from the last progress."""
+    """Expires `longest_s` after the call began, or after its last progress."""
     unknown_since: float | None = None
-    """Since when the peer says that it does not have it in hand, and gets on with nothing else of ours."""
+    """Since when the peer has reported that it does not know the call, and has made no progress with our others."""
     events: int | None = None
-    """What it last said of its progress. To know of a call is none: a peer that fails all of them gets nowhere."""
+    """The peer's last progress count. That it knows of the call is not progress yet: otherwise a peer could fail all
+    calls and still seem to get on."""
     failure: PeerError | None = None
 
     def fail(self, failure: PeerError, now: float) -> None:
-        """End it, unless it is already ending."""
+        """End the call with this error, unless it is already ending."""
         if self.failure is None and not self.bound.expired():
             self.failure = failure
             self.bound.reschedule(now)
@@ -63,7 +66,7 @@ class Liveness:
         self._transport = transport
         self._calls: dict[_WatchedCall, None] = {}
         self._answers = AdaptiveTimeout()
-        """How long the answers to these questions take."""
+        """Learns how long answers about progress take."""
         self._tick: asyncio.TimerHandle | None = None
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
 
@@ -75,12 +78,12 @@ class Liveness:
         reply: Awaitable[R],
         progressed: Callable[[], None],
     ) -> R:
-        """Await a reply for as long as its peer gets on with it: `longest_s` without progress at most.
+        """Await a reply while the peer makes progress with it, for at most `longest_s` without any.
 
-        `progressed` is called when the peer says that it has got on.
+        `progressed` is called when the peer reports progress.
 
-        Raises what the call raises, Unreachable when the peer is silent, stuck or has lost the call, and Stalled when
-        the time is up.
+        Raises what the call raises, Unreachable if the peer is silent, is stuck or has lost the call, and Stalled if
+        the time runs out.
         """
         bound = asyncio.timeout(longest_s)
         call = _WatchedCall(peer, microbatch, longest_s, progressed, self._node.now(), bound)
@@ -98,7 +101,7 @@ class Liveness:
                 self._stop_asking()
 
     def events(self, microbatch: MicrobatchId) -> int:
-        """What the next stage has said of its progress with a microbatch."""
+        """The progress with a microbatch that the next stage has reported."""
         return sum(call.events or 0 for call in self._calls if call.microbatch == microbatch)
 
     @property
@@ -113,7 +116,7 @@ class Liveness:
             self._tick = None
 
     def _ask(self) -> None:
-        """Ask every peer that has had a call of ours for a while."""
+        """Ask every peer that has been serving a call of ours for a while."""
         self._tick = None
         before = self._node.now() - self._pause_s / 2
         peers = {call.peer.peer_id: call.peer for call in self._calls if call.began < before}
@@ -145,17 +148,18 @@ class Liveness:
         gets_on = any(report is not None and report.events != call.events for call, report in answered)
         for call, report in answered:
             if report is None and gets_on:
-                # Its header waits behind what moves.
+                # Its header waits behind the calls that make progress.
                 call.unknown_since = None
                 self._progressed(call)
             else:
                 self._take(call, report)
 
     def _take(self, call: _WatchedCall, report: Progress | None) -> None:
-        """What a peer has said about a call."""
+        """Act on a peer's report about a call; None: the peer does not know the call."""
         now, id, floor_s = self._node.now(), call.peer.peer_id, self._node.config.limits.patience_floor_s
         if report is None:
-            # Its header may be on its way behind the bodies of others, or its reply; after a while it is lost.
+            # The header may still be queued behind the bodies of other calls, or the reply be on its way. After a
+            # while the call counts as lost.
             call.unknown_since = now if call.unknown_since is None else call.unknown_since
             if now - call.unknown_since > LOST_SILENCES * floor_s:
                 call.fail(Unreachable(f"{id} does not have microbatch {call.microbatch.counter}"), now)

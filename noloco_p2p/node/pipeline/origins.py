@@ -1,4 +1,4 @@
-"""Which origins a replica waits for under `balanced`, where each of its places in a step is for one of them."""
+"""Which origins a replica waits for under `balanced`, where each of its slots in a step belongs to one origin."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from noloco_p2p.node.state import NodeState
 
 
 class Origins:
-    """Those that this replica has given up, because nothing was heard of them for longer than steps ever take."""
+    """The origins that this replica has given up, because it received nothing from them for longer than steps take."""
 
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
@@ -16,17 +16,19 @@ class Origins:
         self._given_up: set[PeerId] = set()
 
     def heard(self, origin: Origin) -> None:
-        """A microbatch came, whatever the answer is: its origin is waited for again."""
+        """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again."""
         self._swarm.heard(origin)
         if origin.peer in self._given_up:
             self._given_up.remove(origin.peer)
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
-        """Give up those of `missing`, whose slots in the step that `began` then are empty, from which nothing came for
-        `silence_s`; returns them. An advert counts only while the slots of all are missing, so that all may wait for
-        something else: an origin may announce itself and be able to call nobody. One that fetches its weights sends
-        nothing.
+        """Give up, and return, the `missing` origins from which nothing has come for `silence_s`. Their slots in the
+        step that began at `began` are still empty.
+
+        An advert counts as a sign of life only if all origins are missing, because then all may be waiting for
+        something else: an origin may be able to announce itself but to call nobody. One that is waiting or fetching its
+        weights counts as silent, because it sends nothing.
         """
         members, now = self._swarm.members, self._node.now()
         all_wait = len(missing) == len(self._swarm.view.origins)
@@ -41,5 +43,5 @@ class Origins:
         return silent
 
     def is_silent(self, origin: PeerId) -> bool:
-        """It was given up, and no microbatch of it has come since."""
+        """Whether the origin was given up, and none of its microbatches has come since."""
         return origin in self._given_up

@@ -1,4 +1,4 @@
-"""Several replicas are asked for a place, and the first that has one gets the microbatch."""
+"""Offers a microbatch to several replicas at once; the first to grant a place gets it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,10 +18,10 @@ async def first_granted(
     left: Callable[[], None],
     replying: Callable[[], None] = lambda: None,
 ) -> tuple[PeerId, R] | None:
-    """The reply of the replica that was first to ask for the body, or had a reply at once; None when all have failed.
+    """The reply of the replica that was first to ask for the body, or that had a reply at once; None if all failed.
 
-    The calls to the others end when one has claimed the body. `note` hears of every call that fails,
-    `left` is called when the body has been sent, `replying` when a reply begins to come.
+    Once one call has claimed the body, the others are cancelled. `note` is called with every failure, `left` once the
+    body has been sent, `replying` when a reply begins to arrive.
     """
     if len(calls) == 1:
         [(peer, call)] = calls.items()

@@ -1,7 +1,7 @@
-"""Serving microbatches of the stage before: admission, this stage's part, exactly once per id.
+"""Serves the microbatches of the stage before: admission, this stage's part, and each id counted exactly once.
 
-A call in flight is one task per (id, digest). Its callers wait for it; when the last one is gone it is cancelled, and
-leaves no trace unless its backward pass has been handed to the device: from there on it runs to its end
+A call in flight is one task per (id, digest). Its callers wait for it. When the last caller is gone, the task is
+cancelled and leaves no trace, unless its backward pass has been handed to the device: then it runs to its end
 (ARCHITECTURE.md, "Exactly once").
 """
 
@@ -24,7 +24,8 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Body
 
 SILENT_READINGS = 2
-"""Origins in training announce themselves at each reading of the membership; one may miss, or come late."""
+"""Shortest silence after which an origin is given up, in units of `directory.refresh_s`. Origins announce themselves at
+each of their readings of the membership, and one advert may get lost or be late."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,11 +36,12 @@ class _ServedCall:
     task: asyncio.Task[Gradient] | None = None
     callers: int = 0
     granted: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has a place, in the inner step or waiting for it: its body may come."""
+    """Set once it has a place, in the inner step or in the waiting line: its body may be sent."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it has a place in the inner step."""
     received: bool = False
     refusal: str = ""
-    """Why its callers hear Busy; empty: they do not."""
+    """Why its callers get Busy; empty if they do not."""
 
 
 class MicrobatchServer:
@@ -59,25 +61,26 @@ class MicrobatchServer:
     # --- the node's own steps ---------------------------------------------------------------------------------------
 
     def may_open(self) -> bool:
-        """Fix the membership of the coming step. Under `balanced` it has slots only while an origin is there and heard:
-        else whoever is cut off from stage 0 would take empty steps, far ahead of the others."""
+        """Fix the membership of the coming step. Returns False under `balanced` if all origins are silent, because the
+        step would have no slots: a replica cut off from stage 0 would take one empty step after another, and get far
+        ahead of the others."""
         self._swarm.fix_view()
         return self._node.manifest.routing != "balanced" or not all(
             map(self._origins.is_silent, self._swarm.view.origins)
         )
 
     def open(self) -> None:
-        """Begin to admit into the coming inner step."""
+        """Start admitting microbatches into the coming inner step."""
         target, due = self._target()
         self._admit(self.intake.open(self._node.step, target, due))
         self.drop_departed()
 
     async def until_ready(self, over: Callable[[], bool]) -> None:
-        """Until the step can be taken, or it is `over`.
+        """Wait until the step can be taken, or `over` holds.
 
-        Under `balanced` a step is complete when the slots that are this replica's have been filled, and each names its
-        origin. So an origin from which nothing has been heard for as long as steps never take is not waited for any
-        more: it hangs, or is dead and still listed. Nor in the steps that follow, until a microbatch of it comes.
+        Under `balanced` a step is complete when this replica's slots have been filled, each by the origin that it
+        names. So an origin that has been silent for longer than steps ever take is given up: it hangs, or is dead but
+        still listed. The steps that follow do not wait for it either, until one of its microbatches arrives.
         """
         node, began, limits = self._node, self._node.now(), self._node.config.limits
         silence_s = self._timeout.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
@@ -94,7 +97,7 @@ class MicrobatchServer:
             self._timeout.observe(node.now() - began)
 
     async def until_empty(self) -> None:
-        """After `close`: until what was admitted has ended."""
+        """After `close`: wait until everything that was admitted has ended."""
         await self._node.waits.until(lambda: self.intake.in_flight == 0, "admitted microbatches", Resource.INNER_STEP)
 
     def close(self) -> None:
@@ -104,15 +107,15 @@ class MicrobatchServer:
         self._gauge()
 
     def drop_departed(self) -> None:
-        """Forget the due slots of origins that have left this step or are gone (`balanced`)."""
+        """Under `balanced`: drop the due slots of origins that have left this step or are gone."""
         if self.intake.missing_origins:
             self._admit(self.intake.drop_slots(self._has_left))
             self._node.waits.pulse()
 
     def _target(self) -> tuple[int, set[tuple[PeerId, int]] | None]:
-        """How many microbatches this step takes, and under `balanced` which.
+        """How many microbatches this step takes, and under `balanced` for which slots.
 
-        After the last step there are no slots any more; origins that came late are served as they come.
+        Beyond the last step there are no slots; late origins are served as they come.
         """
         node, manifest, view = self._node, self._node.manifest, self._swarm.view
         origins = max(1, len(view.origins))
@@ -123,7 +126,7 @@ class MicrobatchServer:
         return len(due), due
 
     def _admit(self, keys: list[AttemptKey]) -> None:
-        """Let those run that have waited, and ask for the bodies of those that have a waiting place now."""
+        """Let these waiting calls run, and request the bodies of calls that now have a place in the waiting line."""
         for key in keys:
             self._calls[key].granted.set()
             self._calls[key].admitted.set()
@@ -131,9 +134,9 @@ class MicrobatchServer:
             self._calls[key].granted.set()
 
     def _has_left(self, origin: PeerId) -> bool:
-        """Nothing of it will come any more in this step."""
+        """Whether no more microbatches of this origin will come in this step."""
         advert, reached = self._swarm.members.get(origin), self._swarm.members.step_of(origin)
-        # An origin that pauses is not at work: it has begun nothing that is still under way.
+        # An origin that pauses is not at work: nothing that it has started is still under way.
         at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
         passed = reached is not None and int(reached) > self._node.step
         return passed or not at_work or self._origins.is_silent(origin)
@@ -171,10 +174,10 @@ class MicrobatchServer:
             return await self._wait(call, body)
 
     def _ended(self, call: _ServedCall, task: asyncio.Task[Gradient]) -> None:
-        """An attempt's task is over."""
+        """Clean up after a call's task."""
         if not task.cancelled():
-            task.exception()
-        call.task = None  # Its error has the call in a frame: together they would keep the tensors.
+            task.exception()  # marks it as retrieved
+        call.task = None  # The traceback of its error refers to the call: such a cycle would keep the tensors alive.
 
     def _forget(self, key: AttemptKey) -> None:
         del self._calls[key]
@@ -182,7 +185,8 @@ class MicrobatchServer:
         self._node.waits.pulse()
 
     async def _wait(self, call: _ServedCall, body: Body) -> Gradient:
-        """One caller's wait. The call ends when its last caller is gone, or the one whose body is still to come."""
+        """One caller's wait. The call is cancelled when its last caller is gone, or the caller still sending its
+        body."""
         assert call.task is not None
         call.callers += 1
         try:
@@ -194,14 +198,14 @@ class MicrobatchServer:
                 self._cancel(call, "the caller that was sending its body is gone")
 
     def _cancel(self, call: _ServedCall, refusal: str) -> None:
-        """All who wait for it hear Busy."""
+        """Cancel a call; its callers get Busy with this message."""
         call.refusal = call.refusal or refusal
         if call.task is not None:
-            # Never before its first line: it would end without an answer, and gRPC would send its callers none.
+            # Not before its first line has run: the task would end without Busy, and gRPC would send no answer.
             asyncio.get_running_loop().call_soon(call.task.cancel)
 
     async def _serve(self, key: AttemptKey, call: _ServedCall, caller: PeerId) -> Gradient:
-        """One attempt from its body to its reply."""
+        """Take one call from its body to its reply."""
         node, header = self._node, call.header
         try:
             self._dispatcher.prepare(header.origin)
@@ -227,7 +231,7 @@ class MicrobatchServer:
                 node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
             self._admit(self.intake.done(key, counted=counted, reply=reply))
-            # What broke further down is not mine.
+            # Values that became non-finite further on are not this stage's fault.
             fine = result.contribution.finite or (result.reply is not None and not result.reply.finite)
             await self._watch.ended(fine, header.origin.peer)
             return reply
@@ -239,7 +243,9 @@ class MicrobatchServer:
             return await body()
 
     async def _turn(self, event: asyncio.Event, header: Header, what: str) -> None:
-        """Wait in line while this node's device gets on; else Busy, before the caller takes this node for hung."""
+        """Wait in line while this node's device makes progress. Otherwise raises Busy before the caller considers this
+        node
+        hung."""
         longest_s, why, waits = WAIT_SHARE * header.time_left_s, for_microbatch(header.microbatch), self._node.waits
         with waits.waiting(what, Resource.INNER_STEP, longest_s, why):
             while not event.is_set():
@@ -257,7 +263,7 @@ class MicrobatchServer:
         waits, now = self._node.waits, self._node.now()
 
         def events(one: MicrobatchId) -> int:
-            # What the next stage says is a claim, and may be any number; only that it changes matters.
+            # The next stage's count is only a claim, and may be any number; it matters only that it changes.
             return (waits.operations + bodies[one].received + self._dispatcher.liveness.events(one)) % wire.REPLYING
 
         return [Progress(events(one), waits.stuck_s(now)) if one in bodies else None for one in microbatches]
@@ -265,7 +271,7 @@ class MicrobatchServer:
     def _reply(self, key: AttemptKey, result: StageResult) -> Gradient:
         done = result.contribution
         assert done.grad is not None, "a later stage has an input gradient"
-        # Who served it next is known here, whatever name it gives itself.
+        # This node knows which peer served it next, whatever name that peer gives itself.
         later = () if result.reply is None else (result.next_hop or "", *result.reply.served[1:])
         served = (self._node.me, *later)
         return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
@@ -275,7 +281,7 @@ class MicrobatchServer:
         self._node.event("gauge", name="waiting", value=self.intake.waiting)
 
     async def evaluate(self, caller: PeerId, header: Header, body: Body) -> LossSum:
-        """See ports.Handler; the header has been checked. It goes past the intake, within a small limit."""
+        """See ports.Handler; the header has been checked. Evaluations bypass the intake, within a small limit."""
         if len(self._evaluating) >= self._node.config.limits.evaluations:
             raise Busy(f"{self._node.replica} already evaluates as many microbatches as allowed")
         key = object()

@@ -1,4 +1,4 @@
-"""What stage 0 begins: it reads microbatches and takes each through the stages (ARCHITECTURE.md, "A microbatch")."""
+"""At stage 0: reads microbatches and takes each through the stages (ARCHITECTURE.md, "A microbatch")."""
 
 import asyncio
 from collections import deque
@@ -15,7 +15,7 @@ from noloco_p2p.node.state import NodeState
 
 
 class MicrobatchSource:
-    """The microbatches that one stage-0 node begins. `incarnation` and `secret` are random bits of this process."""
+    """Starts the microbatches of one stage-0 node. `incarnation` and `secret` are random bits of this process."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class MicrobatchSource:
         self._counter = 0
         self._audit = GradientAudit(node, swarm, secret)
         self._first: Twins | None = None
-        """Of the microbatch that has just begun; the next one has its data."""
+        """The pair opened by the latest microbatch; the next one gets the same data."""
         self._put_off: deque[tuple[MicrobatchId, Batch]] = deque()
-        """Begun, and cut short by a pause: the first ones after it."""
+        """Microbatches that a pause has cut short; they are sent first after it."""
         self._watch = FiniteWatch(node, swarm)
 
     async def read_and_send(self) -> dict[MicrobatchId, Batch]:
-        """The microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended.
+        """Send the microbatches of one inner step, at most `NodeState.places` at once, until the last one has ended.
 
-        Fewer, or none, if a pause has cut it short.
+        Returns their data; a pause may cut this short, to fewer microbatches or none.
         """
         node = self._node
         batches: dict[MicrobatchId, Batch] = {}
@@ -64,7 +64,7 @@ class MicrobatchSource:
         return batches
 
     async def _next(self) -> tuple[MicrobatchId, Batch, Twins | None]:
-        """A microbatch, its data, and what it has in common with the one before or after it."""
+        """The id of the next microbatch, its data, and its pair if the one before or after it has the same data."""
         if self._put_off:
             return *self._put_off.popleft(), None
         microbatch = MicrobatchId(self._node.me, self._incarnation, self._counter)
@@ -79,7 +79,7 @@ class MicrobatchSource:
         return microbatch, batch, self._first
 
     async def _send(self, microbatch: MicrobatchId, index: int, batch: Batch, twins: Twins | None) -> None:
-        """One microbatch contributes to the inner step, or is dropped with a count and a reason."""
+        """Take one microbatch through the stages. It counts in the inner step, or is dropped and reported."""
         node, origin = self._node, Origin(self._node.me, self._node.step, index)
         try:
             self._dispatcher.prepare(origin)
@@ -101,7 +101,7 @@ class MicrobatchSource:
             await self._audit.ended(twins, microbatch, result)
 
     def _reason(self, error: BaseException) -> str:
-        """The reason for which a microbatch was dropped, as a label."""
+        """The reason why a microbatch was dropped, as a label."""
         match error:
             case Violation():
                 return "violation"

@@ -1,4 +1,4 @@
-"""What a stage gets of a microbatch, and what comes of it."""
+"""The input and the result of one stage's work on a microbatch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from noloco_p2p.core.stage_values import Contribution
 
 @dataclass(frozen=True, slots=True)
 class StageInput:
-    """What a stage is given of a microbatch. Shapes as in `Activation`; at stage 0 `inputs` are B×T tokens."""
+    """What a stage receives of a microbatch. Shapes as in `Activation`; at stage 0 `inputs` are B×T tokens."""
 
     microbatch: MicrobatchId
     origin: Origin
@@ -20,25 +20,25 @@ class StageInput:
     label: bytes = b""
     avoid: tuple[PeerId, ...] = ()
     reply_soon: Callable[[], None] = lambda: None
-    """Called when its gradient will be ready within a few round trips."""
+    """Called once the gradient will be ready within a few round trips."""
 
     @classmethod
     def of(cls, sent: Activation, reply_soon: Callable[[], None] = lambda: None) -> "StageInput":
-        """At a later stage: of what the one before has sent."""
+        """The input of a later stage, from the activation that the stage before has sent."""
         header, tensors = sent.header, (sent.hidden, sent.targets, sent.mask)
         return cls(header.microbatch, header.origin, *tensors, header.label, header.avoid, reply_soon)
 
 
 class StageResult(NamedTuple):
-    """What came of a microbatch at this stage and after it."""
+    """The outcome of a microbatch at this stage and the later ones."""
 
     contribution: Contribution
     next_hop: PeerId | None = None
-    """The replica of the next stage that served it."""
+    """The replica of the next stage that served it; None at the last stage."""
     reply: Gradient | None = None
-    """What that replica answered."""
+    """That replica's reply."""
 
     @property
     def finite(self) -> bool:
-        """Everything was finite, here and later."""
+        """Whether loss and gradients were finite, here and at the later stages."""
         return self.contribution.finite and (self.reply is None or self.reply.finite)
