@@ -40,8 +40,8 @@ class Chooser:
         busy_at: float | None = None,
         way: Sending = Sending.ASKED,
     ) -> Choice:
-        heard = Attempts(True, frozenset(), busy=set(busy), busy_at=busy_at)
-        return self._of.by_policy(Origin("me", step, index), heard, lambda advert: way)
+        attempts = Attempts(True, frozenset(), busy=set(busy), busy_at=busy_at)
+        return self._of.by_policy(Origin("me", step, index), attempts, lambda advert: way)
 
     def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
         return [advert.peer_id for advert in self.choose(step, index, **options).replicas]

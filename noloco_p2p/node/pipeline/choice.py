@@ -80,7 +80,7 @@ class ReplicaChoice:
         self._line = line
         self._candidates = StepCandidates(-1, [])
 
-    def by_policy(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
+    def by_policy(self, origin: Origin, attempts: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
         """For training: the replica that the run's policy chooses, or two that compete for the microbatch.
 
         If any replica may serve it, and the header goes first so that the loser costs no more than that, two are drawn:
@@ -89,16 +89,16 @@ class ReplicaChoice:
         distant pairs.
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
-        usable = members.usable(node.index + 1, now=node.now(), without=heard.failed)
-        usable = [peer for peer in usable if peer not in heard.avoid] or usable
-        free = [peer for peer in usable if peer not in heard.busy] if policy in routing.FREE else usable
-        if not free or (heard.busy and policy not in routing.FREE):
+        usable = members.usable(node.index + 1, now=node.now(), without=attempts.failed)
+        usable = [peer for peer in usable if peer not in attempts.avoid] or usable
+        free = [peer for peer in usable if peer not in attempts.busy] if policy in routing.FREE else usable
+        if not free or (attempts.busy and policy not in routing.FREE):
             return Choice([])
         drawn = self._drawn_together(origin, usable) if policy == "random" and node.index == 0 else []
         pair = [advert for peer in drawn if peer in free and (advert := members.get(peer)) is not None]
-        first = pair[0] if pair else self._draw(origin, heard, free)
+        first = pair[0] if pair else self._draw(origin, attempts, free)
         way = sending(first)
-        if way is Sending.AT_ONCE and heard.busy_at is not None:
+        if way is Sending.AT_ONCE and attempts.busy_at is not None:
             way = Sending.ASKED  # otherwise every further Busy would cost the whole body again
         header_first = way is Sending.ASKED
         if policy not in routing.FREE:
@@ -108,7 +108,7 @@ class ReplicaChoice:
         others = free if policy == "weighted" else [peer for peer in free if peer != first.peer_id]
         if not (header_first and others):
             return Choice([first], header_first, patient)
-        second = pair[1] if len(pair) > 1 else self._draw(origin, heard, others)
+        second = pair[1] if len(pair) > 1 else self._draw(origin, attempts, others)
         return Choice([first] if second == first else [first, second], header_first, patient)
 
     def expected(self, origin: Origin) -> list[Advert]:
@@ -132,20 +132,20 @@ class ReplicaChoice:
             self._candidates = StepCandidates(origin.step, sorted(sets, key=far, reverse=True))
         return self._candidates.sets[origin.index]
 
-    def _draw(self, origin: Origin, heard: Attempts, usable: Sequence[PeerId]) -> Advert:
+    def _draw(self, origin: Origin, attempts: Attempts, usable: Sequence[PeerId]) -> Advert:
         """One of the `usable` replicas, of which there must be some, by the run's policy."""
         node, run = self._node, self._node.manifest
         chosen, reason = routing.next_hop(
             run.routing, run.seed, node.index + 1, origin, self._swarm.view, usable, node.rng
         )
-        if reason == "fallback" and not heard.fell_back:
-            heard.fell_back = True
+        if reason == "fallback" and not attempts.fell_back:
+            attempts.fell_back = True
             node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
         advert = self._swarm.members.get(chosen)
         assert advert is not None, "a usable replica has an advert"
         return advert
 
-    def in_turn(self, origin: Origin, heard: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
+    def in_turn(self, origin: Origin, attempts: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
         """For evaluation: replica i of stage 0 (`origin.index` is i) goes through replica i mod n of each later stage.
 
         The next replica in order stands in for one that is set aside or has declined.
@@ -154,7 +154,7 @@ class ReplicaChoice:
         replicas = members.of_stage(node.index + 1, membership.HOLDING)
         if not replicas:
             return Choice([])
-        turn = (origin.index + heard.skipped) % len(replicas)
+        turn = (origin.index + attempts.skipped) % len(replicas)
         in_turn = [*replicas[turn:], *replicas[:turn]]
         free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
         chosen = (free or in_turn)[0]

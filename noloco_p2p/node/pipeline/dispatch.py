@@ -100,7 +100,7 @@ class Dispatcher:
         """Get the gradient of an output from the later stages, and run the backward pass. If this stage rejects the
         gradient, another replica is asked."""
         node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
-        heard, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
+        attempts, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
         while True:
             gradient, peer = await self._deliver(output, self._training, left_s)
             try:
@@ -109,10 +109,10 @@ class Dispatcher:
                     done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
                 return StageResult(done, peer, gradient)
             except Violation as error:
-                self._note_failure(heard, peer, error)
+                self._note_failure(attempts, peer, error)
                 if node.now() > ends_at:
-                    raise self._give_up(output.microbatch, heard) from error
-            await self._pause(heard)
+                    raise self._give_up(output.microbatch, attempts) from error
+            await self._pause(attempts)
 
     def prepare(self, origin: Origin) -> None:
         """Warm up the connections to the replicas that may get this microbatch next: it will soon leave this stage."""
@@ -156,12 +156,12 @@ class Dispatcher:
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
         """Call replicas of the next stage, one after another, until one answers or `budget_s` pass without progress."""
-        node, heard = self._node, Attempts(policy.trains, frozenset(output.avoid))
+        node, attempts = self._node, Attempts(policy.trains, frozenset(output.avoid))
         deadline = node.now() + budget_s
 
         def progressed() -> None:
             nonlocal deadline
-            deadline, heard.alone_since = node.now() + budget_s, None
+            deadline, attempts.alone_since = node.now() + budget_s, None
 
         while True:
             began = node.now()
@@ -170,15 +170,15 @@ class Dispatcher:
             longest_s = attempt_s(deadline - began, node.manifest.stages - 2 - node.index)
             nobody = node.index == 0 and self._swarm.nobody_there()
             if longest_s < SHORTEST_CALL_S or self.given_up or nobody:
-                raise self._give_up(output.microbatch, heard)
+                raise self._give_up(output.microbatch, attempts)
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
             sending = partial(self._transport.sending, activation)
-            peers, header_first, patient = policy.choose(output.origin, heard, sending)
+            peers, header_first, patient = policy.choose(output.origin, attempts, sending)
             if not peers:
-                if self._nobody_to_ask(heard):
-                    raise self._give_up(output.microbatch, heard)
-                await self._pause(heard)
+                if self._nobody_to_ask(attempts):
+                    raise self._give_up(output.microbatch, attempts)
+                await self._pause(attempts)
                 continue
             asks = header_first and policy.trains
             if asks and not self._asking.may_ask():
@@ -193,7 +193,7 @@ class Dispatcher:
             left = self._asking.begin() if asks else (lambda: None)
             try:
                 with node.span("send") if policy.trains else nullcontext():
-                    answer = await first_granted(calls, partial(self._note_failure, heard), left, output.reply_soon)
+                    answer = await first_granted(calls, partial(self._note_failure, attempts), left, output.reply_soon)
             finally:
                 left()
             if answer is not None:
@@ -201,7 +201,7 @@ class Dispatcher:
                 self._busy_since.pop(answer[0], None)
                 return answer[1], answer[0]
             if not policy.trains:
-                await self._pause(heard)
+                await self._pause(attempts)
 
     async def _call(
         self,
@@ -218,70 +218,70 @@ class Dispatcher:
             reply = policy.send(peer, activation, replace(claim, asked=header_first))
             return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
 
-    def _note_failure(self, heard: Attempts, id: PeerId, error: PeerError) -> None:
+    def _note_failure(self, attempts: Attempts, id: PeerId, error: PeerError) -> None:
         """Record that a call failed: set the peer aside if it is at fault, and raise what must not be retried. A peer
         that answers Busy or Declined is alive."""
         swarm = self._swarm
         if isinstance(error, Violation) and error.ours:
-            if heard.trains:
+            if attempts.trains:
                 raise error
             raise Declined(str(error)) from error
         if isinstance(error, Busy):
             swarm.answered(id)
-            self._note_busy(id, heard)
+            self._note_busy(id, attempts)
             return
         if isinstance(error, Unreachable | Violation):
             swarm.failed(id)
         else:
-            heard.skipped += 1
+            attempts.skipped += 1
             if not isinstance(error, Stalled):
                 swarm.answered(id)
-        heard.failed[id] = self._node.now()
-        heard.failure = str(error)
-        if heard.trains:
+        attempts.failed[id] = self._node.now()
+        attempts.failure = str(error)
+        if attempts.trains:
             self._node.event("reroute", reason=type(error).__name__.lower(), peer=id, message=str(error))
 
-    def _nobody_to_ask(self, heard: Attempts) -> bool:
+    def _nobody_to_ask(self, attempts: Attempts) -> bool:
         """Whether to give up because no replica can be asked. A later stage does so after a while, which frees its
         graph; the stage before keeps its own. Stage 0 does so after the end of the run, because no node returns
         then."""
-        if heard.busy:
-            heard.alone_since = None
+        if attempts.busy:
+            attempts.alone_since = None
             return False
         now, limits = self._node.now(), self._node.config.limits
-        heard.alone_since = heard.alone_since or now
+        attempts.alone_since = attempts.alone_since or now
         if self._node.index > 0:
-            return now - heard.alone_since > ALONE_SILENCES * limits.patience_floor_s
-        return self._swarm.run_ended and now - heard.alone_since > limits.linger_s
+            return now - attempts.alone_since > ALONE_SILENCES * limits.patience_floor_s
+        return self._swarm.run_ended and now - attempts.alone_since > limits.linger_s
 
-    def _note_busy(self, peer: PeerId, heard: Attempts) -> None:
-        if not heard.trains:
-            heard.failure = "busy"
+    def _note_busy(self, peer: PeerId, attempts: Attempts) -> None:
+        if not attempts.trains:
+            attempts.failure = "busy"
             return
         node, newest = self._node, self._swarm.members.get(peer)
         node.event("busy", direction="out")
-        heard.busy.add(peer)
-        heard.busy_at = node.now() if heard.busy_at is None else heard.busy_at
+        attempts.busy.add(peer)
+        attempts.busy_at = node.now() if attempts.busy_at is None else attempts.busy_at
         if node.manifest.routing in routing.FREE or newest is None:
             return
         # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
         # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
-        waited_s, began = node.now() - heard.busy_at, self._busy_since.get(peer, node.now())
+        waited_s, began = node.now() - attempts.busy_at, self._busy_since.get(peer, node.now())
         self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
         if fetches or node.now() - began > node.manifest.outer.deadline_s:
-            heard.failed[peer] = node.now()
+            attempts.failed[peer] = node.now()
 
-    def _give_up(self, microbatch: MicrobatchId, heard: Attempts) -> PeerError:
+    def _give_up(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
         """The error for the calling stage: in training Busy, if replicas answered nothing else."""
-        stage, why = self._node.index + 1, heard.failure or "none is in the membership"
-        if heard.busy_at is not None and not heard.failure:
+        stage, why = self._node.index + 1, attempts.failure or "none is in the membership"
+        if attempts.busy_at is not None and not attempts.failure:
             return Busy(f"every replica of stage {stage} is busy")
-        done = f"served microbatch {microbatch.counter}" if heard.trains else "evaluated a microbatch"
+        done = f"served microbatch {microbatch.counter}" if attempts.trains else "evaluated a microbatch"
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
-    async def _pause(self, heard: Attempts) -> None:
+    async def _pause(self, attempts: Attempts) -> None:
         """Pause before replicas are asked again."""
-        with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), heard.pause_s):
-            await asyncio.sleep(heard.pause_s)
-        heard.begin_anew(self._node.now())
+        with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), attempts.pause_s):
+            await asyncio.sleep(attempts.pause_s)
+        attempts.begin_anew(self._node.now())
