@@ -1,7 +1,7 @@
 """The two kinds of settings: `RunManifest`, equal on all nodes and hashed into the run id, and `NodeConfig`, local.
 
 One flat YAML file may hold both; no key belongs to both. `launch/settings.py` reads files, the environment and the
-command line; here are only the values and their checks.
+command line; this package only defines the values and checks them.
 """
 
 from noloco_p2p.config.base import Positive, Seconds, Settings

@@ -1,4 +1,4 @@
-"""What all settings have in common."""
+"""The base class and the field types that all settings share."""
 
 import re
 from typing import Annotated, Any
@@ -12,16 +12,16 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def one_or_more(given: Any) -> Any:
-    """A text that stands alone as a list of one; anything else as it is."""
+    """Wraps a single string in a tuple, turns a list into a tuple, and leaves anything else as it is."""
     return (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else given
 
 
 OneOrMore = BeforeValidator(one_or_more)
-"""For a list of texts."""
+"""Validator for a list of strings: a single string stands for a list of one."""
 
 
 def matching(pattern: str, form: str) -> AfterValidator:
-    """For a text that matches the pattern as a whole; `form` says in words what that is."""
+    """Validator for a string that must match all of `pattern`. The error message says that it must be `form`."""
     compiled = re.compile(pattern)
 
     def check(text: str) -> str:
@@ -33,7 +33,7 @@ def matching(pattern: str, form: str) -> AfterValidator:
 
 
 class Settings(BaseModel):
-    """Frozen values; unknown keys are refused."""
+    """Base of all settings: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()

@@ -12,9 +12,9 @@ class ListenSettings(Settings):
     """Where this node listens, and what it announces."""
 
     host: str = "127.0.0.1"
-    """Address to which the sockets are bound; `0.0.0.0` for all."""
+    """Address to which the sockets are bound; `0.0.0.0` for all interfaces."""
     announce_host: str | None = None
-    """Address or name under which others reach this node; none: the address that leads to the peer it joins."""
+    """Address or name at which others reach this node; none: that of the interface that leads to the peer it joins."""
     dht_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the libp2p daemon; 0 picks one."""
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -22,29 +22,29 @@ class ListenSettings(Settings):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of /metrics, /sd, /health and /status; 0 picks one."""
     libp2p_metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """TCP port on which the libp2p daemon serves its own /metrics, and Go's profiler to all who ask; 0 picks one; none:
-    neither."""
+    """TCP port on which the libp2p daemon serves its own /metrics, and Go's profiler to anybody who asks; 0 picks one;
+    none: serves neither."""
     upnp: bool = True
-    """Whether a node at a private IPv4 address asks its home router, over UPnP, to map `dht_port` and `grpc_port`: in a
-    members-only run, and in an open one that it joins at a public address."""
+    """Whether a node with a private IPv4 address asks its home router, over UPnP, to map `dht_port` and `grpc_port`. It
+    does so in a members-only run, and in an open run that it joins at a public address."""
 
 
 class DirectorySettings(Settings):
-    """How often the node writes to the DHT and reads it."""
+    """How often the node writes to the DHT and reads from it."""
 
     ttl_s: Seconds = 30.0
     """Lifetime of an advert in the DHT, seconds; it is renewed every third of this."""
     refresh_s: Seconds = 5.0
-    """Longest time between two readings of the membership, seconds; at stage 0 an outer interval if shorter."""
+    """Longest time between two readings of the membership, seconds; at stage 0 an outer interval if that is shorter."""
 
 
 class LimitSettings(Settings):
-    """Bounds on what this node holds and how long it waits."""
+    """Limits on what this node holds and how long it waits."""
 
     max_in_flight: Positive | None = None
-    """Most microbatches in flight at once; none: as many as a step has, within what memory holds."""
+    """Maximum number of microbatches in flight; none: as many as a step has, if they fit into memory."""
     evaluations: Positive = 2
-    """Largest number of held-out microbatches served at once."""
+    """Maximum number of held-out microbatches served at once."""
     microbatch_deadline_s: Seconds = 600.0
     """Longest time without progress for one microbatch on its way through all stages and back, seconds."""
     patience_floor_s: Seconds = 2.0
@@ -52,15 +52,16 @@ class LimitSettings(Settings):
     drain_s: Seconds = 20.0
     """Longest time that leaving takes, seconds: half for the microbatches in hand, the rest to hand over weights."""
     upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that this node sends over gRPC, Mbit/s over any 10 s (DHT traffic does not count); none: no limit."""
+    """Cap on what this node sends over gRPC, Mbit/s averaged over any 10 s (DHT traffic does not count); none: no
+    cap."""
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Most that it receives, counted in the same way."""
+    """Cap on what it receives, measured in the same way."""
     relay_mbit_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Most that this node relays between nodes behind NAT, Mbit/s, on top of the caps above; 0: nothing; none: a
+    """Cap on what this node relays between nodes behind NAT, Mbit/s, on top of the caps above; 0: nothing; none: a
     twentieth of its line in a members-only run, nothing in an open one."""
     hours: Annotated[tuple[Annotated[str, matching(SPAN, "HH:MM-HH:MM")], ...], OneOrMore] = ()
-    """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans. Outside them the node
-    pauses, and a node started then joins when they begin; none: always."""
+    """When the node may use the machine, in local time: `22:00-07:00`, or a list of such spans; none: always. Outside
+    these hours the node pauses, and a node started outside them joins when they begin."""
     linger_s: Seconds = 30.0
     """Longest wait for the other nodes at the end of the run, seconds."""
 
@@ -78,11 +79,11 @@ class CheckpointSettings(Settings):
     every_steps: Positive | None = 50
     """Steps between checkpoints, each at the next outer round; none: no checkpoints."""
     keep: Annotated[int, Field(ge=2, le=1000)] = 3
-    """Number of newest checkpoints kept; one more may stay (ARCHITECTURE.md, "Checkpoints")."""
+    """How many of the newest checkpoints are kept; one more may stay (ARCHITECTURE.md, "Checkpoints")."""
 
 
 class AuditSettings(Settings):
-    """Files from which anybody can recompute the run (ARCHITECTURE.md, "Files")."""
+    """Files from which the run can be recomputed (ARCHITECTURE.md, "Files")."""
 
     dir: str | None = None
     """Directory for the audit files; none: no audit."""
@@ -96,24 +97,24 @@ class NodeConfig(Settings):
     listen: ListenSettings = ListenSettings()
     """Addresses and ports."""
     device: Annotated[str, matching("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N")] = "auto"
-    """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if there is any."""
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: CUDA if available."""
     threads: Positive | None = None
-    """CPU threads for compute; none: torch's own choice, OMP_NUM_THREADS."""
+    """CPU threads for compute; none: torch's own choice (OMP_NUM_THREADS)."""
     compute: NodeComputeSettings = NodeComputeSettings()
     """Compute versus memory."""
     stage: Annotated[int, Field(ge=0)] | None = None
-    """Stage to hold; none: that of the newest checkpoint, else the one with the least capacity."""
+    """Stage to hold; none: that of the newest checkpoint, otherwise the stage with the least capacity."""
     data_files: Annotated[tuple[str, ...], OneOrMore] = ()
     """A file or glob, or a list of them, to read instead of a hub data set."""
     tokenizer_dir: str | None = None
-    """Directory with the tokenizer's files, instead of the hub."""
+    """Directory with the tokenizer's files, to use instead of the hub."""
     directory: DirectorySettings = DirectorySettings()
     """The DHT."""
     limits: LimitSettings = LimitSettings()
-    """Bounds."""
+    """Limits."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     rebalance: bool = True
-    """Move to another stage while training, when that one limits the swarm and this one has replicas to spare."""
+    """Move to another stage while training, if that stage limits the swarm and this one has replicas to spare."""
     audit: AuditSettings = AuditSettings()
     """Audit files."""

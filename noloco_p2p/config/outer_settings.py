@@ -1,4 +1,4 @@
-"""The outer round: `outer.rule`, and what rules are set with (METHOD.md, "Outer rules")."""
+"""Settings of the outer round: the rule and its parameters (METHOD.md, "Outer rules")."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from noloco_p2p.core.tiles import kept_of
 
 
 class OuterSettings(Settings):
-    """The outer round (METHOD.md, "Outer rules"). Unset keys have the rule's defaults; those shown are `gossip`'s."""
+    """The outer round (METHOD.md, "Outer rules"). Unset keys take the rule's defaults; those shown are `gossip`'s."""
 
     rule: RuleName = "gossip"
     """What replicas exchange, and how they merge it. Between pairs: `gossip` (θ, often), `noloco` (the paper),
@@ -32,8 +32,8 @@ class OuterSettings(Settings):
     max_stale_rounds: Annotated[int, Field(ge=0)] = 16
     """A snapshot from up to this many rounds away is still merged."""
     partner_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest wait for a partner behind the round, seconds; none: two inner steps (of device time if training waits),
-    or `deadline_s` if the rule takes from all replicas."""
+    """Longest wait for a partner that has not reached the round, seconds; none: two inner steps (of device time if
+    training waits), or `deadline_s` if the rule takes from all replicas."""
     deadline_s: Seconds = 60.0
     """Longest transfer of one snapshot, seconds."""
     codec: OuterCodec = "int4"
@@ -46,18 +46,19 @@ class OuterSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """The defaults of the rule. One that does not exist is refused later."""
+        """Fill in the rule's defaults. A rule that does not exist is refused later."""
         if not isinstance(values, Mapping):
             return values
         rule = values.get("rule", "gossip")
-        # In a list, for what a stranger sends may have no hash.
+        # Looked up in a list, because a value from a stranger may not be hashable.
         return {**(DEFAULTS[rule] if rule in list(DEFAULTS) else {}), **values}
 
     @model_validator(mode="after")
     def _check(self) -> "OuterSettings":
-        """What all replicas merge alike travels as it is, or rounded to the nearest."""
+        """Check that the codec suits the rule. Vectors that all replicas must merge alike may only be rounded to
+        nearest."""
         if self.update.common and self.codec not in ("full", "bfloat16"):
-            raise ValueError(f"rule {self.rule} needs equal values for all: codec {self.codec} depends on who asks")
+            raise ValueError(f"rule {self.rule} sends all replicas the same values: it needs codec full or bfloat16")
         if self.update.sparse and self.codec != "full":
             raise ValueError(f"rule {self.rule} sends values with positions: it needs codec full, not {self.codec}")
         if self.update.gradients and (self.codec, self.inner_steps, self.overlap) != ("full", 1, False):
@@ -65,7 +66,7 @@ class OuterSettings(Settings):
         return self
 
     def check_known(self) -> None:
-        """Raises ValueError where something is set that the rule does not have."""
+        """Raises ValueError if a parameter is set that the rule does not have."""
         for name in ("alpha", "beta", "gamma"):
             if getattr(self, name) and not DEFAULTS[self.rule][name]:
                 raise ValueError(f"rule {self.rule} has no {name}: leave it out, or choose another outer.rule")
@@ -76,8 +77,9 @@ class OuterSettings(Settings):
         return make_rule(self.rule, alpha=self.alpha, beta=self.beta, gamma=self.gamma, inner_steps=self.inner_steps)
 
     def vector_bytes(self, parameters: int, dtype: str) -> int:
-        """What the vector of one other replica weighs, of a stage of so many parameters computed in `dtype`, with the
-        question for it."""
+        """Bytes of another replica's vector and of the request for it, for a stage with `parameters` parameters
+        computed
+        in `dtype`."""
         rule = self.update
         kept = kept_of(parameters) if rule.sparse else None
         return partner_bytes(self.codec, parameters, vector_size(rule, parameters), dtype, kept)

@@ -104,10 +104,10 @@ def test_the_place_of_a_fault_is_the_one_that_counts(tmp_path: Path) -> None:
     assert faults(path, sets=["steps=0"]) == ["--set steps: steps must be at least 1, not 0"]
 
 
-def test_moments_that_leave_the_steps_without_a_bound_are_refused() -> None:
+def test_moments_that_leave_the_steps_unbounded_are_refused() -> None:
     """Within five steps of such a run embeddings were 1e8."""
     assert faults(None, sets=["inner.beta2=0.8"]) == [
-        "--set inner.beta2: beta2 0.8 leaves AdamW's steps without a bound: it must be above beta1 squared, 0.81"
+        "--set inner.beta2: beta2 0.8 leaves AdamW's steps unbounded: it must be greater than beta1 squared, 0.81"
     ]
     assert settings.load(None, {}, ["inner.beta2=0.8", "inner.beta1=0.8"])[0].inner.most_mean < 1.1
     settings.load(None, {}, ["inner.beta2=0", "inner.beta1=0"])
