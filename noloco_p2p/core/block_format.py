@@ -1,7 +1,7 @@
-"""How hidden states and gradients lie on the wire: the names of the codecs, and the bytes of each.
+"""The wire format of hidden states and gradients: the names of the codecs, and the layout and size of each.
 
-`float64`, `float32` and `bfloat16` send the values as they are. `int8` and `int4` send bytes: the mean of each of D
-channels (of hidden states only), a scale for each block of values along D, then the codes of all values.
+`float64`, `float32` and `bfloat16` send the values as they are. `int8` and `int4` send bytes: the mean of each of the D
+channels (for hidden states only), a scale for each block of values along D, then the codes of all values.
 `compute.activation_codec` computes them.
 
 Shape legend: B microbatch, T sequence, D hidden size.
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from noloco_p2p.core.messages import TensorSpec
 
 WireCodec = Literal["float64", "float32", "bfloat16", "int8", "int4"]
-"""Of hidden states and gradients (config.WireSettings)."""
+"""The codecs of hidden states and gradients (config.WireSettings)."""
 SCALE_BYTES = 2
 """Means and scales are bfloat16: gradients of a summed loss need its range, and its rounding costs next to nothing."""
 
@@ -24,20 +24,20 @@ class BlockFormat(NamedTuple):
     block: int
 
     def blocks(self, width: int) -> int:
-        """Blocks of a row of `width` values; the last one is filled up with zeros."""
+        """Number of blocks in a row of `width` values; the last one is padded with zeros."""
         return -(-width // self.block)
 
     def nbytes(self, rows: int, width: int, means: int) -> int:
-        """Bytes of `means` means, and of the scales and codes of `rows` rows of `width` values."""
+        """Size of `means` means, and of the scales and codes of `rows` rows of `width` values."""
         return SCALE_BYTES * means + rows * self.blocks(width) * (SCALE_BYTES + self.block * self.bits // 8)
 
 
 BLOCK_FORMATS: dict[str, BlockFormat] = {"int8": BlockFormat(8, 64), "int4": BlockFormat(4, 32)}
-"""The codecs with scales: 8.25 and 4.5 bits a value."""
+"""The codecs with scales: 8.25 and 4.5 bits per value."""
 
 
 def wire_spec(name: str, codec: str, shape_BTD: tuple[int, int, int]) -> TensorSpec:
-    """The tensor that carries B×T×D values as `hidden` or `grad`: of the codec's own dtype, or bytes."""
+    """Spec of the tensor that carries B×T×D values as `hidden` or `grad`: in the codec's own dtype, or as bytes."""
     microbatch, tokens, width = shape_BTD
     if codec not in BLOCK_FORMATS:
         return TensorSpec(name, codec, shape_BTD)

@@ -1,8 +1,9 @@
-"""Outer rules: what a replica offers others at a round, and how its tensors move with what it was given.
+"""Outer rules: what a replica offers to others in a round, and how its tensors move with what it receives.
 
-METHOD.md, "Outer rules". A rule knows one parameter at a time, as a mapping from kind to value: `fast` is θ_f, θ at the
-moment at which the round was frozen; what else a rule keeps of a parameter is in its `kinds`. Values are of any type
-with + - *. Nothing else in a node knows which rule is set.
+METHOD.md, "Outer rules". A rule handles one parameter at a time, as a mapping from kind to value: `fast` is θ_f, θ at
+the moment when the round was frozen; `kinds` names what else the rule keeps for a parameter. Values may be of any type
+with +, - and *. The rest of a node knows a rule only by the attributes of `OuterRule`, except that `compute` gives
+`Dct` its transform.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,58 +16,60 @@ from noloco_p2p.core.tiles import Transform, Untransformed
 
 RuleName = Literal["noloco", "averaged", "gossip", "diloco", "dct", "sync"]
 Values = Mapping[str, Any]
-"""Of one parameter, by kind."""
+"""The values of one parameter, by kind."""
 Offer = tuple[Any, ...]
-"""Of one parameter: what a replica lets others have of it."""
+"""What a replica offers of one parameter."""
 
 
 class OuterRule(Protocol):
     """One rule with its settings."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """What it keeps of every parameter beside θ: of `slow` (φ) and `momentum` (δ)."""
+    """What it keeps for every parameter in addition to θ: of `slow` (φ) and `momentum` (δ)."""
     offered: ClassVar[int] = 1
-    """Values in an offer, each of the parameter's size."""
+    """Number of values in an offer, each of the parameter's size."""
     common: ClassVar[tuple[str, ...]] = ()
-    """Of `fast` and its kinds, what is equal on all replicas of a stage, for the rule takes from all of them; empty: it
-    takes from one peer."""
+    """Those of `fast` and `kinds` that are equal on all replicas of a stage. Empty if the rule takes from one peer; a
+    rule that takes from all replicas has at least one."""
     gradients: ClassVar[bool] = False
-    """What is offered is the `gradient` of the step's microbatches, summed, before the inner step, and not weights
-    after it."""
+    """The offer is the summed `gradient` of the step's microbatches, before the inner step, instead of weights after
+    it."""
     sparse: ClassVar[bool] = False
-    """Most of what is offered is 0, and only the rest travels (`core.tiles`)."""
+    """Most values of an offer are 0, and only the others travel (`core.tiles`)."""
     lasting: ClassVar[bool] = False
-    """Alone it moves nothing: a round may last until the partner's vector is there, beyond others that are due."""
+    """The rule moves nothing without a partner, so a round may stay open until the partner's vector arrives, even if
+    further rounds fall due meanwhile."""
 
     @property
     def gain(self) -> float:
-        """How far the second value offered moves the first in the end, per unit of its length; 0: not at all."""
+        """How far the second offered value eventually moves the first, per unit of its norm; 0 if not at all."""
         return 0.0
 
     @property
     def instability(self) -> str | None:
-        """Why replicas would drift apart with these settings, in one line; None: they do not."""
+        """Why training would be unstable with these settings, in one line; None if it would not."""
         return None
 
     def start(self, theta: Any) -> dict[str, Any]:
-        """Its kinds for weights that are new: φ = θ, δ = 0."""
+        """The kinds for new weights: φ = θ, δ = 0."""
         return {kind: theta if kind == "slow" else theta - theta for kind in self.kinds}
 
     def offer(self, own: Values) -> Offer:
-        """What a replica freezes of a parameter for others."""
+        """What a replica freezes of a parameter and offers to others."""
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
-        """The kinds after a round, and `fast`: what θ_f becomes. What was trained since then is carried over (N3).
+        """The kinds after a round, and as `fast` what θ_f becomes. The caller carries over what was trained since (N3).
 
-        `members` are the offers of the group, this replica's at place `mine`, in an order that all of them share. Under
-        a rule that takes from all, the replica itself may be none of them: then `mine` is −1.
-        `lag`: how many steps of the clock apart the others' were frozen, the mean. No argument is changed.
+        `members` are the offers of the group, in an order that all members share, with this replica's at index `mine`.
+        Under a rule that takes from all replicas, this one may not be a member: then `mine` is −1.
+        `lag`: how many steps of the clock lie between this replica's freeze and the others', on average. No argument is
+        modified.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Noloco(OuterRule):
-    """N1 and N2 of the paper (arXiv 2506.10911), with one vector in place of two."""
+    """N1 and N2 of the paper (arXiv 2506.10911), with one vector instead of two."""
 
     alpha: float
     beta: float
@@ -75,9 +78,9 @@ class Noloco(OuterRule):
 
     @property
     def instability(self) -> str | None:
-        """S1 (METHOD.md, "Stability"), and an outer learning rate of its own."""
+        """Checks the outer learning rate, and S1 (METHOD.md, "Stability")."""
         if self.beta <= 0:
-            return f"beta {self.beta:g} is no outer learning rate: it must be above 0"
+            return f"beta {self.beta:g} is not a valid outer learning rate: it must be above 0"
         return outer_update.instability(alpha=self.alpha, gamma=self.gamma)
 
     def offer(self, own: Values) -> Offer:
@@ -95,9 +98,9 @@ class Noloco(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Averaged(OuterRule):
-    """φ and the outer momentum are averaged over the pair: both replicas leave the round with the same φ and δ.
+    """Averages φ and the outer momentum over the pair: both replicas leave the round with the same φ and δ.
 
-    Stable: δ is bounded for α < 1, which settings are checked for.
+    Stable: δ is bounded for α < 1, and the settings allow no other α.
     """
 
     alpha: float
@@ -107,7 +110,7 @@ class Averaged(OuterRule):
 
     @property
     def gain(self) -> float:
-        """Momentum adds up to 1 + α + α² + …"""
+        """Momentum adds up to 1 + α + α² + … = 1 / (1 − α)."""
         return 1 / (1 - self.alpha)
 
     def offer(self, own: Values) -> Offer:
@@ -123,10 +126,10 @@ class Averaged(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Gossip(OuterRule):
-    """Replicas average θ in pairs, often: θ_i ← θ_i + w·(θ_j − θ_i), with no slow weights and no momentum.
+    """Pairs of replicas average θ often: θ_i ← θ_i + w·(θ_j − θ_i), without slow weights and without momentum.
 
-    CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787): what travels may be few bits of the difference. The
-    weight of what is old shrinks: w = γ / (1 + lag / m).
+    Sources: CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787). A few bits of the difference are enough to
+    send. Older vectors weigh less: w = γ / (1 + lag / m).
     """
 
     gamma: float
@@ -136,7 +139,7 @@ class Gossip(OuterRule):
 
     @property
     def instability(self) -> str | None:
-        """A pair's distance is multiplied by 1 − 2γ when both move."""
+        """If both replicas of a pair move, their distance is multiplied by 1 − 2γ."""
         if 0 < self.gamma < 1:
             return None
         return f"gamma {self.gamma:g} drives pairs apart: it must lie between 0 and 1 (at ½ they meet)"
@@ -146,7 +149,7 @@ class Gossip(OuterRule):
         return (own["fast"],)
 
     def merge(self, own: Values, members: Sequence[Offer], mine: int, lag: float) -> dict[str, Any]:
-        """θ_f + w·(mean of the others − mine), each as it was frozen: what coding costs is the same for both."""
+        """θ_f + w·(mean of the others − mine), all as they were frozen, so both of a pair see the same coding error."""
         others = [offer[0] for at, offer in enumerate(members) if at != mine]
         if not others:
             return {"fast": own["fast"]}
@@ -156,9 +159,10 @@ class Gossip(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Diloco(OuterRule):
-    """Δ is averaged over all replicas of the stage; outer SGD with Nesterov's momentum (arXiv 2311.08105).
+    """Averages Δ over all replicas of the stage; outer SGD with Nesterov's momentum (arXiv 2311.08105).
 
-    As torch.optim.SGD(nesterov=True) on φ with the gradient −mean Δ; δ is its momentum buffer, with the other sign.
+    The same as torch.optim.SGD(nesterov=True) on φ with the gradient −mean Δ; δ is its momentum buffer with the
+    opposite sign.
     """
 
     alpha: float
@@ -168,8 +172,8 @@ class Diloco(OuterRule):
 
     @property
     def instability(self) -> str | None:
-        """φ is the same on all replicas: nothing drifts apart."""
-        return None if self.beta > 0 else f"beta {self.beta:g} is no outer learning rate: it must be above 0"
+        """Checks only the outer learning rate: φ is the same on all replicas, so nothing drifts apart."""
+        return None if self.beta > 0 else f"beta {self.beta:g} is not a valid outer learning rate: it must be above 0"
 
     def offer(self, own: Values) -> Offer:
         """Δ."""
@@ -185,9 +189,9 @@ class Diloco(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Dct(Diloco):
-    """Decoupled momentum (arXiv 2510.03371): of the momentum's DCT only the largest coefficients are exchanged.
+    """Decoupled momentum (arXiv 2510.03371): only the largest coefficients of the momentum's DCT are exchanged.
 
-    δ is kept as its coefficients, and is each replica's own: φ moves by what all share (METHOD.md, "Outer rules").
+    δ is kept as coefficients and is private to each replica; φ moves only by what all share (METHOD.md, "Outer rules").
     """
 
     transform: Transform = field(default_factory=Untransformed)
@@ -211,7 +215,7 @@ class Dct(Diloco):
 
 @dataclass(frozen=True, slots=True)
 class Sync(OuterRule):
-    """Data parallel: gradients of all replicas of the stage are added up before every inner step."""
+    """Data parallelism: the gradients of all replicas of the stage are summed before every inner step."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
     common: ClassVar[tuple[str, ...]] = ("fast",)
@@ -237,21 +241,21 @@ DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
     "dct": {**_ALL, "alpha": 0.95, "beta": 0.7, "gamma": 0.0, "inner_steps": 128},
     "sync": {**_ALL, "alpha": 0.0, "beta": 0.0, "gamma": 0.0, "inner_steps": 1},
 }
-"""Settings of a rule, by name (config.OuterSettings), where nobody sets them; 0 for those that it does not have."""
+"""The default settings of each rule, by name (config.OuterSettings); 0 for settings that a rule does not have."""
 
 
 def state_kinds(rule: OuterRule) -> tuple[str, ...]:
-    """What a replica's state has of every parameter: θ, what the rule keeps, and the two moments of Adam."""
+    """What a replica's state holds for every parameter: θ, the rule's kinds, and Adam's two moments."""
     return ("fast", *rule.kinds, "adam_mean", "adam_square")
 
 
 def vector_size(rule: OuterRule, parameters: int) -> int:
-    """Values of what a replica offers of so many parameters; behind gradients comes their number of tokens."""
+    """Number of values in an offer of this many parameters; gradients are followed by their number of tokens."""
     return rule.offered * parameters + rule.gradients
 
 
 def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_steps: int) -> OuterRule:
-    """The rule of that name."""
+    """The rule of this name with these settings; it ignores those that it does not have."""
     match name:
         case "noloco":
             return Noloco(alpha, beta, gamma)

@@ -1,4 +1,4 @@
-"""Which replica pulls which one's snapshot in an outer round (METHOD.md, "Pairing")."""
+"""Which replica pulls whose snapshot in an outer round (METHOD.md, "Pairing")."""
 
 import random
 from collections.abc import Sequence, Set
@@ -11,9 +11,11 @@ from noloco_p2p.core.seeds import generator
 def matching(
     seed: int, round: int, members: Sequence[PeerId], hidden: Set[PeerId] = frozenset()
 ) -> dict[PeerId, PeerId]:
-    """A perfect matching, both ways round, from the arguments as sets only; with an odd count one is left out.
+    """Each member's partner in a perfect matching that does not depend on the order of `members`. If their number is
+    odd, one is left out.
 
-    Two `hidden` replicas would need a relay, so such a pair swaps partners with one that has none, if there is one.
+    Two `hidden` replicas would need a relay, so such a pair swaps partners with a pair without hidden replicas, if
+    there is one.
     """
     order = sorted(set(members))
     generator(seed, "pairing", round, *order).shuffle(order)
@@ -35,10 +37,10 @@ def partner(
     rng: random.Random,
     hidden: Set[PeerId] = frozenset(),
 ) -> tuple[PeerId | None, str]:
-    """My partner among the live replicas of my stage, and why: `matched`, `odd`, `random` or `nobody`.
+    """The partner of `me` among the live replicas of its stage, and why: `matched`, `odd`, `random` or `nobody`.
 
-    `members` may or may not name me and need not be sorted. `matched` does not touch `rng`; `random` draws from it,
-    uniformly among the others, or among those that need no relay if there are any. None: I go alone.
+    `members` need not be sorted, and may or may not include `me`. `matched` does not touch `rng`; `random` draws from
+    it, uniformly among the others, or among those that need no relay if there are any. None: no partner in this round.
     """
     others = sorted(set(members) - {me})
     if not others:
@@ -50,5 +52,5 @@ def partner(
 
 
 def without_relay(peers: Sequence[PeerId], me: PeerId, hidden: Set[PeerId]) -> Sequence[PeerId]:
-    """Those that I reach without a relay; all, if there are none."""
+    """The peers that `me` reaches without a relay; all peers if there are none."""
     return [peer for peer in peers if peer not in hidden] or peers if me in hidden else peers

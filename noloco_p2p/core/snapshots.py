@@ -1,6 +1,6 @@
-"""What a replica freezes at an outer round, and what of it travels (METHOD.md, "Outer round" and "Measures").
+"""What a replica freezes in an outer round, and which parts of it travel (METHOD.md, "Outer round" and "Measures").
 
-Vectors of a whole stage are flat: the values of its parameters one after another, in the stage's order, C order.
+Vectors of a stage are flat: the values of its parameters one after another, in the stage's order, each in C order.
 """
 
 from collections.abc import Sequence
@@ -26,101 +26,101 @@ from noloco_p2p.core.tiles import PLACE
 
 SAMPLED_SHARE = 256
 FEWEST_SAMPLED, MOST_SAMPLED = 1024, 16_384
-"""One in so many parameters of a stage is sampled for the replica spread, at least and at most so many."""
+"""For the replica spread, one in SAMPLED_SHARE parameters of a stage is sampled, within these limits."""
 DRAW_BITS = 32
 Verdict = Literal["", "clipped", "outlier", "refused"]
 GUARDED_DTYPE = "bfloat16"
-"""θ_f for guardians: what rounding costs here is less than what is lost with momentum and optimizer."""
+"""Element type of θ_f for guardians: rounding costs less than the loss of the momentum and the optimizer state."""
 
 LARGEST_RATIO = 1024.0
-"""A partner's vector is merged if no value of it is larger than so many times the largest of one's own, or than this.
-Every rule moves to means of the two, so what comes out is no larger either."""
+"""No value of a vector that is merged may exceed this many times the largest value of this replica's own vector, or
+this number if that is larger. Rules move to means of these vectors, so the result does not exceed the limit either."""
 
 
 def largest_accepted(own: float) -> float:
-    """The largest magnitude in a vector that may be merged with one's own, whose largest is `own`."""
+    """The largest magnitude allowed in a vector that is merged with one whose largest magnitude is `own`."""
     return LARGEST_RATIO * max(1.0, own)
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenRound:
-    """What one replica froze at one outer round. It stays in its memory; others get it as `Snapshot`s."""
+    """What one replica froze in one outer round. It stays in that replica's memory; others get parts as `Snapshot`s."""
 
     peer: PeerId
     round: int
     step: int
     """Floor of the replica's clock when it was frozen."""
     vector: HostTensor
-    """`vector`: what the rule offers of each parameter, flat, in compute_dtype (METHOD.md, "Outer rules"). Behind
-    gradients comes their number of tokens."""
+    """`vector`: what the rule offers of each parameter, flat, in compute_dtype (METHOD.md, "Outer rules"). Gradients
+    are followed by their number of tokens."""
     weights: HostTensor
     """`weights`: θ_f, flat, in compute_dtype."""
     inner_steps: int = 0
-    """How many the replica had taken when it was frozen."""
+    """Inner steps that the replica had taken when this was frozen."""
     bounds: bytes = b""
-    """Of each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
+    """For each chunk, how far others' vectors may be from this one (`core.lattice_format`); empty in other codecs."""
     view: GroupView | None = None
-    """Under a rule that takes from all replicas of the stage."""
+    """Only under a rule that takes from all replicas of the stage."""
     radii: tuple[float, ...] = ()
-    """How far a partner's vector may be, by group of tensors (`core.guard`); empty: not known yet."""
+    """How far away a partner's vector may be, by group of tensors (`core.guard`); empty if not known yet."""
 
     @property
     def lattice(self) -> LatticeRequest | None:
-        """What to ask for of a partner's vector."""
+        """What to request of a partner's vector; None in a codec without bounds."""
         return LatticeRequest(self.bounds) if self.bounds else None
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """What is asked of a replica, or of a guardian of its stage."""
+    """A request to a replica, or to a guardian of its stage."""
 
     stage: int
     round: int | None = None
     """The outer round wanted; None: the newest one held, at once."""
     wait_s: float = 0.0
-    """How long the peer may wait until it has reached that round; then it gives the newest one held. One that
-    is past it gives the nearest where rounds last (METHOD.md, "Outer rules")."""
+    """How long the peer may wait until it reaches that round; after that it sends the newest one that it holds. A peer
+    that is past the round sends the nearest one, under rules whose rounds last (METHOD.md, "Outer rules")."""
     weights: str | None = None
-    """θ_f is wanted, in this element type, for whoever guards it or takes it over; None: the vector, for a partner."""
+    """Element type in which θ_f is wanted, to be guarded or taken over; None: the vector is wanted, to be merged."""
     lattice: LatticeRequest | None = None
-    """Which chunks of the vector are wanted, and their bounds, in a codec that has bounds."""
+    """In a codec that has bounds: which chunks of the vector are wanted, with their bounds."""
 
     @property
     def kind(self) -> str:
-        """What is asked for, as bytes are counted: `snapshot`, which a round is merged with, or `weights`."""
+        """The kind under which its bytes are counted: `snapshot` for a vector, `weights` for θ_f."""
         return "snapshot" if self.weights is None else "weights"
 
     @property
     def nbytes(self) -> int:
-        """Of what grows with the model."""
+        """Size of the part that grows with the model."""
         return self.lattice.nbytes if self.lattice else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What travels of a frozen round: the vector and a sample of θ_f, or θ_f."""
+    """The part of a frozen round that travels: the vector and a sample of θ_f, or θ_f."""
 
     peer: PeerId
-    """Whose weights they are, as the sender claims."""
+    """The replica whose weights these are, as the sender claims."""
     round: int
     step: int
     """Floor of the replica's clock when it was frozen."""
     tensors: tuple[HostTensor, ...]
     """`vector` and `sample`, or `weights` (`StageState`)."""
     view: GroupView | None = None
-    """Beside a vector, as in `FrozenRound`."""
+    """With a vector, as in `FrozenRound`."""
     took_s: float = field(default=0.0, compare=False)
-    """Seconds of the transfer, without the wait before it. Filled in by the receiving transport."""
+    """Seconds that the transfer took, without the wait before it. Filled in by the receiving transport."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Size of the tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class PartnerVector:
-    """What a partner's snapshot comes to on the puller's side, decoded and checked."""
+    """A partner's snapshot on the puller's side, decoded and checked."""
 
     peer: PeerId
     round: int
@@ -131,31 +131,31 @@ class PartnerVector:
     sample: HostTensor
     """`sample`: θ_f at `sampled_coordinates`, in compute_dtype."""
     distances: HostTensor | None = None
-    """`distances`: how far it is from the puller's own, by chunk, float64; in a codec that has bounds."""
+    """`distances`: how far it is from the puller's own vector, by chunk, float64; only in a codec that has bounds."""
     missing: LatticeRequest | None = None
-    """Chunks that are not known yet: what to ask for next. Nothing merges a vector that misses some."""
+    """What to request next: the chunks that are still unknown. A vector with missing chunks is never merged."""
     view: GroupView | None = None
     """As in `FrozenRound`."""
     apart: tuple[float, ...] = ()
-    """How far it is from the puller's own by group of tensors, once clipped."""
+    """How far it is from the puller's own vector after clipping, by group of tensors."""
     factors: tuple[float, ...] = ()
-    """What the difference of each tensor was multiplied by; empty: it was not clipped."""
+    """By what the difference of each tensor was multiplied; empty if the vector was not clipped."""
     verdict: Verdict = ""
-    """Of `core.guard`; empty: it was taken as it is. Nothing merges a vector that is `refused`."""
+    """The guard's verdict (`core.guard`); empty if it left the vector as it was. A `refused` one is never merged."""
 
 
 class RoundGroup(NamedTuple):
-    """The vectors that a round merges, by peer id, which all that merge them have in the same order."""
+    """The vectors that a round merges, ordered by peer id, so that all replicas that merge them do so in one order."""
 
     vectors: list[HostTensor]
     mine: int
-    """The place of this replica's own; −1: it is not among them."""
+    """Index of this replica's own vector; −1 if it is not among them."""
     lag: float
-    """How many steps apart the others' were frozen, the mean."""
+    """How many steps lie between this replica's freeze and the others', on average."""
 
 
 def round_group(mine: FrozenRound, theirs: Sequence[PartnerVector], counted: bool) -> RoundGroup:
-    """This replica's vector, if it is `counted`, and those of others."""
+    """This replica's vector, if it is `counted`, together with those of others."""
     own = [(mine.peer, mine.vector)] if counted else []
     group = sorted([*own, *((one.peer, one.vector) for one in theirs)], key=lambda member: member[0])
     place = [peer for peer, _ in group].index(mine.peer) if counted else -1
@@ -166,9 +166,10 @@ def round_group(mine: FrozenRound, theirs: Sequence[PartnerVector], counted: boo
 def snapshot_specs(
     codec: OuterCodec, parameters: int, offered: int, dtype: str, kept: int | None = None
 ) -> tuple[tuple[TensorSpec, ...], LatticeFormat | None]:
-    """What travels of a frozen round in a codec, in order, and its format if it has bounds.
+    """The tensors of a frozen round that travel in a codec, in order, and the lattice format if it has bounds.
 
-    `offered`: values of its vector; `dtype`: compute_dtype; `kept`: how many of them travel, if not all (`core.tiles`).
+    `offered`: number of values in the vector; `dtype`: compute_dtype; `kept`: how many of the values travel, if not all
+    (`core.tiles`).
     """
     sample = TensorSpec("sample", dtype, (sample_size(parameters),))
     if kept is not None:
@@ -181,7 +182,7 @@ def snapshot_specs(
 
 
 def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str, kept: int | None = None) -> int:
-    """What a partner's vector weighs, with the question for it, where nothing has to be asked for again."""
+    """Size of a partner's vector and of the request for it, if no chunk has to be requested again."""
     specs, lattice = snapshot_specs(codec, parameters, offered, dtype, kept)
     return sum(spec.nbytes for spec in specs) + (chunk_count(offered) if lattice else 0)
 
@@ -189,9 +190,9 @@ def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str, 
 def answer_specs(
     whole: tuple[TensorSpec, ...], lattice: LatticeFormat | None, asked: LatticeRequest | None
 ) -> tuple[TensorSpec, ...]:
-    """What travels to a partner that asks so, of a vector that is `whole` otherwise.
+    """The tensors that answer a request. `whole`: those that answer one without bounds.
 
-    Whoever asks again for some chunks has the sample already.
+    A request for some of the chunks is a repeated one: its sender already has the sample.
     """
     if lattice is None or asked is None:
         return whole
@@ -200,17 +201,17 @@ def answer_specs(
 
 
 def sample_size(parameters: int) -> int:
-    """How many coordinates of a stage are sampled: all of a tiny one's."""
+    """How many coordinates of a stage are sampled; in a tiny stage, all."""
     return min(parameters, max(FEWEST_SAMPLED, min(MOST_SAMPLED, parameters // SAMPLED_SHARE)))
 
 
 @lru_cache(maxsize=4)
 def sampled_coordinates(seed: int, stage: int, round: int, parameters: int) -> tuple[int, ...]:
-    """The places in a flat vector of `parameters` values that stand for all of them, in order.
+    """The coordinates of a flat vector of `parameters` values that are sampled to represent it, in order.
 
-    One is drawn in each of `sample_size` strata of equal length. Strata may end within a coordinate; over its strata
-    together each coordinate has the same chance, so that the mean over the sample of any function of a coordinate is
-    an unbiased estimate of its mean over all. All replicas of a stage draw the same ones.
+    One is drawn from each of `sample_size` strata of equal length. A stratum may end within a coordinate; over all
+    strata together every coordinate has the same chance. So the mean of any function of a coordinate over the sample is
+    an unbiased estimate of its mean over the vector. All replicas of a stage draw the same coordinates.
     """
     count, rng = sample_size(parameters), generator(seed, "sampled coordinates", stage, round)
     drawn = unpack(f"<{count}I", rng.randbytes(DRAW_BITS // 8 * count))

@@ -1,7 +1,8 @@
-"""Tiles of a parameter, of whose coefficients a few travel (METHOD.md, "Outer rules", `dct`).
+"""How rule `dct` divides a parameter into tiles; a few coefficients of each tile travel (METHOD.md, "Outer rules").
 
-A parameter is a matrix: its last dimension by all the others. A tile's side is the largest divisor of the matrix's that
-is at most SIDE, as in DeMo (arXiv 2411.19870). Tiles follow one another row by row, and so do the values in each.
+A parameter is viewed as a matrix: its last dimension by all the others. Each side of a tile is the largest divisor of
+the matrix's side that is at most SIDE, as in DeMo (arXiv 2411.19870). Tiles are in row-major order, and so are the
+values in each.
 """
 
 from collections.abc import Sequence
@@ -9,59 +10,59 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 SIDE, KEPT = 64, 32
-"""Of a tile of SIDE × SIDE, KEPT values travel (arXiv 2510.03371); of a smaller one as large a part, rounded up."""
+"""KEPT values of a tile of SIDE × SIDE travel (arXiv 2510.03371); of a smaller tile the same fraction, rounded up."""
 PLACE = "int16"
-"""Element type of a place in a tile."""
+"""Element type of a position within a tile."""
 
 
 class Tiling(NamedTuple):
-    """Of one parameter."""
+    """The tiles of one parameter."""
 
     down: int
     across: int
-    """Tiles."""
+    """Number of tiles in each direction."""
     rows: int
     columns: int
-    """Of a tile."""
+    """Size of a tile."""
 
     @property
     def kept(self) -> int:
-        """Values of a tile that travel."""
+        """Number of values of a tile that travel."""
         return kept_of(self.rows * self.columns)
 
     @property
     def kept_of_all(self) -> int:
-        """Of all tiles."""
+        """Number of values of all tiles that travel."""
         return self.down * self.across * self.kept
 
 
 def kept_of(parameters: int) -> int:
-    """Values that travel of so many parameters, where their tiles are whole."""
+    """Number of values that travel of this many parameters, if they fill complete tiles."""
     return -(-KEPT * parameters // SIDE**2)
 
 
 def tiling(shape: Sequence[int]) -> Tiling:
-    """Of a parameter of that shape."""
+    """The tiles of a parameter of this shape."""
     height, width = prod(shape[:-1]), prod(shape[-1:])
     rows, columns = (max(n for n in range(1, SIDE + 1) if side % n == 0) for side in (height, width))
     return Tiling(height // rows, width // columns, rows, columns)
 
 
 class Transform(Protocol):
-    """What rule `dct` sees a parameter through: linear, with an inverse."""
+    """The linear, invertible transform through which rule `dct` sees a parameter."""
 
     def forward(self, value: Any) -> Any:
-        """Its coefficients, of the same shape."""
+        """The coefficients of a parameter, in its shape."""
 
     def largest(self, coefficients: Any) -> Any:
-        """The few largest by magnitude, and 0 for all others."""
+        """The few coefficients of largest magnitude, with 0 in place of all others."""
 
     def inverse(self, coefficients: Any) -> Any:
-        """The parameter; the same bits on any machine."""
+        """The parameter with these coefficients; the same bits on any machine."""
 
 
 class Untransformed:
-    """Of a parameter that is one number: the DCT of a 1×1 tile, of which one coefficient is kept."""
+    """The transform of a parameter that is a single number: the DCT of a 1×1 tile, which keeps its one coefficient."""
 
     def forward(self, value: Any) -> Any:
         """See `Transform`."""

@@ -1,8 +1,8 @@
-"""How tensors are cut into frames and put together again: values in, values out, no I/O and no hashing of its own.
+"""How tensors are split into frames and reassembled. Pure: no I/O, and the hash function is an argument.
 
-A tensor travels as `Chunk`s, with an `End` that has its length and digest. They leave in order, and over several
-connections arrive in any. What arrives is not trusted: anything but exactly the declared tensors is a `Violation`, and
-memory for a tensor is taken only when its first chunk comes.
+A tensor travels as `Chunk`s, closed by an `End` with its length and digest. Frames leave in order, but over several
+connections they may arrive in any order. What arrives is not trusted: anything but exactly the declared tensors is a
+`Violation`, and memory for a tensor is allocated only when its first chunk arrives.
 """
 
 from bisect import bisect
@@ -14,29 +14,29 @@ from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
 
 CHUNK_BYTES = 1 << 20
-"""Longest chunk. Longer ones are slower: they leave the processor's cache between two copies."""
+"""Maximum length of a chunk. Longer ones are slower: they drop out of the processor's cache between two copies."""
 PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
-"""Most tensor bytes in one message: a full chunk, and room beside it for the small tensors of the same activation."""
+"""Maximum tensor bytes in one message: a full chunk, plus room for the small tensors of the same activation."""
 REPLYING = 2**62
-"""Added to `Progress.events` of a microbatch whose reply is being sent; those of others are below it."""
+"""Added to `Progress.events` of a microbatch whose reply is being sent; all other counts are below it."""
 MAX_TENSORS = 65_536
-"""Most tensors in one stream."""
+"""Maximum number of tensors in one stream."""
 MOST_FRAMES = 4096
-"""Most frames in one message: a receiver looks at each before it does anything else."""
+"""Maximum number of frames in one message: a receiver looks at each of them before it does anything else."""
 MAX_RUNS = 1024
-"""Most pieces of one tensor with gaps between them. Who sends in order over a few connections has some dozens, as many
-as are under way on the slowest of them."""
+"""Maximum number of separate pieces of one tensor, with gaps between them. Sending in order over a few connections
+leaves a few dozen, as many as are in flight on the slowest connection."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARACTERS = 512
 
 Digest = Callable[[memoryview | bytes], int]
-"""A 64-bit digest of bytes."""
+"""A function that returns a 64-bit digest of bytes."""
 Allocate = Callable[[int], memoryview]
-"""A writable, flat buffer of this many bytes, with any content."""
+"""A function that returns a writable, flat buffer of this many bytes, with arbitrary content."""
 
 
 class Chunk(NamedTuple):
-    """A run of a tensor's bytes."""
+    """A contiguous run of a tensor's bytes."""
 
     tensor: int
     """Index of the tensor among the declared ones."""
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
 
 class End(NamedTuple):
-    """Closes a tensor."""
+    """Marks the end of a tensor."""
 
     tensor: int
     length: int
@@ -58,9 +58,9 @@ Frame = Chunk | End
 def frames(
     tensors: Iterable[HostTensor], digests: Iterable[int], *, first: int = 0, offset: int = 0
 ) -> Iterator[Frame]:
-    """The stream of these tensors. A digest is asked for when its tensor's turn comes; chunks are views, not copies.
+    """The stream of these tensors. A digest is taken only when its tensor's turn comes; chunks are views, not copies.
 
-    The rest of a stream has the index of the `first` tensor given, and begins at byte `offset` of that one.
+    To resume a stream, pass the remaining tensors, the index of the `first` of them, and the byte `offset` within it.
     """
     begin = offset
     for index, (tensor, digest) in enumerate(zip(tensors, digests, strict=True), first):
@@ -72,7 +72,7 @@ def frames(
 
 
 def group_frames(stream: Iterable[Frame], most_bytes: int = PACK_BYTES) -> Iterator[list[Frame]]:
-    """Groups frames into messages of at most `most_bytes` of tensor bytes; chunks that are longer are cut."""
+    """Group frames into messages of at most `most_bytes` tensor bytes each; longer chunks are split."""
     group: list[Frame] = []
     size = 0
     for frame in stream if most_bytes >= CHUNK_BYTES else _cut(stream, most_bytes):
@@ -96,7 +96,7 @@ def _cut(stream: Iterable[Frame], most_bytes: int) -> Iterator[Frame]:
 
 
 def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:
-    """One digest over names, element types, shapes and contents: equal activations have equal ones."""
+    """One digest over names, element types, shapes and contents: equal activations have equal digests."""
     parts = [
         f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{d:016x}\n" for s, d in zip(specs, digests, strict=True)
     ]
@@ -104,24 +104,25 @@ def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], digest:
 
 
 def total_bytes(specs: Sequence[TensorSpec], max_bytes: int) -> int:
-    """Sum of the declared lengths. Raises Violation: unknown element type, odd shape, or more than `max_bytes`."""
+    """Sum of the declared sizes. Raises Violation if there are too many tensors, an element type, a name or a shape is
+    invalid, or the sum exceeds `max_bytes`."""
     if len(specs) > MAX_TENSORS:
-        raise Violation(f"{len(specs)} tensors are declared, at most {MAX_TENSORS} may travel together")
+        raise Violation(f"{len(specs)} tensors are declared, at most {MAX_TENSORS} are allowed")
     total = 0
     for spec in specs:
         name = spec.name[:64]
         if spec.dtype not in ITEM_BYTES:
             raise Violation(f"tensor {name!r} has the unknown element type {spec.dtype[:32]!r}")
         if len(spec.name) > MAX_NAME_CHARACTERS or len(spec.shape) > MAX_DIMENSIONS or min(spec.shape, default=0) < 0:
-            raise Violation(f"tensor {name!r} has too long a name or an impossible shape")
+            raise Violation(f"tensor {name!r} has a name that is too long, or an invalid shape")
         total += spec.nbytes
         if total > max_bytes:
-            raise Violation(f"the tensors up to {name!r} have {total} bytes, at most {max_bytes} are taken")
+            raise Violation(f"the tensors up to {name!r} have {total} bytes, at most {max_bytes} are allowed")
     return total
 
 
 def check_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], what: str) -> None:
-    """Raises Violation, which names the first difference, unless these tensors are the expected ones in their order."""
+    """Raises Violation, naming the first difference, unless these are the expected tensors in the expected order."""
     for one, wanted in zip(sent, expected, strict=False):
         if one != wanted:
             raise Violation(f"the {what} has {one}, expected {wanted}"[:MAX_NAME_CHARACTERS])
@@ -136,51 +137,51 @@ def buffer(length: int) -> memoryview:
 
 @dataclass(slots=True)
 class _Part:
-    """What has come of one tensor."""
+    """What has arrived of one tensor."""
 
     data: memoryview | None = None
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """(begin, end) of the bytes that are there, in order; between two of them is a gap."""
+    """(begin, end) of each run of bytes that has arrived, in order, with a gap between any two."""
     end: End | None = None
     digest: int | None = None
-    """Of the whole, once it is whole."""
+    """Of the complete tensor; None until it is complete."""
 
 
 class Assembler:
-    """Puts one declared stream together, whose every byte must come exactly once; in any order, because several
+    """Reassembles one declared stream. Every byte must arrive exactly once, but in any order, because several
     connections may carry it.
 
-    Frames go in by `feed`, the tensors come out of `finish`. After a Violation, and after `discard`, it holds no memory
-    and takes nothing more before `rewind`.
+    Frames go in through `feed`, and `finish` returns the tensors. After a Violation or `discard` it holds no memory and
+    accepts nothing more until `rewind`.
     """
 
     def __init__(
         self, specs: Sequence[TensorSpec], max_bytes: int, digest: Digest, allocate: Allocate = buffer
     ) -> None:
-        """Raises Violation when the declared tensors may not travel (see `total_bytes`)."""
+        """Raises Violation if the declared tensors are not acceptable (see `total_bytes`)."""
         total_bytes(specs, max_bytes)
         self._specs = tuple(specs)
         self._digest = digest
         self._allocate = allocate
         self._parts = [_Part() for _ in specs]
         self._due = len(self._parts)
-        """Tensors that are not whole."""
+        """Number of incomplete tensors."""
 
     @property
     def complete(self) -> bool:
-        """Every declared tensor has come, with its end marker."""
+        """Whether every declared tensor has arrived, with its end marker."""
         return len(self._parts) == len(self._specs) and not self._due
 
     @property
     def place(self) -> tuple[int, int]:
-        """The first tensor that is not whole, and the first byte of it that has not come; it only grows."""
+        """The first incomplete tensor, and its first byte that has not arrived. Never moves back."""
         for index, part in enumerate(self._parts):
             if part.digest is None:
                 return index, part.runs[0][1] if part.runs and not part.runs[0][0] else 0
         return len(self._parts), 0
 
     def rewind(self) -> None:
-        """Forget what has come beyond `place`, because all from there on comes again; after `discard`, everything."""
+        """Forget what arrived beyond `place`, because it will be sent again from there; after `discard`, everything."""
         self._parts = self._parts or [_Part() for _ in self._specs]
         index, offset = self.place
         for part in self._parts[index : index + 1]:
@@ -189,7 +190,7 @@ class Assembler:
         self._due = len(self._specs) - index
 
     def feed(self, frame: Frame) -> None:
-        """Take the next frame. Raises Violation, and frees everything, when it is none of those that must come."""
+        """Accept the next frame. Raises Violation, and frees everything, if it is not one that is still missing."""
         try:
             self._take(frame)
         except Violation:
@@ -197,16 +198,16 @@ class Assembler:
             raise
 
     def finish(self, digest: int | None = None) -> tuple[HostTensor, ...]:
-        """The tensors, which are the caller's from now on.
+        """The tensors; from now on they belong to the caller.
 
-        Raises Violation when some are missing, or when `digest` is given and is not their `combined_digest` one.
+        Raises Violation if some are incomplete, or if `digest` is given and is not their `combined_digest`.
         """
         try:
             if not self.complete:
-                raise Violation(f"the stream is truncated: {self._due} of {len(self._specs)} tensors are not whole")
+                raise Violation(f"the stream is truncated: {self._due} of {len(self._specs)} tensors are incomplete")
             digests = [part.digest or 0 for part in self._parts]
             if digest is not None and combined_digest(self._specs, digests, self._digest) != digest:
-                raise Violation("the tensors do not have the digest that was declared for all of them")
+                raise Violation("the tensors do not match the digest that was declared for them")
             return tuple(
                 HostTensor(*spec, part.data or self._allocate(0))
                 for spec, part in zip(self._specs, self._parts, strict=True)
@@ -215,21 +216,21 @@ class Assembler:
             self.discard()
 
     def discard(self) -> None:
-        """Free all buffers, also where a traceback refers to a part."""
+        """Free all buffers, even if a traceback still refers to a part."""
         for part in self._parts:
             part.data = None
         self._parts, self._due = [], 0
 
     def _take(self, frame: Frame) -> None:
         if not self._due:
-            raise Violation("a frame came after the end of the stream")
+            raise Violation("a frame arrived after the end of the stream")
         if frame.tensor >= len(self._specs):
-            raise Violation(f"a frame of tensor {frame.tensor} came, there are {len(self._specs)}")
+            raise Violation(f"a frame of tensor {frame.tensor} arrived, but there are only {len(self._specs)}")
         spec, part = self._specs[frame.tensor], self._parts[frame.tensor]
         if isinstance(frame, Chunk):
             self._take_piece(spec, part, frame)
         elif part.end is not None or frame.length != spec.nbytes:
-            raise Violation(f"{spec.name!r} of {spec.nbytes} bytes ends as {frame.length}, or for a second time")
+            raise Violation(f"{spec.name!r} of {spec.nbytes} bytes was closed twice, or with length {frame.length}")
         else:
             part.end = frame
         if part.end is not None and part.runs == ([(0, spec.nbytes)] if spec.nbytes else []):
@@ -238,17 +239,17 @@ class Assembler:
     def _take_piece(self, spec: TensorSpec, part: _Part, chunk: Chunk) -> None:
         begin, end = chunk.offset, chunk.offset + len(chunk.data)
         if begin == end or end > spec.nbytes:
-            raise Violation(f"a chunk of {spec.name!r} is empty or goes to byte {end} of {spec.nbytes}")
+            raise Violation(f"a chunk of {spec.name!r} is empty or extends to byte {end} of {spec.nbytes}")
         runs = part.runs
         at = bisect(runs, (begin, end))
         before, after = runs[at - 1 : at] if at else [], runs[at : at + 1]
         if (before and before[0][1] > begin) or (after and after[0][0] < end):
-            raise Violation(f"a chunk of {spec.name!r} at byte {begin} came twice")
+            raise Violation(f"a chunk of {spec.name!r} at byte {begin} arrived twice")
         first = at - 1 if before and before[0][1] == begin else at
         last = at + 1 if after and after[0][0] == end else at
         runs[first:last] = [(runs[first][0] if first < at else begin, runs[at][1] if last > at else end)]
         if len(runs) > MAX_RUNS:
-            raise Violation(f"the chunks of {spec.name!r} come with more than {MAX_RUNS} gaps")
+            raise Violation(f"the chunks of {spec.name!r} arrive in more than {MAX_RUNS} separate pieces")
         if part.data is None:
             part.data = self._allocate(spec.nbytes)
         part.data[begin:end] = chunk.data
@@ -256,5 +257,5 @@ class Assembler:
     def _close(self, spec: TensorSpec, part: _Part, end: End) -> None:
         part.digest = self._digest(part.data or b"")
         if part.digest != end.digest:
-            raise Violation(f"the bytes of {spec.name!r} do not have the digest that was sent with them")
+            raise Violation(f"the bytes of {spec.name!r} do not match the digest that was sent with them")
         self._due -= 1

@@ -282,5 +282,5 @@ def test_another_length_or_type_is_refused() -> None:
 def test_values_and_places_have_no_other_codec(codec: str) -> None:
     with pytest.raises(ValidationError, match="codec"):
         OuterSettings(rule="dct", codec=codec)  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match="beta 0 is no outer learning rate"):
+    with pytest.raises(ValidationError, match="beta 0 is not a valid outer learning rate"):
         make_manifest(outer=OUTER | {"beta": 0.0})

@@ -320,18 +320,18 @@ def test_answers_that_were_not_asked_for_are_violations(bits: int) -> None:
 @pytest.mark.parametrize(
     ("chunks", "bounds", "message"),
     [
-        ([], [], "all of 4 chunks are asked for, with 0 bounds"),
-        ([], [127] * 5, "all of 4 chunks are asked for, with 5 bounds"),
-        ([0, 1], [127], "2 of 4 chunks are asked for, with 1 bounds"),
+        ([], [], "all of 4 chunks are requested, with 0 bounds"),
+        ([], [127] * 5, "all of 4 chunks are requested, with 5 bounds"),
+        ([0, 1], [127], "2 of 4 chunks are requested, with 1 bounds"),
         ([0, 1, 2, 3, 4], [127] * 5, "do not ascend"),
         ([1, 1], [127, 127], "do not ascend"),
         ([1, 0], [127, 127], "do not ascend"),
         ([-1], [127], "do not ascend"),
         ([4], [127], "do not ascend"),
-        ([0], [LEAST_BOUND - 1], "makes no sense"),
-        ([0], [LARGEST_BOUND + 1], "makes no sense"),
-        ([0], [254], "makes no sense"),
-        ([0], [0], "makes no sense"),
+        ([0], [LEAST_BOUND - 1], "is invalid"),
+        ([0], [LARGEST_BOUND + 1], "is invalid"),
+        ([0], [254], "is invalid"),
+        ([0], [0], "is invalid"),
     ],
 )
 def test_requests_that_make_no_sense_are_violations(chunks: list[int], bounds: list[int], message: str) -> None:

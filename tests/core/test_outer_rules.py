@@ -82,7 +82,7 @@ def test_each_rule_has_its_own_defaults() -> None:
     [
         ({"rule": "gossip", "gamma": 1.0}, "gamma 1 drives pairs apart"),
         ({"rule": "gossip", "gamma": 0.0}, "gamma 0 drives"),
-        ({"rule": "noloco", "beta": 0.0}, "beta 0 is no outer learning rate"),
+        ({"rule": "noloco", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
         ({"rule": "noloco", "gamma": 1.6}, "break the stability bound S1"),
         ({"rule": "fedavg"}, "Input should be 'noloco'"),
     ],

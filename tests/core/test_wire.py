@@ -168,18 +168,18 @@ GOOD: list[Frame] = [Chunk(0, 0, DATA[:16]), Chunk(0, 16, DATA[16:]), End(0, 24,
         (GOOD[1:], "truncated: 1 of 1"),
         (GOOD[:2], "truncated: 1 of 1"),
         ([], "truncated: 1 of 1"),
-        ([GOOD[0], GOOD[0]], "came twice"),
-        ([GOOD[0], Chunk(0, 15, DATA[15:20])], "came twice"),
-        ([GOOD[1], Chunk(0, 10, DATA[10:17])], "came twice"),
-        ([Chunk(0, 4, DATA[4:8]), Chunk(0, 0, DATA[:16])], "came twice"),
-        ([Chunk(0, 0, DATA + b"x")], "goes to byte 25 of 24"),
-        ([Chunk(0, 23, DATA[:2])], "goes to byte 25 of 24"),
+        ([GOOD[0], GOOD[0]], "arrived twice"),
+        ([GOOD[0], Chunk(0, 15, DATA[15:20])], "arrived twice"),
+        ([GOOD[1], Chunk(0, 10, DATA[10:17])], "arrived twice"),
+        ([Chunk(0, 4, DATA[4:8]), Chunk(0, 0, DATA[:16])], "arrived twice"),
+        ([Chunk(0, 0, DATA + b"x")], "extends to byte 25 of 24"),
+        ([Chunk(0, 23, DATA[:2])], "extends to byte 25 of 24"),
         ([Chunk(0, 10, b"")], "is empty"),
-        ([Chunk(1, 0, DATA)], "of tensor 1 came, there are 1"),
-        ([GOOD[2], GOOD[2]], "a second time"),
-        ([*GOOD[:2], End(0, 23, digest(DATA))], "as 23"),
-        ([*GOOD[:2], End(0, 24, digest(DATA) ^ 1)], "do not have the digest"),
-        ([GOOD[2], Chunk(0, 0, bytes(16)), GOOD[1]], "do not have the digest"),
+        ([Chunk(1, 0, DATA)], "of tensor 1 arrived, but there are only 1"),
+        ([GOOD[2], GOOD[2]], "closed twice"),
+        ([*GOOD[:2], End(0, 23, digest(DATA))], "with length 23"),
+        ([*GOOD[:2], End(0, 24, digest(DATA) ^ 1)], "do not match the digest"),
+        ([GOOD[2], Chunk(0, 0, bytes(16)), GOOD[1]], "do not match the digest"),
         ([*GOOD, Chunk(1, 0, b"x")], "after the end of the stream"),
         ([*GOOD, GOOD[-1]], "after the end of the stream"),
     ],
@@ -201,7 +201,7 @@ def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
     ]
     assert total == wire.combined_digest(tuple(specs), (1, 2), digest)
     assert total not in others
-    with pytest.raises(Violation, match="declared for all of them"):
+    with pytest.raises(Violation, match="declared for them"):
         assemble([HIDDEN], GOOD, total=total)
 
 
@@ -209,11 +209,11 @@ def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
     ("spec", "message"),
     [
         (TensorSpec("x", "complex64", (1,)), "unknown element type 'complex64'"),
-        (TensorSpec("x", "float32", (-1, 4)), "impossible shape"),
-        (TensorSpec("x", "float32", (1,) * 9), "impossible shape"),
-        (TensorSpec("x" * 513, "float32", (1,)), "too long a name"),
-        (TensorSpec("x", "float32", (1 << 40, 1 << 40)), "at most 100 are taken"),
-        (TensorSpec("x", "uint8", (101,)), "have 101 bytes, at most 100 are taken"),
+        (TensorSpec("x", "float32", (-1, 4)), "invalid shape"),
+        (TensorSpec("x", "float32", (1,) * 9), "invalid shape"),
+        (TensorSpec("x" * 513, "float32", (1,)), "a name that is too long"),
+        (TensorSpec("x", "float32", (1 << 40, 1 << 40)), "at most 100 are allowed"),
+        (TensorSpec("x", "uint8", (101,)), "have 101 bytes, at most 100 are allowed"),
     ],
 )
 def test_what_may_not_travel_is_refused_before_any_memory_is_taken(spec: TensorSpec, message: str) -> None:
@@ -246,7 +246,7 @@ def test_gaps_are_bounded() -> None:
     into = Assembler([TensorSpec("t", "uint8", (4 * MAX_RUNS,))], LIMIT_BYTES, digest)
     for number in range(MAX_RUNS):
         into.feed(Chunk(0, 2 * number, b"x"))
-    with pytest.raises(Violation, match="gaps"):
+    with pytest.raises(Violation, match="separate pieces"):
         into.feed(Chunk(0, 2 * MAX_RUNS, b"x"))
     with pytest.raises(Violation, match="after the end"):
         into.feed(Chunk(0, 1, b"x"))

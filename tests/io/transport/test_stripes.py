@@ -823,7 +823,7 @@ def test_what_breaks_the_protocol_on_the_other_call_is_a_violation() -> None:
             await main.write(body[0])
             await main.write(END)
             await other.write(body[0])
-            assert "came twice" in (await soon(main.read())).refusal.message
+            assert "arrived twice" in (await soon(main.read())).refusal.message
 
     run(scenario())
 

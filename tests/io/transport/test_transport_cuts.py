@@ -93,7 +93,7 @@ def test_two_copies_are_never_mixed(
     async def scenario() -> None:
         donor = Donor(LONG, again)
         async with linked(donor, (int(10.5 * MIB), "cut")) as (both, proxy):
-            with pytest.raises(error, match=text or "do not have the digest"):
+            with pytest.raises(error, match=text or "do not match the digest"):
                 await both.a.fetch_state(proxy.peer, 20.0, LONG_SPECS)
             assert donor.asked == [None, NUMBER]
             assert alive(made) == 0 < len(made)

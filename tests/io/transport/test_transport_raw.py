@@ -118,12 +118,12 @@ def wrong_total(sent: list[pb.ActivationMessage]) -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (flip_a_byte, "do not have the digest that was sent"),
-        (repeat_a_chunk, "at byte 1048576 came twice"),
+        (flip_a_byte, "do not match the digest that was sent"),
+        (repeat_a_chunk, "at byte 1048576 arrived twice"),
         (truncate, "truncated: 2 of 2 tensors"),
         (drop_the_ends, "truncated: 2 of 2 tensors"),
-        (overrun, "goes to byte 3104893 of 3104892"),
-        (wrong_total, "declared for all of them"),
+        (overrun, "extends to byte 3104893 of 3104892"),
+        (wrong_total, "declared for them"),
     ],
 )
 def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
@@ -197,7 +197,7 @@ HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8)
         ({"specs": specs(HIDDEN, TARGETS, ("mask", "int32", (2, 8)))}, "an activation is hidden"),
         ({"specs": specs(HIDDEN, TARGETS, ("mask", "uint8", (2, 8)), TARGETS)}, "an activation is hidden"),
         ({"specs": specs(("hidden", "quint4", (2, 8, 16)), TARGETS)}, "unknown element type 'quint4'"),
-        ({"specs": specs(("hidden", "float32", (1 << 62, 8, 16)), TARGETS)}, "at most 134217728 are taken"),
+        ({"specs": specs(("hidden", "float32", (1 << 62, 8, 16)), TARGETS)}, "at most 134217728 are allowed"),
     ],
 )
 def test_a_header_that_makes_no_sense_never_reaches_the_handler(changes: dict[str, Any], text: str) -> None:

@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytes
     async def scenario() -> None:
         donor = Donor()
         async with pair(Node(hang, lend=donor.lend)) as both:
-            with pytest.raises(Violation, match=f"'{SPECS[5].name}' do not have the digest") as caught:
+            with pytest.raises(Violation, match=f"'{SPECS[5].name}' do not match the digest") as caught:
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
             assert not caught.value.ours
             assert alive(made) == 0 < len(made)
