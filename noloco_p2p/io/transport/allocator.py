@@ -1,14 +1,15 @@
-"""How the C library gives memory for messages."""
+"""Tunes the C library's allocator for large messages."""
 
 import ctypes
 
 
 def tune_allocator() -> None:
-    """Keeps freed message buffers in the process instead of giving them back to the system page by page.
+    """Keeps freed message buffers in the process instead of returning them to the system page by page.
 
-    Doubles the transfer rate (else every message is mapped and page-faulted again). For the entry point of a process;
-    does nothing where the C library is not glibc. Threads keep arenas of their own: a single one would take 20 MiB off
-    a tiny node's 450, and a fifth off the rate of snapshots (473 to 381 MiB/s, medians of ten runs in turns).
+    This doubles the transfer rate; otherwise every message is mapped and page-faulted again. Call it at the entry point
+    of a process; it does nothing if the C library is not glibc. Threads keep their own arenas: a single arena would
+    save 20 MiB of a tiny node's 450, but cost a fifth of the rate of snapshots (473 to 381 MiB/s, medians of ten
+    alternating runs).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
@@ -18,9 +19,9 @@ def tune_allocator() -> None:
 
 
 def give_back_freed() -> None:
-    """Gives the system all memory that was freed. After a flood that can be gigabytes. May take a second: for a thread.
+    """Returns all freed memory to the system, which can be gigabytes after a flood.
 
-    Does nothing where the C library is not glibc.
+    Call it in a thread, because it may take a second. Does nothing if the C library is not glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

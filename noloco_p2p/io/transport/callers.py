@@ -1,7 +1,7 @@
-"""What callers may hold of this node, and how long it waits for them (ARCHITECTURE.md, "What a stranger can do").
+"""Limits on callers' use of this node and on its waits for them (ARCHITECTURE.md, "What a stranger can do").
 
-In an open run anybody has as many names as he likes. So there are two limits: one for each name at a host, and a
-larger one for the host.
+In an open run anybody can have any number of names. So there are two limits: one for each name at a host, and a larger
+one for the host.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from noloco_p2p.io.transport import message_codec
 PROTOCOL = "9"
 """Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
-"""Longest deadline that a caller may set. Without a limit a call could hold memory forever."""
+"""Longest deadline that a caller may set, seconds. Without a limit a call could hold memory forever."""
 MAX_CALLS = 6144
-"""Calls served at once; a further one is refused as Busy."""
+"""Calls served in parallel; any beyond that are refused as Busy."""
 LONGEST_TRANSFER_S = 1800.0
-"""Time in which a complete state must arrive, seconds."""
+"""Time within which a complete state must arrive, seconds."""
 RESERVE_S = 20.0
-"""How far a caller may fall behind with bytes that are due, seconds: a message of 1 MiB at 0.5 Mbit/s."""
+"""How far a caller may fall behind with bytes that are due, seconds: enough for a message of 1 MiB at 0.5 Mbit/s."""
 STATE_RESERVE_S = 60.0
 """The same for a state, whose bytes are due at an even rate until its deadline."""
 LET_GO_S = 10.0
 """How long a caller has to end a call on which a write was broken off, before its connection is ended, seconds. The end
-of a call comes after all that waits in the sockets of its caller."""
+of a call arrives only after everything that is waiting in its caller's sockets."""
 LEAST_BYTES_PER_S = 8192.0
-"""A slower transfer uses up its reserve, and is then given up."""
+"""A slower transfer uses up its reserve, and is then aborted."""
 
 T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """How many of something one caller may hold at once, and how many all callers of a host together."""
+    """How many of something one caller may hold at a time, and how many all callers of a host may hold together."""
 
     what: str
     of_caller: int
@@ -53,51 +53,52 @@ class Share(NamedTuple):
 
 
 CALLS = Share("calls", 2816, 3072)
-"""Half of those that a node serves at once. An activation takes one for each connection that carries it."""
+"""A host gets half of MAX_CALLS. An activation takes one call for each connection that carries it."""
 ACTIVATIONS = Share("activations", 160, 192)
-"""Out of at most 256 headers that wait in line."""
+"""At most 256 headers wait in line, so one host cannot take all places."""
 TRANSFERS = Share("transfers of weights", 4, 64)
 DRAINS = Share("refused calls that are drained", 128, 256)
 LATE = Share("refusals that wait", 512, 1024)
 LATE_PER_S = 20.0
-"""Calls of strangers, and of those who hold their share already, that are refused in a second to one host: each costs
-0.9 ms of CPU, and could be made again at once."""
+"""How many calls of strangers, and of callers that have used up their share, are refused per second to one host. A
+refusal costs 0.9 ms of CPU, and its caller could call again at once."""
 OF_RELAYED = 4
-"""A caller behind a relay may hold at most one part in so many of what all callers behind that relay may."""
+"""A caller behind a relay may hold at most 1 / OF_RELAYED of what all callers behind that relay may hold together."""
 
 
 def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
-    """What all calls but `Warm` carry. `wanted_bytes`: the tensor bytes per message that it asks for; 0: any size."""
+    """Metadata of all calls but `Warm`. `wanted_bytes`: the most tensor bytes wanted per message; 0 for any number."""
     wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
     return ("noloco-protocol", PROTOCOL), *wanted
 
 
 class Caller(NamedTuple):
-    """Who calls."""
+    """The origin of a call, as far as limits are concerned."""
 
     host: str
     """The IP address; for IPv6 the /64 network, because all of its addresses belong to one subscriber. For a stream,
-    `p2p/` and the peer that opened it, or `relay/` and the relay: who is behind it is unknown, so all of them count
-    together."""
+    `p2p/` and the peer that opened it, or `relay/` and the relay: the peers behind a relay cannot be told apart, so all
+    of them count as one host."""
     name: PeerId
-    """Whose certificate the caller shows. Until it is checked, the name in that certificate."""
+    """The peer whose certificate the caller shows; until that has been checked, the name that the certificate
+    claims."""
 
     @classmethod
     def of(cls, context: Any, streams: Mapping[str, str]) -> "Caller":
-        """Who makes a call; `streams`: see `Links.own`."""
+        """The caller in a gRPC context; `streams`: see `Links.own`."""
         [name, *_] = context.auth_context().get("peer_dns", ()) or [b""]
         host = streams.get(connection_of(context)) or _host(str(context.peer()))
         return cls(host, name[:PEER_ID_CHARACTERS].decode(errors="replace"))
 
 
 def connection_of(context: Any) -> str:
-    """`host:port` of the other end of the connection that carries a call."""
+    """`host:port` of the remote end of the connection that carries a call."""
     return unquote(str(context.peer())).partition(":")[2]
 
 
 @lru_cache(1024)
 def _host(peer: str) -> str:
-    """The host of a connection, as gRPC names it: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
+    """`Caller.host` of a connection in gRPC's notation: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
     return host_of(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
 
 
@@ -108,7 +109,7 @@ def host_of(address: str) -> str:
 
 
 def check_admissible(context: Any) -> None:
-    """Raises Violation for a call by another protocol, or without what every call has."""
+    """Raises Violation for a call with another protocol version, or without an acceptable deadline."""
     protocol = str(dict(context.invocation_metadata()).get("noloco-protocol"))[:64]
     if protocol != PROTOCOL:
         raise Violation(f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions")
@@ -118,26 +119,26 @@ def check_admissible(context: Any) -> None:
 
 
 def wanted_bytes(context: Any) -> int:
-    """What `metadata` was given by the caller."""
+    """The `wanted_bytes` that the caller gave to `metadata`; 0 if it gave none."""
     wanted = str(dict(context.invocation_metadata()).get("noloco-message-bytes", ""))
     return int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0
 
 
 def least_rate(nbytes: int, seconds: float) -> float:
-    """The rate at which so many bytes arrive in that time, but at least LEAST_BYTES_PER_S."""
+    """The rate at which `nbytes` arrive within `seconds`, but at least LEAST_BYTES_PER_S."""
     return max(LEAST_BYTES_PER_S, nbytes / seconds)
 
 
 class Silent(Unreachable):
-    """A peer was given up. Its call takes no further read or write, because gRPC has one still in progress."""
+    """A peer was too slow. Its call accepts no further read or write, because gRPC still has one in progress."""
 
 
 class Unread(PeerError):
-    """The peer does not take what is written. gRPC cannot end its call any more, only the connection can be ended."""
+    """The peer does not read what is written. gRPC can no longer end the call, so only the connection can be closed."""
 
 
 async def read_request(context: Any) -> bytes:
-    """The only message of a call with one request. Raises Silent, DecodeError: there is none."""
+    """The only message of a call with one request. Raises Silent, or DecodeError if there is none."""
     message: Any = await Patience().reading(context.read)()
     if message is grpc.aio.EOF:
         raise DecodeError
@@ -145,23 +146,23 @@ async def read_request(context: Any) -> bytes:
 
 
 async def refuse(write: Callable[[bytes], Awaitable[object]], kind: Callable[..., Any], error: NolocoError) -> None:
-    """Tell the caller why it is not served, if it is still there. Raises Unread."""
-    error.with_traceback(None)  # Its frames hold what the caller has sent.
+    """Tell the caller why it is not served, if it is still connected. Raises Unread."""
+    error.with_traceback(None)  # The traceback's frames hold what the caller has sent.
     with suppress(grpc.aio.InternalError):
         await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
 
 
 class Patience:
-    """Waits for bytes that others owe or have to take, who may fall `RESERVE_S` behind `LEAST_BYTES_PER_S`.
+    """Waits for peers to send or to accept bytes, and lets them fall at most `RESERVE_S` behind `LEAST_BYTES_PER_S`.
 
     Concurrent waits share the allowance. Delays by this node do not count.
     """
 
     def __init__(self, reserve_s: float | None = None) -> None:
-        """`reserve_s` instead of `RESERVE_S`."""
+        """`reserve_s` replaces `RESERVE_S`."""
         self._reserve_s = self._left_s = reserve_s or RESERVE_S
         self._at = 0.0
-        """When `_left_s` was right."""
+        """When `_left_s` was last updated."""
         self._waits: set[asyncio.Timeout] = set()
 
     async def wait(
@@ -171,7 +172,7 @@ class Patience:
         least_bytes_per_s: float = LEAST_BYTES_PER_S,
         error: type[PeerError] = Silent,
     ) -> T:
-        """The result of `transfer`, which has then moved `nbytes`, or the bytes that it returns. Raises `error`."""
+        """The result of `transfer`. It counts as `nbytes` moved, or as its length if it is bytes. Raises `error`."""
         came_s = 0.0
         self._settle(0.0)
         try:
@@ -192,13 +193,13 @@ class Patience:
     def reading(
         self, read: Callable[[], Awaitable[T]], least_bytes_per_s: float = LEAST_BYTES_PER_S
     ) -> Callable[[], Awaitable[T]]:
-        """`read`, with this patience."""
+        """`read` with this patience. Raises Silent."""
         return lambda: self.wait(read(), 0, least_bytes_per_s)
 
     def writing(
         self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = LEAST_BYTES_PER_S
     ) -> Callable[[bytes], Awaitable[object]]:
-        """`write`, with this patience. Raises Unread."""
+        """`write` with this patience. Raises Unread."""
         return lambda message: self.wait(write(message), len(message), least_bytes_per_s, Unread)
 
     def _settle(self, came_s: float) -> None:
@@ -208,7 +209,7 @@ class Patience:
 
 
 class Callers:
-    """Who holds what."""
+    """What each caller holds of this node at the moment."""
 
     def __init__(self) -> None:
         self._held: Counter[tuple[str, ...]] = Counter()
@@ -216,24 +217,24 @@ class Callers:
         self._taking = WeakValueDictionary[Caller, Patience]()
         """See `taking`."""
         self._late: dict[str, float] = {}
-        """When the last `late` refusal that waits will be given to each host."""
+        """When each host will receive the last of its waiting `late` refusals."""
         self.unread = Counter[str]()
-        """Connections with calls whose caller does not read, as `connection_of`, and how many calls: they are to end,
-        because gRPC keeps what such a call has brought and what it should take."""
+        """Connections (as from `connection_of`) with calls whose caller does not read, and how many such calls. They
+        must be closed, because gRPC keeps what such a call has brought and what it should accept."""
 
     @property
     def holds_nothing(self) -> bool:
-        """No call is here any more."""
+        """Whether no caller holds anything."""
         return not self._held and not self._patience
 
     @contextmanager
     def holding(self, share: Share, caller: Caller) -> Iterator[None]:
-        """The caller holds one more of these while the `with` lasts. Raises Busy."""
+        """Within the context the caller holds one more of this share. Raises Busy if it has used up the share."""
         of_host, of_caller = (share.what, caller.host), (share.what, *caller)
         relayed = caller.host.startswith(RELAY)
         most = min(share.of_caller, share.of_host // OF_RELAYED) if relayed else share.of_caller
         if self._held[of_host] >= share.of_host or self._held[of_caller] >= most:
-            raise Busy(f"{caller.host} has as many {share.what} here as allowed", late=True)
+            raise Busy(f"{caller.host} has reached this node's limit on {share.what}", late=True)
         self._held.update((of_host, of_caller))
         try:
             yield
@@ -244,10 +245,10 @@ class Callers:
                     del self._held[key]
 
     async def until_over(self, connection: str, answer: Callable[[ExitStack], Awaitable[None]]) -> None:
-        """Answer a call; the shares that its caller holds are in the stack. A caller that does not take what is written
-        holds them until the call is over, and gRPC cancels this."""
+        """Answer a call; the stack holds the shares that the call uses. If the caller does not read what is written,
+        they are held until the call ends, when gRPC cancels this task."""
         with ExitStack() as held:
-            with suppress(Unread):  # With the error go the frames that hold what would have been sent.
+            with suppress(Unread):  # Dropping the error also frees the frames that hold what was to be sent.
                 await answer(held)
                 return
             await asyncio.sleep(LET_GO_S)
@@ -259,7 +260,7 @@ class Callers:
 
     @contextmanager
     def sending(self, caller: Caller) -> Iterator[Patience]:
-        """The patience for one activation. All of a caller's share it, because its bodies leave it one by one."""
+        """The patience for an activation. A caller's activations share it, because their bodies arrive one by one."""
         with self.holding(ACTIVATIONS, caller):
             try:
                 yield self._patience.setdefault(caller, Patience())
@@ -268,12 +269,11 @@ class Callers:
                     del self._patience[caller]
 
     def taking(self, caller: Caller) -> Patience:
-        """The patience for replies to activations. All that are being sent to a caller share it, because they leave one
-        by one."""
+        """The patience for a reply to an activation. Replies to the same caller share it: they are sent one by one."""
         return self._taking.setdefault(caller, Patience())
 
     async def delay(self, caller: Caller, refusal: Exception) -> None:
-        """Wait for the turn of a refusal that is `late`. If too many wait, it goes at once."""
+        """If the refusal is `late`, wait for its turn; if too many are waiting already, do not wait."""
         if not (isinstance(refusal, Busy) and refusal.late):
             return
         with suppress(Busy), self.holding(LATE, caller):
@@ -288,9 +288,9 @@ class Callers:
     async def drain(
         self, caller: Caller, context: Any, unwanted: Callable[[bytes], bool] = lambda message: False
     ) -> bool:
-        """Read on until the caller notices its reply, for at most RESERVE_S. True: a message was `unwanted`.
+        """Read on until the caller notices its reply, for at most RESERVE_S. Returns whether a message was `unwanted`.
 
-        If the call ended earlier, gRPC would fail the caller's pending write, and drop a reply that was not read yet.
+        If the call ended earlier, gRPC would fail the caller's pending write and drop a reply that it had not read yet.
         """
         with suppress(Busy, TimeoutError), self.holding(DRAINS, caller):
             async with asyncio.timeout(RESERVE_S):

@@ -1,9 +1,9 @@
-"""What an owner lets this node's transport send and receive, and how fast it is: messages with tensors wait for their
-turn and are measured, short ones are charged and go at once. Without a cap nobody waits.
+"""Applies the owner's caps to what this node's transport sends and receives, and measures how fast its line is.
 
-Bytes are those of gRPC messages. What comes is held back by not being read: then HTTP/2's flow control stops its
-sender, after what is under way: a window for each call (64 KiB at first), and the message that is read. So peers are
-told how long their messages should be.
+Messages with tensors wait for their turn and are measured. Short ones are charged to the cap, but never wait. Without a
+cap nothing waits. Bytes are those of gRPC messages. Downloads are held back by not being read: HTTP/2's flow control
+then stops the sender, except for what is already in transit, which is one window per call (64 KiB at first) and the
+message being read. So peers are asked to keep their messages short.
 """
 
 import asyncio
@@ -23,15 +23,14 @@ Write = Callable[[bytes], Awaitable[object]]
 Read = Callable[..., Awaitable[Any]]
 Held = Callable[[], AbstractContextManager[object]]
 Rank = tuple[Precedence, tuple[int, int]]
-"""What a message goes before: its kind, and its age."""
+"""A message's place in the order of sending: its kind, then its age as (step, index). Lower goes first."""
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
-"""The first message of a call, before everything: its sender asks soon whether its header has come."""
+"""Rank of the first message of a call, ahead of everything: its sender soon asks whether its header has arrived."""
 WINDOW_BYTES = 1 << 22
-"""Most that comes on a call and is not read, without a cap. In a round trip of 100 ms it makes 335 Mbit/s for each
-connection."""
+"""Most unread bytes on a call, without a cap. With a round trip of 100 ms this allows 335 Mbit/s per connection."""
 BUFFERED_S = 0.001
-"""A message that comes sooner was here already: it says nothing of the line."""
+"""A message that can be read in less time was in a buffer already, so it says nothing about the line."""
 
 
 def rank_of(header: Header, precedence: Precedence) -> Rank:
@@ -40,7 +39,7 @@ def rank_of(header: Header, precedence: Precedence) -> Rank:
 
 
 class CappedWay:
-    """One direction of a capped line, on the running loop."""
+    """One direction of a capped line. Uses the running event loop."""
 
     def __init__(self, mbit_per_s: float) -> None:
         self._cap = LineCap(mbit_per_s * BYTES_PER_MBIT)
@@ -49,7 +48,7 @@ class CappedWay:
         """Longest message that keeps the line smooth."""
 
     async def turn(self, rank: Rank, nbytes: int) -> None:
-        """Wait until so many bytes may go; they are charged then."""
+        """Wait until `nbytes` may be transferred, and charge them."""
         its_turn = asyncio.Event()
         turn = LineTurn(*rank, nbytes, its_turn.set)
         self._cap.ask(turn)
@@ -60,12 +59,12 @@ class CappedWay:
             turn.withdrawn = True
 
     def charge(self, nbytes: int) -> None:
-        """Something went without asking; below 0: less went than was asked for."""
+        """Charge bytes that were transferred without waiting; a negative number returns bytes charged in excess."""
         self._cap.charge(nbytes, asyncio.get_running_loop().time())
         self._move()
 
     def _move(self) -> None:
-        """Let go whose turn has come, and look again at the next one's."""
+        """Release the messages whose turn has come, and set a timer for the next one."""
         loop = asyncio.get_running_loop()
         while turn := self._cap.next(loop.time()):
             turn.go()
@@ -76,7 +75,7 @@ class CappedWay:
 
 
 class OwnersLine:
-    """Both directions of a node's line."""
+    """Both directions of a node's line, with the owner's caps and the measured rates."""
 
     def __init__(self, limits: LimitSettings, own: Callable[[], Collection[str]] = tuple) -> None:
         """`own`: see `AckedBytes`."""
@@ -86,28 +85,28 @@ class OwnersLine:
         self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
         """Most tensor bytes in one message that this node sends."""
         self.wanted_bytes = 0 if self._down is None else self._down.message_bytes
-        """Most tensor bytes that this node would like to have in one message; 0: it does not mind."""
+        """Most tensor bytes that this node would like to receive in one message; 0 for any number."""
         self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
-        """An activation of more tensor bytes is announced: its header is not to wait with it."""
+        """Activations with more tensor bytes are announced, so that the header does not wait along with them."""
 
-        # Else gRPC lets a sender have up to 128 MiB under way on each call, whether they are read or not. This needs
-        # gRPC 1.74: older ones then give a whole connection 64 KiB, a third of the speed at 200 Mbit/s and 50 ms.
+        # Without this, gRPC lets a sender have up to 128 MiB in transit on each call, read or not. This needs gRPC
+        # 1.74: older versions would give a whole connection 64 KiB, a third of the speed at 200 Mbit/s and 50 ms.
         window = ("grpc.http2.lookahead_bytes", WINDOW_BYTES), ("grpc.http2.max_frame_size", wire.PACK_BYTES)
         identity_only = "grpc.compression_enabled_algorithms_bitset", 1
         self.grpc_options = ("grpc.http2.bdp_probe", 0), identity_only, *(window if down is None else ())
-        """Options of every connection."""
+        """gRPC options of every connection."""
         self.measured = MeasuredLine()
-        """By the messages that are not short."""
+        """The line as measured on the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
-        """How much may wait unsent, in every connection."""
+        """Limit on what may wait unsent in each connection."""
         self._acked = AckedBytes(self.measured.up, own)
 
     def agreed(self, wanted_bytes: int) -> int:
-        """Most tensor bytes in one message to a peer that would like no more; 0: it does not mind."""
+        """Most tensor bytes in one message to a peer that wants at most `wanted_bytes`, where 0 means any number."""
         return max(LEAST_MESSAGE_BYTES, min(self.message_bytes, wanted_bytes or wire.PACK_BYTES))
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
-        """`write`, each message in its turn, unless it is short."""
+        """`write`, but each message waits for its turn, unless it is short."""
         way, rate, clock = self._up, self.measured.up, asyncio.get_running_loop().time
         self.unsent.follow(clock())
 
@@ -133,8 +132,8 @@ class OwnersLine:
     def receiver(
         self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False, held: Held = nullcontext
     ) -> Read:
-        """`read`, each message in its turn; with `first_at_once` only from the second one on. The wait for a turn is
-        inside of `held()`."""
+        """`read`, but each message waits for its turn; with `first_at_once`, only from the second one on. The wait is
+        inside the context `held()`."""
         way = self._down
         if way is None:
             return self._measured(read)
@@ -159,8 +158,8 @@ class OwnersLine:
         return self._measured(receive)
 
     def _measured(self, read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """`read`, measured where a message follows one of the same body: before the first, time goes by for others, and
-        after filler."""
+        """`read`, but measured for each message that follows another one of the same body. The time before the first
+        message, or after filler, says nothing about the line."""
         rate, clock, follows = self.measured.down, asyncio.get_running_loop().time, False
 
         async def receive(*arguments: Any) -> Any:
@@ -182,7 +181,7 @@ class OwnersLine:
         return receive
 
     def charge(self, *, sent: int, received: int) -> None:
-        """Short messages went and came without a turn, so many bytes of them."""
+        """Charge short messages that were sent and received without waiting, in bytes."""
         if self._up is not None:
             self._up.charge(sent)
         if self._down is not None:

@@ -1,4 +1,4 @@
-"""Open gRPC connections to peers: made when first needed, shared by the calls to a peer, dropped when they fail.
+"""Pool of gRPC connections to peers: opened when first needed, shared by the calls to a peer, dropped on failure.
 
 A peer is reached at the first of its advertised addresses that accepts a connection, or on this node's own network.
 """
@@ -23,32 +23,33 @@ from noloco_p2p.io.dht.reach import RELAY, is_private
 from noloco_p2p.io.transport.peer_links import Links, target
 
 CHANNELS_PER_PEER = 2
-"""A second connection is opened while the first one is in use."""
+"""Connections to a peer for calls; the second one is opened while the first is in use."""
 CONTROL_SLOT = CHANNELS_PER_PEER
-"""The number of the connection for short questions and announcements. Those that carry parts of bodies follow it."""
+"""Slot of the connection for short requests and announcements. The slots of stripes follow it."""
 MAX_CHANNELS = 512
-"""Connections kept at once; the one unused for longest makes room. One with calls in flight is never closed."""
+"""Most connections kept open; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
-"""Longest wait for one address to accept a connection; one that refuses answers in a millisecond."""
+"""Longest wait for one address to accept a connection, seconds. An address that refuses does so within a
+millisecond."""
 NEAR_S, NOT_NEAR_S = 0.5, 300.0
-"""A private address behind others is tried first, for NEAR_S: its peer may be on this node's own network. One that does
-not answer is not tried so again for NOT_NEAR_S."""
+"""A private address that is not the peer's first one is tried before all others, for NEAR_S, because the peer may be on
+this node's own network. If it does not answer, it is not tried this way again for NOT_NEAR_S."""
 MOST_NOT_NEAR = 1024
-"""Such addresses are remembered."""
+"""How many addresses that did not answer are remembered."""
 KEEPALIVE_MS = 5_000
 """Silence after which a link with calls in flight is probed, milliseconds."""
 PROBE_MS = 10_000
-"""Longest wait for the answer to a probe, milliseconds. On a slow link it comes after all that is in the socket buffers
-of the other end, up to 4 MiB."""
+"""Longest wait for the answer to a probe, milliseconds. On a slow link the answer comes after everything in the remote
+end's socket buffers, up to 4 MiB."""
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    # Of the kernel's wait for acknowledgements. gRPC never looks at it for its probes while the next one is larger:
+    # Limits the kernel's wait for acknowledgements. gRPC ignores it for its own probes while ping_timeout_ms is larger:
     # src/core/ext/transport/chttp2/transport/writing.cc, grpc_chttp2_end_write.
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.http2.ping_timeout_ms", PROBE_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""How both ends find out within 15 s that the other one is gone without a word."""
+"""Lets both ends find out within 15 s that the other one has silently gone."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
     *KEEPALIVE,
@@ -61,7 +62,7 @@ SERVICE = "/noloco.v1.Node"
 
 @dataclass(slots=True, eq=False)
 class PeerChannel:
-    """A connection on which `leaf` was shown. Messages with tensor bytes are given and taken as they travel."""
+    """A connection on which this node has shown `leaf`. Messages with tensor bytes are passed as raw bytes."""
 
     address: str
     leaf: object
@@ -70,48 +71,49 @@ class PeerChannel:
     """Calls in flight."""
 
     def send_whole(self, method: str, message: bytes, **options: Any) -> Any:
-        """Propagate or Evaluate with an activation and a reply of one message each, which is half the work of a stream;
-        or Warm with filler."""
+        """Call Propagate or Evaluate with an activation and a reply of one message each, which is half the work of a
+        stream; or Warm with filler."""
         return self.channel.unary_unary(f"{SERVICE}/{method}")(message, **options)
 
     def send_stream(self, method: str, **options: Any) -> Any:
-        """Propagate, Evaluate or Stripe with any number of messages both ways."""
+        """Call Propagate, Evaluate or Stripe with any number of messages in each direction."""
         return self.channel.stream_stream(f"{SERVICE}/{method}")(**options)
 
     def fetch(self, method: str, request: Message, **options: Any) -> Any:
-        """FetchSnapshot or FetchState: the messages of the reply."""
+        """Call FetchSnapshot or FetchState; the call yields the messages of the reply."""
         return self.channel.unary_stream(f"{SERVICE}/{method}")(request.SerializeToString(), **options)
 
     def at_most(self, connections: int) -> int:
-        """How many connections a body uses that would use so many: few where all go over one link, or a relay."""
+        """How many of `connections` a body may use: only CHANNELS_PER_PEER if all of them go over one libp2p link, or
+        over a relay."""
         spliced = self.address == STREAM or self.address.startswith(RELAY)
         return min(connections, CHANNELS_PER_PEER) if spliced else connections
 
     @property
     def ready(self) -> bool:
-        """It is connected, as far as is known here."""
+        """Whether the connection is open, as far as gRPC knows."""
         return bool(self.channel.get_state() is grpc.ChannelConnectivity.READY)
 
 
 class Turns:
-    """Announced bodies to the same peer go one after the other, and so do the gradients that answer them: side by
-    side, all of them would arrive late."""
+    """Makes announced bodies to the same peer go one after the other, and likewise the gradients that answer them. In
+    parallel, all of them would arrive late."""
 
     def __init__(self, line: MeasuredLine) -> None:
-        """`line` is told when each body begins to leave, and when it has left."""
+        """`line` is notified when sending of a body begins and when it ends."""
         self._line = line
         self._locks = WeakValueDictionary[PeerId, asyncio.Lock]()
-        """Each lasts as long as a body uses it or waits for it."""
+        """A lock is dropped when no body holds it or waits for it any more."""
 
     @asynccontextmanager
     async def of(self, peer: PeerId, begins: Callable[[], object] = lambda: None) -> AsyncIterator[None]:
-        """Wait for the turn of a body, and call `begins`."""
+        """Wait for a body's turn, then call `begins`; the turn lasts as long as the context."""
         async with self._locks.setdefault(peer, asyncio.Lock()), self.at_once(peer, begins):
             yield
 
     @asynccontextmanager
     async def at_once(self, peer: PeerId, begins: Callable[[], object]) -> AsyncIterator[None]:
-        """The turn of a body that waits for no other; calls `begins`."""
+        """The turn of a body that does not wait for others; calls `begins`."""
         begins()
         self._line.leaves(peer)
         try:
@@ -129,30 +131,31 @@ class ChannelPool:
     def __init__(
         self, links: Links, options: tuple[tuple[str, int], ...] = (), on_open: Callable[[], object] = lambda: None
     ) -> None:
-        """`options` of gRPC are added to those of every connection; `on_open` is called when there is one more."""
+        """The gRPC `options` are added to those of every connection; `on_open` is called after each one is opened."""
         self._links = links
         self._on_open = on_open
         self._options = (*OPTIONS, *options)
         self._kept: dict[ChannelKey, PeerChannel] = {}
-        """Kept for the next call, in order of last use."""
+        """Connections that new calls may use, in order of last use."""
         self._open: set[PeerChannel] = set()
-        """Every one not yet closed, also those that are being opened or end their last calls."""
+        """All connections that are not closed, including those that are being opened or are finishing their last
+        calls."""
         self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
         self._awaited = Counter[ChannelKey]()
-        """How many calls wait for a connection that is being opened, or has just been opened."""
+        """How many calls are waiting for a connection that is being opened, or has just been opened."""
         self._closing: set[asyncio.Task[None]] = set()
         self._not_near: dict[str, float] = {}
-        """When these addresses did not answer."""
+        """Private addresses that did not answer, and when."""
         self._closed = False
 
     @asynccontextmanager
     async def acquire(
         self, peer: Advert, seconds: float, *, control: bool = False, part: int = 0
     ) -> AsyncIterator[PeerChannel]:
-        """A connection to the peer for one call; for `control` one on which no body is sent, so that nothing delays it.
+        """A connection to the peer for one call. With `control` it is one that carries no bodies, so nothing delays the
+        call; with `part`, the one for stripes with this index.
 
-        `part`: the one that carries this part of bodies, beside the call that announces them. Raises Unreachable when
-        no address accepts one in time.
+        Raises Unreachable if no address accepts a connection in time.
         """
         key = (peer.peer_id, CONTROL_SLOT + part) if control or part else self._key(peer)
         channel, leaf = self._kept.pop(key, None), self._links.leaf
@@ -169,7 +172,7 @@ class ChannelPool:
             async with self._links.calling(peer.peer_id, lambda: self._closed):
                 yield channel
         except Unreachable:
-            # Also after a deadline: a connection whose other end is gone without a word still looks healthy.
+            # After a deadline, too: a connection whose other end has silently gone still looks healthy.
             if self._kept.get(key) is channel:
                 del self._kept[key]
             raise
@@ -192,12 +195,12 @@ class ChannelPool:
         await asyncio.gather(*self._closing)
 
     def _key(self, peer: Advert) -> ChannelKey:
-        """The peer's least used connection; a further one only while all others are in use."""
+        """The slot of the peer's connection with the fewest calls; an unopened one only while the others are in use."""
         keys = [(peer.peer_id, slot) for slot in range(CHANNELS_PER_PEER)]
         return min(keys, key=lambda key: self._kept[key].calls if key in self._kept else 0)
 
     async def _opened(self, key: ChannelKey, peer: Advert, seconds: float) -> PeerChannel:
-        """Waits for a connection that is being opened, or opens one. Whoever waits may be cancelled."""
+        """Waits for a connection that is being opened, or opens one. Cancelling a wait does not cancel the opening."""
         if self._closed:
             raise Unreachable("this node's transport is closed")
         task = self._opening.get(key)
@@ -208,7 +211,7 @@ class ChannelPool:
             await asyncio.wait([task], timeout=seconds)
         finally:
             self._awaited[key] -= 1
-            self._awaited += Counter()  # forgets those without any
+            self._awaited += Counter()  # drops the entries that are zero
         if not task.done() or task.cancelled():
             raise Unreachable(f"{peer.peer_id} did not accept a connection within {seconds:.1f} s")
         outcome = task.result()
@@ -217,7 +220,7 @@ class ChannelPool:
         return outcome
 
     async def _connected(self, key: ChannelKey, peer: Advert) -> PeerChannel | str:
-        """A new connection, or why there is none."""
+        """A new connection, or the reason why none could be opened."""
         try:
             reasons = []
             for address, seconds in self._tries(peer.addresses):
@@ -244,7 +247,7 @@ class ChannelPool:
             self._opening.pop(key, None)
 
     def _tries(self, addresses: Sequence[str]) -> list[tuple[str, float]]:
-        """Which addresses to try, in order, and for how long each."""
+        """Which addresses to try, in order, and for how many seconds each."""
         now = asyncio.get_running_loop().time()
         behind = [address for address in addresses[1:] if is_private(address)]
         near = [one for one in behind if now - self._not_near.get(one, -inf) >= NOT_NEAR_S]
@@ -271,13 +274,13 @@ class ChannelPool:
 
 
 async def connect(channel: Any, seconds: float) -> str | None:
-    """Waits until the channel is connected: None, or the reason why it is not, in words."""
+    """Waits until the channel is connected. Returns None, or the reason why it is not."""
     try:
         async with asyncio.timeout(seconds):
             state = channel.get_state(try_to_connect=True)
             while state is not grpc.ChannelConnectivity.READY:
                 if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
-                    return "nothing accepts connections there, or not the expected node of this run"
+                    return "nothing accepts connections there, or it is not the expected node of this run"
                 await channel.wait_for_state_change(state)
                 state = channel.get_state(try_to_connect=True)
     except TimeoutError:

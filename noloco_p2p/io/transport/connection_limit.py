@@ -1,8 +1,8 @@
-"""Which connections this node ends: those beyond as many as it accepts, because gRPC does not limit them by host, and
-those of callers that do not read, because gRPC keeps what came on them.
+"""Closes connections that would use up this node: those beyond its limit, which gRPC does not enforce by host, and
+those of callers that do not read, for which gRPC keeps everything received.
 
-gRPC does not show its sockets. Here they are found among the open files of this process, as in `sockets`; on a system
-without /proc nothing happens.
+gRPC does not expose its sockets, so they are found among the open files of this process, as in `sockets`. On a system
+without /proc this does nothing.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from noloco_p2p.io.transport.callers import host_of
 from noloco_p2p.io.transport.sockets import MAPPED, OPEN_FILES
 
 MOST_FILES = 65_536
-"""Files that a process asks for; the system may allow fewer."""
+"""How many open files a process asks the system for; it may allow fewer."""
 MOST_CONNECTIONS = 4_096
-"""Accepted connections that are left alone. One that only exists takes 20 KB, with TLS 60 KB."""
+"""Most accepted connections that are left alone. An idle one takes 20 KB, with TLS 60 KB."""
 FEW = 64
-"""Nobody who has so many is cut off before those who have more."""
+"""Hosts with more connections than this lose connections first."""
 LOOK_S = 1.0
 """Time between two looks, seconds."""
 End = tuple[str, int]
-"""Address and port of the other end of a connection."""
+"""Address and port of the remote end of a connection."""
 
 
 def allow_many_files() -> None:
-    """Raise this process's limit on open files: connections of strangers must not take those that it needs itself."""
+    """Raise this process's limit on open files, so that strangers' connections leave enough for its own needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -39,16 +39,16 @@ def allow_many_files() -> None:
 
 
 def room() -> int:
-    """How many accepted connections are left alone: at most half of the files that this process may have open."""
+    """How many accepted connections are left alone; at most half of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
 
 
 class ConnectionLimit:
-    """Ends connections to a port: those that are `unread`, and others while there are more than `room`: of the hosts
-    with the most, the newest first.
+    """Closes connections to a port: those that are `unread`, and others while there are more than `room`.
 
-    If no host has more than FEW, the newest end. To gRPC it looks as if the other end had closed them.
+    The host with the most connections loses its newest first; if no host has more than FEW, the newest of all is
+    closed. To gRPC it looks as if the remote end had closed the connection.
     """
 
     def __init__(self, port: int, unread: Collection[str] = ()) -> None:
@@ -56,12 +56,13 @@ class ConnectionLimit:
         self._port = port
         self._unread = unread
         self._known: set[End] = set()
-        """Those that there were at the last look."""
+        """The connections that existed at the last look."""
         self._ends: dict[tuple[int, int], End | None] = {}
-        """Of each file open then, by device and inode: the other end, None if it is no accepted connection."""
+        """For each file open at the last look, by device and inode: the remote end, or None if the file is not an
+        accepted connection."""
 
     async def watch(self) -> None:
-        """Look again and again. The memory of what was unread goes back to the system one look later."""
+        """Look once a second. One look after connections were unread, their memory is returned to the system."""
         ended = False
         while OPEN_FILES.is_dir():
             await asyncio.sleep(LOOK_S)
@@ -73,7 +74,7 @@ class ConnectionLimit:
                     await asyncio.to_thread(self.look, frozenset(self._unread))
 
     def look(self, unread: Collection[str] = ()) -> None:
-        """End those that are unread, count the others, and end what is too much."""
+        """Close the connections that are unread, and then as many others as exceed `room`."""
         files = self.accepted()
         for end in [end for end in files if joined(*end) in unread]:
             _end(end, files.pop(end))
@@ -88,10 +89,10 @@ class ConnectionLimit:
         self._known = set(files)
 
     def accepted(self) -> dict[End, int]:
-        """The other ends of all connections to the port, and which files they are here."""
+        """Remote end → file descriptor, for all accepted connections to the port."""
         found, known, self._ends = dict[End, int](), self._ends, {}
         for number in map(int, os.listdir(OPEN_FILES)):
-            with suppress(OSError):  # gone
+            with suppress(OSError):  # closed in the meantime
                 file = os.fstat(number)
                 key = file.st_dev, file.st_ino
                 self._ends[key] = end = known[key] if key in known else self._other_end(number)
@@ -100,7 +101,7 @@ class ConnectionLimit:
         return found
 
     def _other_end(self, number: int) -> End | None:
-        with suppress(OSError), _copied(number) as one:  # else it is something else
+        with suppress(OSError), _copied(number) as one:  # OSError: not a connected socket
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
                 host, port, *_ = one.getpeername()
                 return host.removeprefix(MAPPED), port
@@ -108,7 +109,7 @@ class ConnectionLimit:
 
 
 def _end(end: End, number: int) -> None:
-    """End the connection behind a file, unless that is another one by now."""
+    """Close the connection behind a file descriptor, unless that is a different connection by now."""
     with suppress(OSError), _copied(number) as one:
         if one.getpeername()[1] == end[1]:
             one.shutdown(socket.SHUT_RDWR)
@@ -116,7 +117,8 @@ def _end(end: End, number: int) -> None:
 
 @contextmanager
 def _copied(number: int) -> Iterator[socket.socket]:
-    """The socket behind a file, which gRPC may close meanwhile. Raises OSError: it is none, or gone."""
+    """A copy of the socket behind a file descriptor, which gRPC may close at any time. Raises OSError if there is no
+    socket any more."""
     copy = os.dup(number)
     try:
         one = socket.socket(fileno=copy)

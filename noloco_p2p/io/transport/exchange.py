@@ -1,4 +1,5 @@
-"""How the messages of one call are written and read, and of those that carry a part of it over other connections."""
+"""The caller's side of one RPC with tensors: writes and reads its messages, and those of the stripes, the calls that
+carry a part of it over further connections."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,11 +17,11 @@ from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
 Announced = tuple[bytes, Callable[[int], Iterator[bytes]]]
-"""A header, and what gives the messages of the body, as long as the peer would like them (0: of any size)."""
+"""A header, and a function from the most tensor bytes wanted per message (0 for any number) to the body's messages."""
 
 
 def to_grant(message_bytes: int) -> bytes:
-    """The body may come, if possible in messages of at most so many tensor bytes; 0: of any size."""
+    """The message that asks for a body, preferably with at most `message_bytes` tensor bytes per message; 0 for any."""
     return pb.Reply(grant=pb.Grant(message_bytes=message_bytes)).SerializeToString()
 
 
@@ -28,13 +29,13 @@ LONGEST_GRANT_BYTES = len(to_grant(2**32 - 1))
 
 
 def from_grant(raw: bytes) -> int | None:
-    """What `to_grant` was given; None: the reply is no grant. Raises Violation: broken bytes."""
+    """The argument of `to_grant`, or None if the reply is not a grant. Raises Violation if it is malformed."""
     reply = unpacked(raw, pb.Reply)[0] if len(raw) <= LONGEST_GRANT_BYTES else pb.Reply()
     return reply.grant.message_bytes if reply.HasField("grant") else None
 
 
 class Collected(Generic[T]):
-    """A reply, as it comes over one call and over those beside it."""
+    """Collects a reply that arrives over one call and its stripes."""
 
     def __init__(
         self,
@@ -42,22 +43,20 @@ class Collected(Generic[T]):
         stripes: Sequence[AbstractAsyncContextManager[Ways]],
         replying: Callable[[], None] = lambda: None,
     ) -> None:
-        """`feed` gets the messages until it returns the whole; `stripes` open calls that each carry some of them.
-
-        `replying` is called after the first one, unless that is a refusal.
-        """
+        """`feed` receives the messages until it returns the complete reply; `stripes` open further calls that each
+        carry some of them. `replying` is called after the first message, unless that is a refusal."""
         self._feed, self._stripes = feed, stripes
         self._reply: T | None = None
         self._begun = asyncio.Event()
-        """The first message has come."""
+        """The first message of the reply has arrived."""
         self._answered = asyncio.Event()
-        """Something has come over the first call: a grant, or that message."""
+        """Something has arrived over the first call: a grant, or the first message."""
         self._replying = replying
         self._unopened = 0
-        """Connections that there are not."""
+        """Stripes whose connection could not be opened."""
 
     def take(self, message: bytes) -> None:
-        """A message has come. Raises Violation: it is the end, and the caller is still waiting for the rest."""
+        """Take in a message. Raises Violation if it is the end of the stream, before the reply is complete."""
         self._answered.set()
         self._reply = self._feed(_some(message))
         if not self._begun.is_set():
@@ -65,11 +64,11 @@ class Collected(Generic[T]):
             self._replying()
 
     async def whole(self, read: Read) -> T:
-        """The reply, once all of it has come; what comes over the first call is given by `read`."""
+        """Receive the reply and return it once it is complete; `read` reads from the first call."""
         tasks: list[asyncio.Task[None]] = []
         try:
             if self._stripes and self._reply is None:
-                tasks = [asyncio.create_task(one) for one in (self._receive(read), *map(self._beside, self._stripes))]
+                tasks = [asyncio.create_task(one) for one in (self._receive(read), *map(self._stripe, self._stripes))]
             else:
                 await self._receive(read)
             left = set(tasks)
@@ -77,7 +76,7 @@ class Collected(Generic[T]):
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 if self._reply is None:
                     for task in filter(done.__contains__, tasks):
-                        task.result()  # First that of the first call, which says why the others end.
+                        task.result()  # The first call goes first: its error says why the stripes ended.
         finally:
             await _cancelled(tasks)
         if self._reply is None:
@@ -85,37 +84,37 @@ class Collected(Generic[T]):
         return self._reply
 
     async def _carry(self, write: Write) -> None:
-        """Write to a call beside the first what goes before the reply: here nothing."""
+        """Write to a stripe what precedes the reply: here nothing."""
 
     async def _carry_alone(self) -> None:
-        """Write the same to the first call, because there is no other connection."""
+        """Write the same to the first call, because no stripe could be opened."""
 
-    async def _beside(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
-        """What another connection carries; nothing, when there is none. One that is lost later ends all."""
+    async def _stripe(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
+        """Carry a part over a further connection, or nothing if it cannot be opened. If it is lost later, all ends."""
         opened = False
         try:
             async with stripe as (write, read):
                 opened = True
                 await self._carry(write)
                 await write(NO_MORE)
-                await self._receive_beside(read)
+                await self._receive_stripe(read)
         except Unreachable:
             self._unopened += 1
             if opened:
-                # Where the body is refused, so is this call, but only the first one says why.
+                # A refusal of the body ends this call too, but only the first call carries the reason.
                 await self._answered.wait()
                 raise
             if self._unopened == len(self._stripes):
                 await self._carry_alone()
 
-    async def _receive_beside(self, read: Read) -> None:
-        """What comes over a further call: filler, perhaps, and a part of the reply after its first message."""
+    async def _receive_stripe(self, read: Read) -> None:
+        """Receive from a stripe: possibly filler, then a part of the reply after its first message."""
         try:
             message = await read()
             if is_filler(message):
                 message = await read()
         except Unreachable:
-            # Only the first call knows why there may be no reply: this one is not wanted then.
+            # If there will be no reply, the peer does not want this call, and only the first one carries the reason.
             await self._begun.wait()
             raise
         await self._begun.wait()
@@ -124,31 +123,31 @@ class Collected(Generic[T]):
             await self._receive(read)
 
     async def _receive(self, read: Read) -> None:
-        """What comes over one call, until the reply is whole, or nothing more comes here."""
+        """Receive from one call until the reply is complete or the call's stream ends."""
         while self._reply is None and (message := await read()) is not grpc.aio.EOF:
             self.take(message)
 
 
 class Fetched(Collected[T]):
-    """The answer to a question without a body, which may take so long and no longer."""
+    """The reply to a request without a body, within time limits."""
 
     def __init__(self, feed: Callable[[bytes], T | None], what: str) -> None:
-        """`feed`: see `Collected`. `what` comes, from whom: for messages."""
+        """`feed`: see `Collected`. `what` is for error messages, such as "snapshot came from <peer>"."""
         super().__init__(feed, ())
         self._what = what
         self._silence = asyncio.timeout(None)
         self._silence_s = 0.0
         self._held = 0
-        """Calls that are not read, because they wait for their turn on this node's own line."""
+        """How many calls are not read at the moment, because they wait for their turn on this node's own line."""
 
     def take(self, message: bytes) -> None:
-        """A message has come; it ends the silence on all calls."""
+        """See `Collected`. A message on any call restarts the limit on silence."""
         self._listen()
         super().take(message)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A call waits for its turn on this node's own line. Until it ends, the peer does not count as silent."""
+        """While a call waits for its turn on this node's own line, the peer does not count as silent."""
         self._held += 1
         self._listen()
         try:
@@ -158,6 +157,7 @@ class Fetched(Collected[T]):
             self._listen()
 
     def _listen(self) -> None:
+        """Restart the limit on silence, or suspend it while a call is held."""
         if not self._silence.expired():
             until = asyncio.get_running_loop().time() + self._silence_s
             self._silence.reschedule(None if self._held else until)
@@ -165,16 +165,17 @@ class Fetched(Collected[T]):
     async def within(
         self,
         call: Any,
-        beside: Sequence[AbstractAsyncContextManager[Ways]],
+        stripes: Sequence[AbstractAsyncContextManager[Ways]],
         reads: tuple[Read, Read],
         limits_s: tuple[float, float, float | None],
     ) -> tuple[T, float]:
-        """The answer over `call`, which ends then, and how long it took from its first message on, in seconds.
+        """Receive the reply over `call`, and end the call. Returns it, and the seconds from its first message on.
 
-        `beside`: the `stripes` of `Collected`. `reads` give that message, and the others. Raises Unreachable when one
-        takes longer than `limits_s`: the first message, each further one unless it is `held`, and all of these.
+        `stripes`: see `Collected`. `reads` read the first message and the others. Raises Unreachable if one of
+        `limits_s` is exceeded: for the first message, for each further one unless it is `held`, and for all further
+        ones together.
         """
-        self._stripes, (first_s, self._silence_s, rest_s) = beside, limits_s
+        self._stripes, (first_s, self._silence_s, rest_s) = stripes, limits_s
         clock, limit = asyncio.get_running_loop().time, asyncio.timeout(None)
         try:
             async with limit, self._silence:
@@ -193,11 +194,11 @@ class Fetched(Collected[T]):
 
 
 class SentActivation(Collected[T]):
-    """An activation whose body follows when its peer has granted it a place, or at once, and the reply.
+    """Sends an activation, whose body follows at once or when the peer grants it a place, and receives the reply.
 
-    Calls beside it carry all of the body and of the reply, if there are any: then nothing delays headers and grants.
-    When the reply is whole, or a refusal, what was still to send is not sent. A peer that replies early does not read
-    on before its reply is out, so flow control bounds what is sent in vain.
+    If there are stripes, they carry the whole body and reply, so that nothing delays headers and grants. Once the reply
+    is complete, or is a refusal, the rest of the body is not sent. A peer that replies early does not read on before
+    its reply is out, so flow control limits how much is sent for nothing.
     """
 
     def __init__(
@@ -209,24 +210,25 @@ class SentActivation(Collected[T]):
         stripes: Sequence[AbstractAsyncContextManager[Ways]],
         at_once: bool,
     ) -> None:
-        """The body leaves in its `turn`, or `at_once`; `feed` gets the reply. `stripes` open calls that each carry a
-        part of both."""
+        """The body is sent in its `turn`, or `at_once`; `feed` receives the reply. `stripes` open further calls that
+        each carry a part of both."""
         super().__init__(feed, stripes, claim.replying)
         self._header, self._body = sent
         self._turn, self._claim = turn, claim
         self._at_once = at_once
-        """The body leaves before its grant, which has not come yet."""
+        """The body is sent without waiting for its grant, and the grant has not arrived yet."""
         self._messages: Iterator[bytes] = iter(())
-        """What is left of the body."""
+        """The rest of the body."""
         self._write: Write | None = None
         self._writing = 0
+        """How many calls are writing a message of the body."""
         self._may_go = asyncio.Event()
-        """It is its turn."""
+        """It is the body's turn, or a reply came instead of the grant."""
         self._sent = asyncio.Event()
-        """All of the body is written."""
+        """All of the body has been written."""
 
     async def exchange(self, call: Any, ways: Ways) -> T:
-        """Sends it over `call`, which ends then; the reply."""
+        """Send the activation over `call`, receive the reply, and end the call."""
         write, read = self._write, _ = ways
         sending: list[asyncio.Task[None]] = []
         try:
@@ -240,7 +242,7 @@ class SentActivation(Collected[T]):
             await _cancelled(sending)
 
     async def _granted(self, read: Read) -> int | None:
-        """What the grant says; None: a reply came instead. Raises Busy: the body has gone to another replica."""
+        """The grant's `message_bytes`, or None if a reply came first. Raises Busy if another replica was faster."""
         message = _some(await read())
         if (message_bytes := from_grant(message)) is None:
             self._may_go.set()
@@ -248,11 +250,11 @@ class SentActivation(Collected[T]):
             return None
         self._answered.set()
         if not self._claim.take():
-            raise Busy("another replica has granted a place first")
+            raise Busy("another replica granted a place first")
         return message_bytes
 
     def take(self, message: bytes) -> None:
-        """See `Collected`. The grant of a body that left at once is of no use any more."""
+        """See `Collected`. Ignores the grant of a body that was sent without waiting for it."""
         if self._at_once and from_grant(message) is not None:
             self._at_once = False
             self._answered.set()
@@ -270,7 +272,7 @@ class SentActivation(Collected[T]):
             await write(NO_MORE)
 
     async def _carry(self, write: Write) -> None:
-        """Write what nobody has written, until nothing is left."""
+        """Write messages of the body that no other call has written, until none is left."""
         await self._may_go.wait()
         for message in self._messages:
             self._writing += 1
@@ -291,7 +293,7 @@ async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 def _some(message: T) -> T:
-    """The message, unless the stream is over. Raises Violation: the caller is still waiting for the rest."""
+    """The message. Raises Violation if it is the end of the stream."""
     if message is grpc.aio.EOF:
         raise Violation("the reply ended early")
     return message

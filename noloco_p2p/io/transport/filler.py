@@ -1,6 +1,6 @@
-"""Filler that makes connections fast again before a body or its reply needs them (ARCHITECTURE.md, "The wire").
+"""Sends filler to make idle connections fast again before a body or its reply needs them (ARCHITECTURE.md, "The wire").
 
-TCP has forgotten the speed of a connection that has rested, and finds it again within a few round trips of sending.
+TCP forgets the speed of a connection that has rested, and finds it again within a few round trips of sending.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import PeerChannel
 
 WARM_S = 5.0
-"""Longest wait for a connection to take its filler, seconds. It is of no use any more then."""
+"""Longest wait for a connection to accept its filler, seconds. Later it would be of no use."""
 Calling = Callable[..., AbstractAsyncContextManager[tuple[PeerChannel, float]]]
-"""Gives a connection to a peer, and the seconds left once there is one (`GrpcTransport`)."""
+"""Yields a connection to a peer, and the seconds left once it is open (`GrpcTransport`)."""
 
 
 class Warming:
-    """Sends filler to peers to which a body will soon go."""
+    """Sends filler to peers that will soon be sent a body."""
 
     def __init__(self, line: OwnersLine, calling: Calling, describe: Callable[[Advert], Awaitable[object]]) -> None:
-        """`describe` asks a peer something short, which shows how far it is."""
+        """`describe` sends a peer a short request, which measures the round trip to it."""
         self._charge, self._line = line.charge, line.measured
         self._calling = calling
         self._describe = describe
@@ -42,7 +42,7 @@ class Warming:
                 task.add_done_callback(lambda _, id=id: self._under_way.pop(id))  # type: ignore[misc]
 
     async def close(self) -> None:
-        """Stop at once."""
+        """Stop sending filler at once."""
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()

@@ -1,9 +1,10 @@
-"""Messages that carry tensor bytes, written and read field by field: exactly the bytes of proto/noloco.proto.
+"""Encodes and decodes messages that carry tensor bytes, field by field, to exactly the bytes of proto/noloco.proto.
 
-Why by hand: the generated classes copy every chunk three times more on its way out and twice more on its way in. Here
-a chunk is copied once into the message that is sent and once out of the one received. On two cores `noloco bench
-transport` carries 64 MiB tensors at 1,220 MiB/s so and at 750 MiB/s with the generated classes, which would miss its
-target; calls of 4 KiB take as long with either. Encoding: https://protobuf.dev/programming-guides/encoding/
+This is done by hand because the generated classes copy every chunk three more times when sending and two more times
+when receiving. Here a chunk is copied once into the message that is sent, and once out of the one received. On two
+cores `noloco bench transport` moves 64 MiB tensors at 1,220 MiB/s this way and at 750 MiB/s with the generated classes,
+which would miss its target; calls of 4 KiB take equally long. Encoding:
+https://protobuf.dev/programming-guides/encoding/
 """
 
 from collections.abc import Iterable
@@ -26,22 +27,23 @@ TENSOR, OFFSET, LENGTH, DATA, DIGEST = 0x08, 0x10, 0x10, 0x1A, 0x19
 """Tags of the fields of Chunk and End."""
 DIGEST_BYTES = 8
 FILLERS = {nbytes: pb.Reply(filler=pb.Filler(data=bytes(nbytes))).SerializeToString() for nbytes in FILLER_BYTES}
-"""The message before a reply that makes a connection fast (`filler`), by its bytes."""
+"""Messages of filler (`filler`) that may precede a reply, by how much filler they have."""
 HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
-"""Longest headers of messages that do not name the tensors of a stage: peer ids of 128 letters for 1,024 stages."""
+"""Longest headers of messages that do not list a stage's tensors, bytes. A Reply has room for peer ids of 128
+characters from 1,024 stages."""
 MOST_HEADS = 8
-"""Fields of one message that are no frames."""
+"""Most fields of one message other than frames."""
 HEADS_KEPT = 4096
-"""What stands before a chunk's bytes is the same in each microbatch."""
+"""Size of the caches below: the bytes in front of a chunk's data are the same for every microbatch."""
 
 
 def frames_field(kind: type[Message]) -> int:
-    """Number of the field `frames` in this kind of message."""
+    """The field number of `frames` in this kind of message."""
     return int(kind.DESCRIPTOR.fields_by_name["frames"].number)
 
 
 def varint(value: int) -> bytes:
-    """Seven bits a byte, lowest first, the eighth bit set in all but the last."""
+    """Encodes a number with seven bits per byte, lowest first; the eighth bit is set in every byte but the last."""
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)
@@ -51,12 +53,12 @@ def varint(value: int) -> bytes:
 
 
 def is_filler(message: object) -> bool:
-    """A reply is still to come: this says nothing."""
+    """Whether a message is filler, after which the reply is still to come."""
     return any(message == filler for filler in FILLERS.values())
 
 
 def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:
-    """The message `head` with these frames in it, as it travels."""
+    """The message `head` with these frames added, encoded."""
     field = frames_field(type(head))
     pieces: list[bytes | memoryview] = [head.SerializeToString()]
     for frame in frames:
@@ -70,25 +72,26 @@ def packed(head: Message, frames: Iterable[wire.Frame]) -> bytes:
 
 @lru_cache(HEADS_KEPT)
 def _chunk_head(field: int, tensor: int, offset: int, size: int) -> bytes:
-    """All of a chunk but its bytes, which come after it."""
+    """The encoding of a chunk up to its data, which follows."""
     inner = bytes([TENSOR, *varint(tensor), OFFSET, *varint(offset), DATA, *varint(size)])
     return _frame_head(field, CHUNK, inner, size)
 
 
 @lru_cache(HEADS_KEPT)
 def _end_head(field: int, tensor: int, length: int) -> bytes:
-    """All of an end marker but its digest, which comes after it."""
+    """The encoding of an end marker up to its digest, which follows."""
     return _frame_head(field, END, bytes([TENSOR, *varint(tensor), LENGTH, *varint(length), DIGEST]), DIGEST_BYTES)
 
 
 def _frame_head(field: int, kind: int, inner: bytes, rest: int) -> bytes:
-    """The tags and lengths around `inner`, which `rest` more bytes will follow."""
+    """`inner` with the tags and lengths in front of it; `rest` more bytes will follow."""
     middle = bytes([kind, *varint(len(inner) + rest)]) + inner
     return varint(field << 3 | LENGTH_DELIMITED) + varint(len(middle) + rest) + middle
 
 
 def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
-    """The message without its frames, and the frames, whose data are views of `raw`. Raises Violation: broken bytes."""
+    """The message without its frames, and the frames, whose data are views of `raw`. Raises Violation for bytes that
+    are not such a message."""
     tag = frames_field(kind) << 3 | LENGTH_DELIMITED
     view = memoryview(raw)
     frames: list[wire.Frame] = []
@@ -99,7 +102,7 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             begin = at
             found, at = _read_varint(raw, at)
             if found & 7 != LENGTH_DELIMITED:
-                raise Violation("a message holds a field that no message of this protocol has")
+                raise Violation("a message has a field that no message of this protocol has")
             at, end = _read_size(raw, at, len(raw))
             if found == tag:
                 frames.append(_frame(raw, view, at, end))
@@ -109,14 +112,14 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             if len(frames) > wire.MOST_FRAMES or len(head) > MOST_HEADS:
                 raise Violation(f"a message has more than {wire.MOST_FRAMES} frames, or {MOST_HEADS} other fields")
         if sum(map(len, head)) > HEAD_BYTES.get(kind.DESCRIPTOR.name, len(raw)):
-            raise Violation(f"a {kind.DESCRIPTOR.name} of {len(raw)} bytes has too long a header")
+            raise Violation(f"the header of a {kind.DESCRIPTOR.name} of {len(raw)} bytes is too long")
         return kind.FromString(b"".join(head)), frames
     except (IndexError, DecodeError):
-        raise Violation(f"{len(raw)} bytes came that are not a {kind.DESCRIPTOR.name}") from None
+        raise Violation(f"the {len(raw)} bytes received are not a {kind.DESCRIPTOR.name}") from None
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and where what follows begins."""
+    """The number at `at`, and the position after it. Raises IndexError if it is cut off or has more than 64 bits."""
     value = raw[at]
     at += 1
     if value < 128:
@@ -134,7 +137,8 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _read_size(raw: bytes, at: int, within: int) -> tuple[int, int]:
-    """Where the bytes of a length-delimited field begin and end whose length is at `at`; they end `within`."""
+    """Where the bytes of a length-delimited field begin and end; its length is at `at`. Raises IndexError if they go
+    beyond `within`."""
     size, at = _read_varint(raw, at)
     if at + size > within:
         raise IndexError
@@ -142,7 +146,7 @@ def _read_size(raw: bytes, at: int, within: int) -> tuple[int, int]:
 
 
 def _frame(raw: bytes, view: memoryview, at: int, end: int) -> wire.Frame:
-    """The frame from `at` to `end`."""
+    """The frame encoded from `at` to `end`. Raises IndexError if it is malformed."""
     kind = raw[at]
     at, inner_end = _read_size(raw, at + 1, end)
     if kind not in (CHUNK, END) or inner_end != end:

@@ -1,4 +1,4 @@
-"""What the errors and cancellations of gRPC mean to the caller of a peer: they become ours here and only here."""
+"""Translates the errors and cancellations of gRPC to ours. This is the only place that does so for calls to peers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,26 +15,26 @@ from noloco_p2p.io.transport import message_codec
 
 @contextmanager
 def translated_errors(peer: PeerId, what: str, seconds: float, give_up_at: float) -> Iterator[None]:
-    """Raises ours for what gRPC raises inside the `with`, which waits for `what` from the peer until `give_up_at`."""
+    """Raises our errors for gRPC's inside the context, which waits for `what` from the peer until `give_up_at`."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INTERNAL and asyncio.get_running_loop().time() >= give_up_at - 0.01:
-            # The deadline made a pending write fail, and gRPC reports that instead.
+            # The deadline made a pending write fail, and gRPC reports that failure instead.
             raise Unreachable(f"no {what} from {peer} within {seconds:g} s") from None
         raise _translated(error, peer, what, seconds) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        # gRPC cancelled the call, and nobody this task: the connection was closed under it.
-        raise Unreachable(f"the call to {peer} was ended while it waited for a {what}") from None
+        # gRPC cancelled the call, but nobody cancelled this task: the connection was closed during the call.
+        raise Unreachable(f"the call to {peer} ended while it was waiting for a {what}") from None
     except (asyncio.InvalidStateError, grpc.aio.UsageError):
-        raise Unreachable(f"the connection to {peer} was closed before the {what} came") from None
+        raise Unreachable(f"the connection to {peer} was closed before the {what} arrived") from None
 
 
 def _translated(error: grpc.aio.AioRpcError, peer: PeerId, what: str, seconds: float) -> PeerError:
-    """What a status of gRPC means to the caller."""
+    """Our error for a gRPC status."""
     code, details = error.code(), plain(error.details() or "", message_codec.MESSAGE_CHARACTERS)
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -38,7 +38,7 @@ from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
-from noloco_p2p.io.transport.stripes import CallBeside, Ways
+from noloco_p2p.io.transport.stripes import StripeCall, Ways
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -200,12 +200,12 @@ class GrpcTransport:
             fetched = Fetched(reader.feed, f"{what} came from {peer.peer_id}")
             reading = partial(self._line.receiver, first_at_once=True, held=fetched.held)
             ways = (what, left_s, lambda call: (self._line.sender(call.write), due(reading(call.read))))
-            number, beside = self._beside(peer, others, ways)
+            number, further = self._further_calls(peer, others, ways)
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
             read = reading(call.read)
-            result, took_s = await fetched.within(call, beside, (read, due(read)), (first_s, SILENCE_S, rest_s))
+            result, took_s = await fetched.within(call, further, (read, due(read)), (first_s, SILENCE_S, rest_s))
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
         return result, took_s
 
@@ -240,20 +240,20 @@ class GrpcTransport:
             line.measured.up.carries("activation", size)
             leaves = partial(self._count, direction="out", kind="activation", bytes=size)
             if most > 1 or not at_once:
-                there, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
+                out, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
 
                 def ways(call: Any) -> Ways:
-                    return line.sender(call.write, there), line.receiver(call.read, back, first_at_once=True)
+                    return line.sender(call.write, out), line.receiver(call.read, back, first_at_once=True)
 
-                number, beside = self._beside(peer, channel.at_most(most) if most > 1 else 0, (what, seconds, ways))
+                connections = channel.at_most(most) if most > 1 else 0
+                number, further = self._further_calls(peer, connections, (what, seconds, ways))
                 turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
-                longest = stripe_bytes(size, len(beside)) if number else line.message_bytes
+                longest = stripe_bytes(size, len(further)) if number else line.message_bytes
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
-                going = SentActivation(sent, turn, claim, feed, beside, at_once)
-                return await going.exchange(call, ways(call))
+                return await SentActivation(sent, turn, claim, feed, further, at_once).exchange(call, ways(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
@@ -263,8 +263,8 @@ class GrpcTransport:
                 return result
             raise Violation(f"the {what} from {peer.peer_id} is not whole")
 
-    def _beside(
-        self, peer: Advert, connections: int, call: CallBeside
+    def _further_calls(
+        self, peer: Advert, connections: int, call: StripeCall
     ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
         """A number for a body, and a stripe on each of so many further connections; without any, the number is 0."""
         number = next(self._numbers) if connections else 0

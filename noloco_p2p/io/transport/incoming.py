@@ -1,4 +1,4 @@
-"""The body of an activation that a peer sends, as the handler that serves it takes it in."""
+"""The body of an activation that a peer sends, received when the node's handler asks for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,34 +19,35 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 
 CANCEL_GRACE_S = 0.5
-"""A cancelled call first looks like a finished stream; its cancellation gets this long to arrive."""
+"""How long a stream that ended too early may wait for its cancellation, seconds: a cancelled call first looks like a
+finished stream."""
 
 
 @dataclass(eq=False)
 class IncomingActivation:
-    """The body of one activation, on its way in: a `ports.Body`."""
+    """The body of one incoming activation: implements `ports.Body`."""
 
     header: Header
     _first: list[wire.Frame] | None
     """The frames that came with the header."""
     _count: Callable[..., None]
-    """Gets what has been received, as `bytes` events."""
+    """Records a `bytes` event for what has been received."""
     _read: Read
-    """Gives the next message."""
+    """Returns the next message."""
     _ask: Callable[[], Awaitable[object]]
-    """Asks for the body."""
+    """Asks the caller for the body."""
     _patience: Patience
     received: int = 0
     complete: bool = False
-    """All of it has been received."""
+    """The whole body has been received."""
     stripes: Stripes | None = None
-    """Other calls that may bring some of it."""
+    """Further calls that may carry parts of it."""
     reply_soon: Callable[[], None] = lambda: None
     """See `ports.Body`."""
 
     def __post_init__(self) -> None:
         self.whole = bool(self._first)
-        """It came with its header, and its reply is to be one message."""
+        """The body came in one message with its header, and the reply must also be one message."""
 
     async def __call__(self) -> Activation:
         """See `ports.Body`."""
@@ -80,8 +81,8 @@ class IncomingActivation:
                 await asyncio.sleep(CANCEL_GRACE_S)
             raise
         except grpc.aio.BaseError:
-            # gRPC can neither write nor read: the call is over, or the server.
-            raise Unreachable("the caller was gone before its body arrived") from None
+            # gRPC can neither write nor read: the call has ended, or the server has stopped.
+            raise Unreachable("the caller disconnected before its body arrived") from None
         finally:
             assembler.discard()
         self.complete = True
@@ -90,8 +91,8 @@ class IncomingActivation:
 
 
 async def _unbroken(write: Awaitable[object]) -> None:
-    """Await a write that a cancellation does not break off, unless it takes long: gRPC ends no call after that, and the
-    caller would hear nothing."""
+    """Await a write, and let it finish even if this task is cancelled, unless that takes longer than CANCEL_GRACE_S.
+    gRPC cannot end a call on which a write was broken off, so its caller would receive nothing."""
     writing = asyncio.ensure_future(write)
     try:
         await asyncio.shield(writing)

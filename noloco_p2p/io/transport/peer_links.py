@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, by its certificate."""
+"""Mutual TLS for gRPC: every connection proves, by certificate, which peer is at the other end."""
 
 import asyncio
 import json
@@ -21,49 +21,49 @@ from noloco_p2p.io.security.certificates import Role, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 
 LABEL_S = 3_600.0
-"""How long the label of a microbatch is valid, seconds: as long as the longest call."""
+"""How long the label of a microbatch is valid, seconds. No call lasts longer."""
 CUT = "one end of this call was revoked or closed"
 _UNTIL = struct.Struct(">Q")
 Options = tuple[tuple[str, Any], ...]
 
 
 class Links:
-    """How a node of one run listens, connects, and knows its callers: mutual TLS (ARCHITECTURE.md, "Links")."""
+    """How a node of one run listens, connects, and identifies its callers: mutual TLS (ARCHITECTURE.md, "Links")."""
 
     streams: Streams | None = None
-    """The ways to and from peers that accept no connections; None: there are none."""
+    """The libp2p streams to and from peers that accept no connections; None if there are none."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.me, self.run_id = credentials.peer_id, credentials.trust.run_id
         self._credentials = credentials
         self._served: tuple[bytes, bytes] | None = None
-        """The leaf that the server shows."""
+        """The leaf that the server presents."""
         self._calls: dict[asyncio.Timeout, Callable[[], bool]] = {}
-        """Calls in progress; each with a function that returns whether it has to end."""
+        """Calls in progress, each with a function that returns whether the call must end."""
         credentials.revoked.listen(self.cut)
 
     def own(self) -> Mapping[str, str]:
-        """This node's connections to its own server: `host:port` → whose stream it carries (`Streams.hosts`)."""
+        """This node's connections to its own server: `host:port` → whose stream the connection carries
+        (`Streams.hosts`)."""
         return {} if self.streams is None else self.streams.hosts
 
     @property
     def leaf(self) -> object:
-        """What this node shows on new connections. New calls do not use those on which it has shown an earlier one: the
-        peer refuses every call on them once that has expired."""
+        """The leaf that this node presents on new connections. New calls avoid connections on which it presented an
+        earlier leaf, because the peer refuses every call on them once that leaf has expired."""
         return self._credentials.leaf()
 
     def add_port(self, server: Any, address: str) -> int:
-        """Let a gRPC server listen at `host:port`; its TCP port. Raises RuntimeError: it cannot be bound.
+        """Make a gRPC server listen at `host:port`; returns its TCP port. Raises RuntimeError if it cannot be bound.
 
-        The server asks for the current leaf at each handshake.
+        The server fetches the current leaf at each handshake.
         """
         first = self._configuration()
         return int(server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(first, self._replaced, True)))
 
     def channel(self, address: str, peer: PeerId, options: Options, role: Role = "member") -> Any:
-        """A gRPC channel to `peer`, which has this role, at what `target` gave. Raises Violation: it has no key.
-
-        TLS compares the name of whoever answers with that of `peer`.
+        """A gRPC channel to `peer`, which has this role, at an address from `target`. TLS accepts only an answer from a
+        node with the name of `peer`. Raises Violation if no public key follows from its peer id.
         """
         trust, (key, chain) = self._credentials.trust, self._credentials.leaf()
         named = (*options, ("grpc.ssl_target_name_override", trust.name_of(peer, role)))
@@ -72,14 +72,13 @@ class Links:
         )
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
-        """Who makes this call; `observers` may make it too. Raises Violation, Declined: it may not."""
+        """The peer that makes this call; with `observers`, an observer may make it too. Raises Violation or Declined if
+        the caller may not."""
         return self._credentials.caller(context.auth_context(), observers=observers)
 
     def labelled(self, header: Header) -> Header:
-        """The header of an activation that leaves this node, with the label of its origin.
-
-        A label of another origin is passed on unchanged.
-        """
+        """The header of an outgoing activation with its origin's label: signed here if this node is the origin, and
+        passed on unchanged otherwise."""
         if header.stage > 1:
             return header
         until = _UNTIL.pack(int(self._credentials.clock() + LABEL_S))
@@ -89,7 +88,7 @@ class Links:
         """Raises Violation unless the origin began this microbatch and, at stage 1, is the caller."""
         origin = header.origin.peer
         if header.microbatch.peer != origin or (header.stage == 1 and origin != caller):
-            raise Violation("stage 1 takes a microbatch only from the node that read it")
+            raise Violation("stage 1 accepts a microbatch only from the node that read it")
         until, signature = header.label[: _UNTIL.size], header.label[_UNTIL.size :]
         if not verify(origin, _labelled(header, until), signature):
             raise Violation("the origin has not signed this microbatch")
@@ -97,24 +96,25 @@ class Links:
             raise Violation("the origin's signature of this microbatch has expired")
 
     def calling(self, peer: PeerId, closed: Callable[[], bool] = lambda: False) -> AbstractAsyncContextManager[None]:
-        """Around a call to `peer`. Raises Unreachable in the middle of it when the peer is revoked.
+        """A context for a call to `peer`. Raises Unreachable inside it as soon as the peer is revoked.
 
-        `cut` also ends it once this end has `closed`: gRPC leaves a call waiting if its first message has not left.
+        Also ends at a `cut` after this node has `closed`, because gRPC leaves a call waiting if its first message has
+        not been sent.
         """
         return self._until(lambda: closed() or self._credentials.revoked.names(peer))
 
     def called(self, context: Any) -> AbstractAsyncContextManager[None]:
-        """The same around an incoming call."""
+        """A context for an incoming call, which ends as soon as its caller is revoked."""
         return self._until(lambda: self._credentials.refuses(context.auth_context()))
 
     @asynccontextmanager
-    async def _until(self, revoked: Callable[[], bool]) -> AsyncIterator[None]:
-        if revoked():
+    async def _until(self, must_end: Callable[[], bool]) -> AsyncIterator[None]:
+        if must_end():
             raise Unreachable(CUT)
         ends = asyncio.timeout(None)
         try:
             async with ends:
-                self._calls[ends] = revoked
+                self._calls[ends] = must_end
                 yield
         except TimeoutError:
             if not ends.expired():
@@ -124,10 +124,10 @@ class Links:
             self._calls.pop(ends, None)
 
     def cut(self) -> None:
-        """End the calls that have to end."""
+        """End the calls in progress that must end."""
         now = asyncio.get_running_loop().time() if self._calls else 0.0
-        for ends, revoked in self._calls.items():
-            if revoked() and not ends.expired():
+        for ends, must_end in self._calls.items():
+            if must_end() and not ends.expired():
                 ends.reschedule(now)
 
     def _configuration(self) -> Any:
@@ -135,26 +135,27 @@ class Links:
         return grpc.ssl_server_certificate_configuration([self._served], self._credentials.trust.anchor)
 
     def _replaced(self) -> Any:
-        """What the server shows from now on; None: no change."""
+        """The configuration with a new leaf, or None if the leaf has not changed."""
         return None if self._credentials.leaf() is self._served else self._configuration()
 
 
 async def target(links: Links, address: str, peer: PeerId) -> str:
-    """What gRPC dials for one connection to a peer at one of its addresses. Raises Unreachable."""
+    """The address that gRPC dials for one connection to a peer at one of its advertised addresses. Raises
+    Unreachable."""
     if links.streams is not None:
         return await links.streams.target(address, peer)
     if is_streamed(address):
-        raise Unreachable("it is behind NAT, and answers members only")
+        raise Unreachable("it is behind NAT and can be reached by members only")
     return address
 
 
 def open_links(identity: Identity, run_id: str) -> Links:
-    """Those of a peer of an open run, to which everybody may come."""
+    """The links of a peer of an open run, which anybody may join."""
     trust = RunTrust.of_open_run(run_id)
     return Links(Credentials(trust, identity, certificates.own_chain(identity.key, trust)))
 
 
 def _labelled(header: Header, until: bytes) -> bytes:
-    """What an origin signs. Evaluations have ids of their own."""
+    """The bytes that an origin signs. Evaluations differ in their ids."""
     content = header.run_id, *header.microbatch, header.origin.step, header.origin.index, until.hex()
     return b"noloco microbatch 1\x00" + json.dumps(content).encode()

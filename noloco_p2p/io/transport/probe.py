@@ -1,4 +1,4 @@
-"""Whether a node answers at an address that it says is its own."""
+"""Checks whether a node answers at an address that it claims as its own."""
 
 import asyncio
 
@@ -14,7 +14,8 @@ from noloco_p2p.io.transport.peer_links import Links, target
 
 
 async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, role: Role = "member") -> str | None:
-    """Whether the node `peer_id` of our run answers at `address` (see `Advert`): None, or the reason in words."""
+    """Check that the node `peer_id` of our run answers at `address` (see `Advert`). Returns None, or why it does
+    not."""
     try:
         dialled = await target(links, address, peer_id)
         channel = links.channel(dialled, peer_id, OPTIONS, role)

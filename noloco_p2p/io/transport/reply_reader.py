@@ -1,4 +1,4 @@
-"""Puts together the replies that carry tensors, of messages that are anything but trusted."""
+"""Assembles replies that carry tensors, from messages that are not trusted."""
 
 from typing import Generic, TypeVar
 
@@ -12,13 +12,13 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
 V = TypeVar("V")
 MOST_SERVED = 1024
-"""Peers that one microbatch came through: a run has fewer stages."""
+"""Most peers that one microbatch can have passed through; a run has fewer stages."""
 
 
 class ReplyReader(Generic[ReplyMessage, V]):
-    """Puts a reply together from its messages: a refusal, or a header and the tensors that it declares.
+    """Assembles a reply from its messages: a refusal, or a header and the tensors that it declares.
 
-    Nothing is allocated before the header has been checked, and nothing is returned before all tensors have come whole.
+    Nothing is allocated before the header has been checked, and nothing is returned before all tensors are complete.
     """
 
     def __init__(self, kind: type[ReplyMessage]) -> None:
@@ -27,7 +27,8 @@ class ReplyReader(Generic[ReplyMessage, V]):
         self._assembler: wire.Assembler | None = None
 
     def feed(self, raw: bytes) -> V | None:
-        """The reply, once all of it has come. Raises what a refusal means, Violation unless it is as expected."""
+        """Take in a message; returns the reply once it is complete, None before. Raises the error of a refusal, and
+        Violation unless the reply is as expected."""
         message, frames = unpacked(raw, self._kind)
         if self._header_due:
             if message.HasField("refusal"):
@@ -40,16 +41,17 @@ class ReplyReader(Generic[ReplyMessage, V]):
         return self._finish(self._assembler.finish()) if self._assembler.complete else None
 
     def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
-        """Keeps the header of the first message; the tensors that must follow it. Raises Violation, Declined."""
+        """Check and keep the header in the first message; returns the tensors that must follow. Raises Violation,
+        Declined."""
         raise NotImplementedError
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> V:
-        """The reply, made of its header and its tensors."""
+        """Make the reply from its header and tensors."""
         raise NotImplementedError
 
 
 class GradientReader(ReplyReader[pb.Reply, Gradient]):
-    """Puts the reply to an activation together."""
+    """Assembles the reply to an activation."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__(pb.Reply)
@@ -61,13 +63,13 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
     def _begin(self, message: pb.Reply) -> tuple[TensorSpec, ...]:
         self._head = message.gradient
         if message_codec.from_microbatch(self._head.microbatch) != self._microbatch:
-            raise Violation("the reply is not the gradient of the microbatch sent")
+            raise Violation("the reply is not the gradient of the microbatch that was sent")
         spec = message_codec.from_spec(self._head.spec)
         if spec != self._spec:
             raise Violation(f"the gradient is {spec}, not {self._spec}"[: message_codec.MESSAGE_CHARACTERS])
         message_codec.check_loss(self._head.loss_sum, self._head.tokens, self._targets)
         if len(self._head.served) > MOST_SERVED or not all(map(is_peer_id, self._head.served)):
-            raise Violation(f"the reply names more than {MOST_SERVED} peers, or one without a short printable id")
+            raise Violation(f"the reply names more than {MOST_SERVED} peers, or one without a valid peer id")
         return (spec,)
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:

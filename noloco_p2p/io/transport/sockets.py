@@ -1,8 +1,8 @@
-"""What the system does with what gRPC has written: how much of it may wait unsent, and how fast it leaves.
+"""Looks at gRPC's TCP sockets from outside: limits how much may wait unsent in them, and measures how fast bytes leave.
 
-Linux lets a socket take megabytes. On a slow line all that is in there goes before what is written later, and a write
-that has ended says little about how fast its bytes leave. gRPC neither limits it nor shows its sockets: they are found
-among the open files of this process.
+Linux lets a socket buffer megabytes. On a slow line, everything in the buffer goes ahead of what is written later, and
+the end of a write says little about how fast its bytes leave. gRPC neither limits the buffer nor exposes its sockets,
+so they are found among the open files of this process.
 """
 
 import math
@@ -20,37 +20,37 @@ from noloco_p2p.core.line_rate import LineRate, unsent_bytes
 from noloco_p2p.io.dht.reach import joined
 
 TCP_NOTSENT_LOWAT = 25
-"""Of linux/tcp.h; Python has no name for it."""
+"""From linux/tcp.h; Python has no name for it."""
 ACKED, BUSY = struct.Struct("@120xQ"), struct.Struct("@168xQ")
-"""Of `struct tcp_info` there: bytes that the other end has acknowledged, and microseconds in which some were sent and
-not acknowledged yet (Linux 4.10)."""
+"""Fields of `struct tcp_info` in linux/tcp.h: bytes that the remote end has acknowledged, and microseconds during which
+sent bytes were waiting to be acknowledged (Linux 4.10)."""
 OPEN_FILES = Path("/proc/self/fd")
 LOOK_S = 1.0
-"""Time between two looks at how fast the line is, seconds."""
+"""Time between two adjustments of the limit to the speed of the line, seconds."""
 COUNT_S = 0.25
-"""Least time between two looks at what has been acknowledged, seconds."""
+"""Shortest time between two looks at what has been acknowledged, seconds."""
 COUNT_SHARE = 0.01
-"""The looks take at most this share of the time: each takes 10 µs of the event loop's thread for every open file, and
-strangers may open thousands of connections."""
+"""Upper limit on the share of time that these looks take. Each costs 10 µs of the event loop's thread per open file,
+and strangers may open thousands of connections."""
 LEAST_COUNT_BYTES = 1 << 14
-"""A connection with less than this between two looks carried no body, only short messages. On a far line it may have
-waited for their acknowledgements most of the time."""
+"""A connection with less than this between two looks carried no body, only short messages, and is not counted. If the
+peer is far away, it may have waited for their acknowledgements most of the time."""
 LEAST_BUSY_S = 0.004
-"""The system counts in ticks of 1 to 10 ms."""
+"""Lower limit on a busy time, because the system counts in ticks of 1 to 10 ms."""
 MAPPED = "::ffff:"
-"""Before an IPv4 address where a socket of IPv6 takes both, as gRPC's do."""
+"""Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
 
 T = TypeVar("T")
 
 
 def _of_each(found: Callable[[socket.socket], T]) -> dict[int, T]:
-    """What `found` gives of each TCP socket of this process, by its inode; it raises OSError where it is none.
+    """Inode → what `found` returns, for each TCP socket of this process; `found` raises OSError for other sockets.
 
-    They are not ours to close, or to keep. Nothing where there is no /proc.
+    The sockets are only borrowed, neither closed nor kept. Empty on a system without /proc.
     """
     all_found = {}
     for number in map(int, os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ()):
-        with suppress(OSError), ExitStack() as leaving:  # closed meanwhile, or none of TCP
+        with suppress(OSError), ExitStack() as leaving:  # closed in the meantime, or not a TCP socket
             file = os.stat(number)
             if stat.S_ISSOCK(file.st_mode):
                 one = socket.socket(fileno=number)
@@ -60,23 +60,24 @@ def _of_each(found: Callable[[socket.socket], T]) -> dict[int, T]:
 
 
 class AckedBytes:
-    """Measures how fast bytes leave this process, by what its peers' systems have acknowledged.
+    """Measures how fast bytes leave this process, from what its peers' systems have acknowledged.
 
-    Between two looks the line was busy for as long as the busiest connection, because on a full line all of them are.
+    Between two looks the line counts as busy for as long as its busiest connection was, because on a full line every
+    connection is busy.
     """
 
     def __init__(self, rate: LineRate, own: Callable[[], Collection[str]] = tuple) -> None:
-        """`rate` gets what is found; `own`: `host:port` of the connections of this process to itself, whose bytes never
-        leave."""
+        """`rate` receives the measurements; `own` returns `host:port` of the process's connections to itself, whose
+        bytes never leave the machine."""
         self._rate, self._own = rate, own
         self._counts: dict[int, tuple[int, int]] | None = None
-        """By inode: bytes acknowledged, and microseconds busy."""
+        """By inode: bytes acknowledged, and microseconds busy, at the last look."""
         self._inside: set[int] = set()
-        """The inodes among them that are, or were, ends of such connections."""
+        """Inodes of sockets that are, or were, ends of the process's connections to itself."""
         self._looks_at = -math.inf
 
     def follow(self, now: float) -> None:
-        """Count what has left since the last look, unless that was just now."""
+        """Count what has left since the last look, unless that look was very recent."""
         if now < self._looks_at:
             return
         before, began = self._counts, thread_time()
@@ -99,7 +100,7 @@ class AckedBytes:
 
 
 def _ends(one: socket.socket) -> set[str]:
-    """`host:port` of both ends of a connection. Raises OSError: it is not one."""
+    """`host:port` of both ends of a connection. Raises OSError if the socket is not connected."""
     if one.family not in (socket.AF_INET, socket.AF_INET6):
         return set()
     ends = one.getsockname()[:2], one.getpeername()[:2]
@@ -107,7 +108,7 @@ def _ends(one: socket.socket) -> set[str]:
 
 
 def _counted(one: socket.socket) -> tuple[int, int]:
-    """Bytes acknowledged, and microseconds busy. Raises OSError: the system does not count them."""
+    """Bytes acknowledged, and microseconds busy. Raises OSError if the system does not count them."""
     found = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if len(found) < BUSY.size:
         raise OSError("an older Linux")
@@ -115,23 +116,23 @@ def _counted(one: socket.socket) -> tuple[int, int]:
 
 
 class UnsentLimit:
-    """A socket in which more waits takes nothing more; what is under way is not counted."""
+    """Limits how much may wait unsent in a socket before it accepts no more. Bytes in transit do not count."""
 
     def __init__(self, rate: LineRate) -> None:
-        """The limit follows this one."""
+        """The limit depends on `rate`, this node's measured upload rate."""
         self._rate = rate
         self._nbytes = unsent_bytes(None)
         self._looks_at = -math.inf
 
     def set(self) -> None:
-        """Limit all TCP sockets that this process has now, and what those that listen will accept.
+        """Limit all TCP sockets that this process has now; a listening socket passes the limit on to those it accepts.
 
-        Sockets of others than gRPC do not suffer from it.
+        It does no harm to sockets that are not gRPC's.
         """
         _of_each(lambda one: one.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, self._nbytes))
 
     def follow(self, now: float) -> None:
-        """Set it anew if the line is another than before."""
+        """Set the limit again if the measured rate calls for another one."""
         if now < self._looks_at:
             return
         self._looks_at, before = now + LOOK_S, self._nbytes

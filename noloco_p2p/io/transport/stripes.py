@@ -1,8 +1,8 @@
-"""Calls that carry parts of a body and of its reply over other connections, on the side that answers.
+"""Stripes: calls that carry parts of a body and of its reply over further connections. This is the answering side.
 
-The caller draws the messages of a body from one stream, on all calls at once, and the answering side those of the
-reply: whichever connection takes more carries more. Every call ends its part of the body with an empty message, also
-one beside a question that has no body.
+On all calls in parallel, the caller draws the messages of the body from one stream, and the answering side those of the
+reply, so a faster connection carries more. Every stripe ends its part of the body with an empty message, even if the
+request has no body.
 """
 
 import asyncio
@@ -22,79 +22,79 @@ from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
 
 Ways = tuple[Write, Read]
-"""Write and read the messages of a call."""
-CallBeside = tuple[str, float, Callable[[Any], Ways]]
-"""What a call waits for, for how long, in seconds, and how it is written and read."""
+"""Functions that write and read the messages of a call."""
+StripeCall = tuple[str, float, Callable[[Any], Ways]]
+"""What a stripe waits for (for error messages), for how many seconds, and a function that returns its `Ways`."""
 NO_MORE = b""
-"""The part of a call is over."""
+"""The message that ends a stripe's part of the body."""
 HEADER_S = 5.0
-"""A call that carries part of a body may come so long before the header, which takes another connection."""
+"""How long a stripe may arrive before the header that it belongs to, which takes another connection, seconds."""
 
 
 def to_stripe(number: int) -> bytes:
-    """The first message of a call beside the one whose header, or question, had this number."""
+    """The first message of a stripe of the call whose header or request had this number."""
     return pb.ActivationMessage(stripe=number).SerializeToString()
 
 
 def from_stripe(raw: bytes) -> int:
-    """The number that such a call begins with. Raises Violation."""
+    """The number in the first message of a stripe. Raises Violation."""
     try:
         return pb.ActivationMessage.FromString(raw).stripe
     except DecodeError:
-        raise Violation("a call that carries part of a body says of which one") from None
+        raise Violation("the first message of a stripe must have the number of a body") from None
 
 
 def no_body(message: bytes) -> bool:
-    """What `Stripes.expect` gets beside a question. Raises Violation."""
-    raise Violation("part of a body came that nobody has asked for")
+    """The argument of `Stripes.expect` for a request without a body. Raises Violation."""
+    raise Violation("part of a body arrived that was not requested")
 
 
 class Stripes:
-    """The calls that carry parts of one body, and of its reply, beside the call that announced it."""
+    """The stripes of one call: they carry parts of its body and of its reply."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._take: Callable[[bytes], bool] | None = None
         self._wanted = asyncio.Event()
-        """The body may come, or a reply goes without it, or all is over. Until then nothing of it is read."""
+        """The body is requested, a reply is sent without it, or the call has ended. Until then the body is not read."""
         self._over = False
-        """The call beside which these are has ended."""
+        """The call that the stripes belong to has ended."""
         self._whole = False
-        """All of the body is there, or something that breaks the protocol."""
+        """The body is complete, or a stripe broke the protocol."""
         self._bringing = 0
-        """Calls that may still bring a part of the body."""
+        """Stripes that may still bring a part of the body."""
         self._turned = asyncio.Event()
         """`_whole`, `_bringing`, `_calls` or `_sent` has changed."""
         self._broken: Violation | None = None
         self._next = asyncio.Event()
-        """Filler, the reply or the end: something follows the body."""
+        """Something follows the body: filler, the reply or the end."""
         self._filler = b""
-        """It precedes the reply."""
+        """The message of filler before the reply; empty if there is none."""
         self._replying = asyncio.Event()
-        """The reply is being sent, or none will be."""
+        """The reply is being sent, or there will be none."""
         self._group: asyncio.TaskGroup | None = None
-        """Those who send it; None also while it ends, when it takes nobody any more."""
+        """The tasks that send the reply; None when it accepts no more of them."""
         self._messages: Iterator[bytes] = iter(())
-        """What is left of it."""
+        """The rest of the reply."""
         self._sent = False
-        """Nothing is left of it."""
+        """All of the reply has been sent."""
 
     def expect(self, take: Callable[[bytes], bool]) -> None:
-        """The body may come now: `take` gets every message of it, and says whether all of it is there."""
+        """Start reading the body: `take` receives every message of it, and returns whether the body is complete."""
         self._take = take
         self._wanted.set()
 
     def take(self, message: bytes) -> None:
-        """A message of the body has come on one of the calls. Raises Violation."""
+        """Take in a message of the body from one of the calls. Raises Violation."""
         if self._take is not None and self._take(message):
             self._whole = True
             self._turned.set()
 
     async def body(self, patience: Patience) -> None:
-        """Wait until all of the body is there. Raises Violation: what has come on another call is none of it.
+        """Wait until the body is complete. Raises Violation if a stripe brought something that does not belong to it.
 
-        `patience` limits the wait only while no call brings any of it: each that does is read with patience of its own,
-        which leaves out delays by this node.
+        `patience` limits the wait only while no stripe brings any of it. Each stripe that does is read with its own
+        patience, which does not count delays by this node.
         """
         while not self._whole:
             self._turned.clear()
@@ -104,9 +104,9 @@ class Stripes:
             raise self._broken
 
     async def carry(self, write: Write, read: Read) -> bool:
-        """Take what comes on a further call, and send part of the reply there; False: the call is not wanted.
+        """Serve a stripe: receive part of the body, and send part of the reply. Returns False if it is not wanted.
 
-        Raises Unread: gRPC cannot end it.
+        Raises Unread if gRPC cannot end the call.
         """
         if self._calls >= CONNECTIONS:
             return False
@@ -151,7 +151,7 @@ class Stripes:
             self._turned.set()
 
     def fill(self, line: MeasuredLine, caller: PeerId, nbytes: int) -> None:
-        """Send so much filler on every further call, unless they have not rested or the reply begins before."""
+        """Send `nbytes` of filler on every stripe, unless the connections have not rested or the reply begins first."""
         now = asyncio.get_running_loop().time()
         if line.rested(caller, now):
             line.leaves(caller)
@@ -160,14 +160,15 @@ class Stripes:
             self._next.set()
 
     def message_bytes(self, size: int, most: int) -> int:
-        """Most tensor bytes in one message of a reply of this size, and at most `most`."""
+        """The most tensor bytes in one message of a reply of `size` bytes; never more than `most`."""
         return min(most, stripe_bytes(size, max(1, self._calls)))
 
     async def reply(self, messages: Iterable[bytes], write: Write) -> None:
-        """Send a reply: its first message by `write`, the others on further calls. Raises what one of them does.
+        """Send a reply: its first message with `write`, the others on the stripes. Raises the first error of any of
+        them.
 
-        While there are none, all go by `write`; calls that come later take what is left. The same holds once all
-        have ended.
+        While there are no stripes, or once all have ended, every message goes out with `write`; stripes that arrive
+        later take over what is left.
         """
         self._messages = iter(messages)
         del messages  # A traceback would keep them.
@@ -198,7 +199,7 @@ class Stripes:
         self._turned.set()
 
     def end(self) -> None:
-        """The call that announced it is over, and with it these."""
+        """End the stripes, because the call that they belong to has ended."""
         self._over = True
         self._go_on()
 
@@ -208,16 +209,16 @@ class Stripes:
 
 
 class StripedCalls:
-    """Which bodies several calls may carry now, by their callers and the numbers that these gave them."""
+    """The bodies that may be striped at the moment, by their caller and the number that the caller gave them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[PeerId, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
         self._waiting: dict[tuple[PeerId, int], set[asyncio.Future[None]]] = {}
-        """Calls that came before the header."""
+        """Stripes that arrived before the header."""
 
     async def of(self, caller: PeerId, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
-        """What the call is for that begins with this message, and how it is written and read; None: no header has come
-        within HEADER_S. Raises Violation."""
+        """The `Stripes` that a call beginning with message `raw` belongs to, and a function that returns the call's
+        `Ways`; None if no header arrives within HEADER_S. Raises Violation."""
         key = caller, from_stripe(raw)
         if key[1] and key not in self._known:
             came = asyncio.get_running_loop().create_future()
@@ -233,9 +234,9 @@ class StripedCalls:
 
     @contextmanager
     def may_carry(self, caller: PeerId, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
-        """Further calls of this caller with this number may carry a body and its reply; none with 0. Raises Violation.
+        """Within the context, stripes of this caller with this number may carry a body and its reply; with 0, none may.
 
-        `ways` are those of the call in such a context.
+        `ways` returns the `Ways` of a stripe, given its gRPC context. Raises Violation.
         """
         stripes, key = Stripes(), (caller, number)
         if key in self._known:

@@ -200,7 +200,7 @@ def test_a_body_that_is_claimed_for_another_peer_does_not_leave(drawn: list[int]
     async def scenario() -> None:
         node = Node(echo)
         async with pair(node) as both:
-            with pytest.raises(Busy, match="granted a place first"):
+            with pytest.raises(Busy, match="another replica granted a place first"):
                 await both.a.propagate(both.peer, activation(LARGE), Claim(lambda: False, lambda: None))
             await soon(node.ended.wait())
             assert len(drawn) == 1

@@ -370,7 +370,7 @@ def test_who_sends_filler_again_and_again_breaks_the_protocol() -> None:
         collected = Collected(GradientReader(activation(LARGE)).feed, [])
         collected._begun.set()
         with pytest.raises(Violation):
-            await soon(collected._receive_beside(filler))
+            await soon(collected._receive_stripe(filler))
 
     run(scenario())
 

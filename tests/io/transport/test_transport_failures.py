@@ -335,7 +335,8 @@ def test_probe_says_who_answers() -> None:
         try:
             with pytest.raises(Declined, match="starting"):
                 await starting.describe(advert(address))
-            mine, refused = NamedLinks("A"), "nothing accepts connections there, or not the expected node of this run"
+            mine = NamedLinks("A")
+            refused = "nothing accepts connections there, or it is not the expected node of this run"
             assert await probe(address, "B", mine, 2.0) is None
             assert await probe(address, "C", mine, 2.0) == refused
             assert await probe(address, "B", NamedLinks("A", OTHER_RUN), 2.0) == refused
@@ -379,7 +380,7 @@ def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Ove
         ask = partial(over.write, b"")
         await IncomingActivation(header, [], lambda *count: None, over.read, ask, Patience())()
 
-    with pytest.raises(Unreachable, match="the caller was gone"):
+    with pytest.raises(Unreachable, match="the caller disconnected"):
         asyncio.run(scenario())
 
 
