@@ -44,7 +44,7 @@ def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
     ports_each = 2 * ["AddPortMapping"] + 2 * ["DeletePortMapping"]
     assert [one["action"] for one in asked] == 2 * ports_each, "libp2p and gRPC, by doctor and node"
     ports = [one["NewExternalPort"] for one in asked]
-    told = f"reaches this machine at 11.1.1.12:{ports[1]}, a port that its router maps (UPnP)"
+    told = f"reaches this machine at 11.1.1.12:{ports[1]}, a port mapped by this machine's router (UPnP)"
     assert (told in " ".join(examined.split())) == (how == ""), examined
     mapped = f"11.1.1.12:{ports[5]}"
     assert (f"others reach this node at {mapped}" in home.logged()) == (how == "")

@@ -77,7 +77,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         found = json.loads(said(nodes, "top", "--join", words[2], "--json"))
         assert {node["peer"] for node in found["nodes"]} == {first.endpoints().peer_id, endpoints.peer_id}
         report = said(nodes, "doctor", "--join", words[2], code=1)
-        assert "2 of 2 nodes can be reached by gRPC" in report
+        assert "2 of 2 nodes can be reached over gRPC" in report
         assert "reaches this machine at" in report
         said(nodes, "export", "--join", words[2], "--out", str(tmp_path / "model"))
         assert (tmp_path / "model" / "noloco.json").exists()

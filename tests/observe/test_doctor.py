@@ -258,7 +258,7 @@ def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path
     report = DoctorReport()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path)) == []
     assert outcome(report) == [("warning", "node")]
-    assert "is gone, and did not end by itself" in sentences(report)
+    assert "is gone, and did not exit cleanly" in sentences(report)
     (tmp_path / "summary.json").write_text(json.dumps({"state": "finished"}))
     report = DoctorReport()
     uvloop.run(machine.check_node_dirs(report, tmp_path))
@@ -322,7 +322,7 @@ def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
     assert code == found["exit_code"] == 2
     errors = [one for one in found["findings"] if one["severity"] == "error"]
     assert [one["name"] for one in errors] == ["stage"]
-    assert errors[0]["sentence"] == "stage 3 is asked for, the run has stages 0 to 0"
+    assert errors[0]["sentence"] == "stage 3 is requested, but the run has stages 0 to 0"
     groups = {group: [one["name"] for one in found["findings"] if one["group"] == group] for group in GROUPS}
     assert groups == GROUPS
     assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]

@@ -1,4 +1,4 @@
-"""The doctor's report: findings in groups as they come, or all of them as one JSON object."""
+"""The doctor's report: findings printed in groups as they come, or all of them as one JSON object at the end."""
 
 import asyncio
 import concurrent.futures
@@ -18,35 +18,35 @@ from noloco_p2p.observe import terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Finding
 
 BUSY = "stop whatever else keeps this machine or its disk busy, and try again"
-"""Advice if work on this machine takes much too long."""
+"""Advice if work on this machine takes far too long."""
 QUIET_S = 1.0
-"""A longer step is announced."""
+"""Seconds after which a step that is still running is announced."""
 _INDENT = " " * 11
 
 R = TypeVar("R")
 
 
 class DoctorReport:
-    """Collects and prints the findings of one examination. With `as_json` nothing is printed before `end`.
+    """Collects the findings of one examination and prints them, with `as_json` only at the end.
 
-    Notes about long steps go to standard error.
+    Notes about steps that take long go to standard error.
     """
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.findings: list[tuple[str, Finding]] = []
-        """(group, finding) in order."""
+        """(group, finding), in the order of arrival."""
         self.figures: dict[str, float] = {}
-        """Measured and derived values, by name with unit."""
+        """Measured and derived values, by name; the name includes the unit."""
         self._as_json = as_json
         self._group = ""
         self._shown_group = ""
 
     def group(self, name: str) -> None:
-        """Start a group."""
+        """Start a group: the heading for the findings that follow."""
         self._group = name
 
     def add(self, finding: Finding) -> None:
-        """Add a finding."""
+        """Add a finding to the current group, and print it unless the report is JSON."""
         self.findings.append((self._group, finding))
         if self._as_json:
             return
@@ -72,7 +72,7 @@ class DoctorReport:
 
     @contextmanager
     def step(self, doing: str) -> Iterator[None]:
-        """Print what is being done if it takes more than a second. The event loop must not be blocked inside."""
+        """Print what is being done if it takes longer than QUIET_S. The body must not block the event loop."""
         line = f"{_INDENT}… {doing}"
         note = asyncio.get_running_loop().call_later(QUIET_S, lambda: typer.echo(line, err=True))
         try:
@@ -83,9 +83,9 @@ class DoctorReport:
     async def attempt(
         self, name: str, doing: str, asked: Awaitable[R], advice: str, if_late: str | None = None
     ) -> R | None:
-        """A step that may fail. None: it failed, which is reported as an error.
+        """The result of a step that may fail; None if it failed, which is reported as an error with this advice.
 
-        `if_late`: advice if it only takes too long, which is then a warning.
+        `if_late`: advice if the step only took too long (Unreachable), which is then a warning.
         """
         try:
             with self.step(doing):
@@ -99,11 +99,11 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0: no findings, 1: warnings, 2: errors."""
+        """0 if all is well, 1 with warnings, 2 with errors."""
         return max((SEVERITIES.index(finding.severity) for _, finding in self.findings), default=0)
 
     def end(self) -> int:
-        """Print the JSON object, or the count of findings. Returns the exit code."""
+        """Print the JSON object, or the number of findings. Returns the exit code."""
         if self._as_json:
             findings = [{"group": group, **dataclasses.asdict(finding)} for group, finding in self.findings]
             content: dict[str, Any] = {"exit_code": self.exit_code, "findings": findings, "figures": self.figures}
@@ -116,17 +116,17 @@ class DoctorReport:
 
 
 async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
-    """Run blocking work in a thread that does not keep the process alive, as those of an executor would.
+    """Run blocking work in a thread that does not keep the process alive, unlike those of an executor.
 
-    Raises what it raises; Unreachable, which names `what`: it takes longer than `limit_s`.
+    Raises what the work raises, and Unreachable, naming `what`, if it takes longer than `limit_s`.
     """
     done: concurrent.futures.Future[R] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # so that giving up does not disturb the thread, which ends later
+    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, so the thread can set it after a timeout
 
     def body() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  it is raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001  raised again by whoever awaits the future
             done.set_exception(error)
 
     threading.Thread(target=body, name=what, daemon=True).start()
@@ -137,7 +137,7 @@ async def in_time(what: str, limit_s: float, work: Callable[[], R]) -> R:
 
 
 async def or_error(asked: Awaitable[R]) -> R | NolocoError:
-    """The result or the error, for use with gather."""
+    """The result, or the error as a value, for use with `asyncio.gather`."""
     try:
         return await asked
     except NolocoError as error:

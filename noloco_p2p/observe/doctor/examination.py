@@ -1,4 +1,4 @@
-"""The order of the checks: the machine, the node's directory, the swarm, what the run needs, what holds it up."""
+"""The order of the checks: the machine, the node's directory, the swarm, what holds it up, what the run needs."""
 
 import asyncio
 import logging
@@ -27,15 +27,16 @@ from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.run_requirements import RunRequirements
 
 LOOKS, LOOK_AGAIN_S = 2, 2.5
-"""A broken link shows most of the time, but not in the seconds in which it is tried again."""
+"""How often the swarm is diagnosed if nothing is found, and the pause between: a broken link shows most of the time,
+but not while it is being retried."""
 
 
 def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *, as_json: bool) -> int:
-    """Examine, report, and return the exit code. Raises ConfigError: settings or addresses are invalid."""
+    """Examine, report, and return the exit code. Raises ConfigError if settings or addresses are invalid."""
     import uvloop
 
     report = DoctorReport(as_json=as_json)
-    logging.disable(logging.ERROR)  # what the parts would log is reported as findings
+    logging.disable(logging.ERROR)  # whatever would be logged is reported as a finding
     try:
         uvloop.run(examine(report, join, given, directory))
     finally:
@@ -44,7 +45,7 @@ def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *,
 
 
 async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, directory: Path | None) -> None:
-    """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor`."""
+    """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor` does."""
     local = given.node()
     targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(join)]
     if join and not targets:
@@ -90,7 +91,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What all parts of one examination share, and the parts that ask a swarm."""
+    """What all checks of one examination share, and the checks that ask a swarm."""
 
     report: DoctorReport
     given: Overrides
@@ -102,13 +103,13 @@ class Examination:
     """A node of this directory runs on this machine."""
 
     def requirements(self, manifest: RunManifest) -> RunRequirements:
-        """The checks of this machine against a run."""
+        """The checks of this machine against the needs of a run."""
         return RunRequirements(self.report, manifest, self.local, self.device, self.runs_here)
 
     async def examine_swarm(
         self, closing: AsyncExitStack, libp2p: Libp2pDaemon, listen: ListenSettings, folder: Path
     ) -> None:
-        """Join a swarm as an observer and ask it. `closing` closes what is opened."""
+        """Join a swarm as an observer and examine it. Whatever is opened is left to `closing` to close."""
         report, me = self.report, libp2p.peer_id
         manifest, ahead = await peers.ask_run(report, libp2p, self.given)
         if manifest is None:
@@ -135,7 +136,7 @@ class Examination:
         await self._examine_run(probe, me, manifest, present, answered=answered)
 
     async def _diagnose(self, present: Sequence[Advert], compared: Set[PeerId], me: PeerId) -> None:
-        """What the nodes wait for, and the cause. The clocks of `compared` have been judged already."""
+        """Find out what the nodes wait for, and the cause. The clocks of `compared` have already been judged."""
         for look in range(LOOKS):
             with self.report.step(f"asking {plural(len(present), 'node')} what they wait for"):
                 await asyncio.sleep(LOOK_AGAIN_S if look else 0.0)
@@ -151,10 +152,13 @@ class Examination:
     async def _examine_run(
         self, probe: LinkProbe, me: PeerId, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
     ) -> None:
-        """What the swarm's run needs of this machine, and how fast it would be, if nodes have `answered` it."""
+        """What the swarm's run needs of this machine, and how fast it would be.
+
+        `answered`: nodes answer this machine over gRPC, so links to them can be measured.
+        """
         needs = self.requirements(manifest)
         stage = needs.wanted_stage()
-        if stage is None:  # the one that a node without a given stage would take
+        if stage is None:  # the stage that a node would take if none is given
             stage = choose_stage(Advert(me, manifest.run_id, NO_STAGE, ()), present, manifest.stages)
         ready = [advert for advert in present if answered and advert.state in READY]
         links = [

@@ -27,36 +27,38 @@ from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
 
 PACKAGE = "noloco_p2p"
 FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""Open files: a node needs up to eleven connections to each of its peers, and those of libp2p and the data."""
+"""Limits on open files below which there is a warning, and below which it is an error. A node needs up to eleven
+connections to each of its peers, and more files for libp2p and the data."""
 IMPORT_S = 30.0
 """Longest import of torch; it takes seconds if other processes are busy."""
 TOOL_S = 3.0
+"""Longest wait for nvidia-smi."""
 HEALTH_S = 6.0
-"""Longest wait for a node's health, which a separate thread answers."""
+"""Longest wait for a node's health, which a thread of its own answers in the node."""
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 BUILT_AT = 1_750_000_000.0
-"""Seconds since 1970. No correct clock is before the time when this program was written."""
+"""Unix seconds. No correct clock shows a time before this program was written."""
 
 
 # --- Python and packages ----------------------------------------------------------------------------------------------
 
 
 def check_python(report: DoctorReport) -> None:
-    """Check the interpreter and every package against the project's declarations."""
+    """Check the interpreter and every package against the versions that the project requires."""
     here = platform.python_version()
     python, wanted = declared()
     if not SpecifierSet(python).contains(here, prereleases=True):
-        advice = "install a supported Python, and the package in it"
+        advice = f"install a supported Python, and {PACKAGE} in it"
         report.error("python", f"Python {here}: {PACKAGE} needs {python}", advice)
     faults = {one: fault for one in wanted if (fault := _package_fault(Requirement(one))) is not None}
     for one, fault in faults.items():
         report.error("packages", fault, f"run: {Path(sys.executable).name} -m pip install -U {shlex.quote(one)}")
     if not faults:
-        report.ok("python", f"Python {here}, {PACKAGE} {__version__}, all {len(wanted)} packages fit")
+        report.ok("python", f"Python {here}, {PACKAGE} {__version__}, all {len(wanted)} required packages fit")
 
 
 def declared() -> tuple[str, list[str]]:
-    """(Python versions, requirements without extras) from the installed package, or from a source checkout."""
+    """(Python versions, requirements without extras), from the installed package or from a source checkout."""
     try:
         about = importlib.metadata.metadata(PACKAGE)
         python, wanted = about["Requires-Python"], about.get_all("Requires-Dist") or []
@@ -67,7 +69,7 @@ def declared() -> tuple[str, list[str]]:
 
 
 def _package_fault(wanted: Requirement) -> str | None:
-    """Why an installed package does not fit; None: it fits."""
+    """Why an installed package does not meet a requirement; None if it does, or if the requirement does not apply."""
     if wanted.marker is not None and not wanted.marker.evaluate():
         return None
     try:
@@ -82,7 +84,7 @@ def _package_fault(wanted: Requirement) -> str | None:
 
 
 async def check_device(report: DoctorReport, local: NodeConfig) -> str | None:
-    """Check the device in the settings. Returns its name in torch; None: it is not available."""
+    """Check the device in the settings. Returns its name in torch; None if it is not available."""
     doing, advice = "importing torch", "check the driver, or set device to cpu or auto"
     return await report.attempt("device", doing, in_time(doing, IMPORT_S, lambda: _device(report, local)), advice, BUSY)
 
@@ -102,16 +104,16 @@ def _device(report: DoctorReport, local: NodeConfig) -> str:
     sentence = f"cpu: {used} (OMP_NUM_THREADS {asked}), torch {found.torch_version}"
     if local.device == "auto" and driver is not None:
         advice = "install the CUDA build of torch, or set device to cpu"
-        report.warning("device", f"a GPU is here (driver {driver}), but torch does not see it; {sentence}", advice)
+        report.warning("device", f"there is a GPU (driver {driver}), but torch does not see it; {sentence}", advice)
     elif threads > cores:
-        report.warning("device", sentence, f"set threads to {cores} or less: more of them wait for one another")
+        report.warning("device", sentence, f"set threads to {cores} or fewer: more of them wait for one another")
     else:
         report.ok("device", sentence)
     return found.device
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None: there is none."""
+    """The version of NVIDIA's driver; None if there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=True).stdout
@@ -128,46 +130,45 @@ def check_files(report: DoctorReport) -> None:
     """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= FEW_FILES:
-        report.ok("files", f"{soft} files may be open at once")
+        report.ok("files", f"up to {soft} open files")
         return
     wanted = max(soft, FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES))
     add = report.error if soft < TOO_FEW_FILES else report.warning
     advice = f"run ulimit -n {wanted} before the node, or raise the system's limit"
-    add("files", f"only {soft} files may be open at once", advice)
+    add("files", f"only {soft} open files are allowed", advice)
 
 
 def check_slow_start(report: DoctorReport) -> None:
-    """Check whether TCP connections start slowly again after an idle period; only Linux tells."""
+    """Check whether TCP connections return to slow start after an idle period; only Linux says so."""
     try:
         forgets = SLOW_START.read_text(encoding="ascii").strip() != "0"
     except OSError:
         return
     if forgets:
-        advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, makes far peers faster"
+        advice = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0, as root, speeds up far peers"
         report.ok("line", f"connections start slowly again after each idle period; {advice}")
     else:
         report.ok("line", "connections keep their speed after an idle period")
 
 
 def check_time(report: DoctorReport) -> None:
-    """Check whether the wall clock can be right at all; only peers can tell more."""
+    """Check whether the wall clock can be right at all; only a comparison with peers can tell more."""
     now = time.time()
-    sentence = f"this machine's clock says {clock(now)} UTC"
+    sentence = f"this machine's clock shows {clock(now)} UTC"
     if now < BUILT_AT:
-        report.error("clock", f"{sentence}, which is long ago", "set the clock (NTP)")
+        report.error("clock", f"{sentence}, which is long past", "set the clock (NTP)")
     else:
         report.ok("clock", sentence)
 
 
 def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool) -> ListenSettings:
-    """Check whether the ports can be bound. Returns the settings with 0 for those that cannot, so that checks can go
-    on.
+    """Check whether the ports can be bound. Returns the settings with 0 for ports that cannot be, for further checks.
 
-    `own_node`: the node in question runs and uses them.
+    `own_node`: the node in question is running and uses them.
     """
     ports = {name: port for name, port in listen if name.endswith("_port") and port is not None}
     if own_node:
-        report.ok("port", "the ports are those of the node that runs")
+        report.ok("port", "the ports are in use by the running node")
         return listen.model_copy(update=dict.fromkeys(ports, 0))
     free, taken = [], {}
     for name, port in ports.items():
@@ -180,7 +181,7 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
         else:
             free.append(f"{name} {port or 'any'}")
     if free:
-        report.ok("port", f"can be bound on {listen.host}: {', '.join(free)}")
+        report.ok("port", f"available on {listen.host}: {', '.join(free)}")
     return listen.model_copy(update=taken)
 
 
@@ -188,8 +189,10 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 
 
 async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEndpoints]:
-    """The nodes in this directory or directly below it. Returns those that run, first those that are well: of one that
-    hangs nothing can be learnt about its swarm."""
+    """Check the nodes of this directory, or of those directly below it. Returns the running ones.
+
+    Healthy nodes come first, because a node that hangs cannot say anything about its swarm.
+    """
     well: list[NodeEndpoints] = []
     ill: list[NodeEndpoints] = []
     node_dirs = list(node_probe.node_dirs(directory))
@@ -197,7 +200,7 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
         if (running := node_probe.running(node_dir)) is not None:
             (well if await _check_health(report, node_dir, running) else ill).append(running)
         elif node_probe.in_use(node_dir):
-            report.ok("node", f"{node_dir}: its process has started, and is not reachable yet")
+            report.ok("node", f"{node_dir}: its process has started, but cannot be reached yet")
         else:
             _report_end(report, node_dir)
     if not node_dirs:
@@ -206,25 +209,25 @@ async def check_node_dirs(report: DoctorReport, directory: Path) -> list[NodeEnd
 
 
 def _report_end(report: DoctorReport, node_dir: Path) -> None:
-    """How a stopped node has ended: cleanly if its summary is newer than the endpoints of its last process."""
+    """Report how a stopped node ended: cleanly if its summary is newer than the endpoints of its last process."""
     endpoints, summary = node_probe.read_endpoints(node_dir), node_probe.read_json(node_dir / node_probe.SUMMARY)
     try:
         started, ended = ((node_dir / name).stat().st_mtime for name in (node_probe.ENDPOINTS, node_probe.SUMMARY))
     except OSError:
         started, ended = 1.0, 0.0
     if endpoints is not None and (summary is None or ended < started):
-        sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not end by itself"
+        sentence = f"{node_dir}: the node's process {endpoints.pid} is gone, and did not exit cleanly"
         advice = "restart it with the same --dir: it continues from its checkpoint"
         report.warning("node", sentence, advice)
     else:
         state = "" if summary is None else f"; its last state: {summary.get('state')}"
-        report.ok("node", f"{node_dir}: no node runs here{state}")
+        report.ok("node", f"{node_dir}: no node is running here{state}")
 
 
 async def _check_health(report: DoctorReport, node_dir: Path, endpoints: NodeEndpoints) -> bool:
-    """Whether the node is well."""
+    """Check whether the node is healthy, and return that."""
     node = f"{node_dir}: node {short_id(endpoints.peer_id)} (process {endpoints.pid})"
-    advice = "see below what it waits for, and its log; restart a stopped or blocked process"
+    advice = "see below for what it waits for, and its log; restart it if its process is stopped or blocked"
     answer = in_time(f"asking the {node}", HEALTH_S, lambda: health_check.ask(node_dir, None))
     found = await report.attempt("node", f"asking the node in {node_dir} for its status", answer, advice)
     if found is not None and found[0]:

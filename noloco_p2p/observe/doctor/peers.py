@@ -1,4 +1,4 @@
-"""The swarm seen through a join address: which nodes answer, their run, their clocks, and what can be reached."""
+"""Checks of the swarm behind a join address: which nodes answer, their run, their clocks, and which can be reached."""
 
 import asyncio
 import importlib
@@ -31,25 +31,26 @@ from noloco_p2p.observe.diagnosis.symptoms import wrong_clocks
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport, in_time, or_error
 
 IMPORT_S = 30.0
+"""Longest import of hivemind."""
 PROBE_S = 3.0
 """Longest wait for a gRPC address to answer."""
 MOST_PROBED = 32
-"""Most nodes whose address is tried."""
+"""Upper limit on the nodes whose addresses are tried."""
 MOST_CLOCKS = 8
-"""Most nodes that are asked for the time."""
+"""Upper limit on the nodes asked for the time."""
 CLOSE_S = 1.5
-"""Clocks that differ by less agree. The ages of adverts are computed from them, and a view is seconds old anyway."""
+"""Clocks that differ by less agree. They determine the ages of adverts, which are seconds old in any case."""
 READINGS = 3
 READING_PAUSE_S = 1.0
-"""One reading of a newly joined DHT may miss some nodes."""
+"""The directory is read several times, because one reading of a newly joined DHT may miss some nodes."""
 ANOTHER_NODE = "give the address of a running node"
 
 
 async def open_daemon(
     report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
 ) -> Libp2pDaemon | None:
-    """Start p2pd. None: it does not start, which is reported."""
-    advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not hold it up"
+    """Start p2pd. None if it does not start, which is reported."""
+    advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not slow it down"
 
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
@@ -63,13 +64,13 @@ async def open_daemon(
     libp2p = await report.attempt("libp2p", "starting the libp2p daemon (p2pd)", start(), advice)
     if libp2p is not None:
         where = JoinAddress.parse(libp2p.join_addresses[0]).multiaddress
-        mapped = ", a port that the home router maps (UPnP)" if libp2p.outside is not None else ""
+        mapped = ", a port mapped by the home router (UPnP)" if libp2p.outside is not None else ""
         report.ok("libp2p", f"the libp2p daemon (p2pd) starts; others would find it at {where}{mapped}")
     return libp2p
 
 
 async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
-    """Open links to the peers to be joined. `libp2p.joined` are those that answer."""
+    """Open links to the peers to be joined. Those that answer are added to `libp2p.joined`."""
     with report.step(f"dialling {', '.join(map(str, targets))}"):
         failures = await asyncio.gather(*(or_error(libp2p.dial(target)) for target in targets))
     for target, failure in zip(targets, failures, strict=True):
@@ -87,7 +88,10 @@ async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[Joi
 async def ask_run(
     report: DoctorReport, libp2p: Libp2pDaemon, given: Overrides
 ) -> tuple[RunManifest | None, dict[PeerId, float]]:
-    """(the run of the joined peers, how far each one's clock is ahead of ours, seconds). Reports problems."""
+    """(run of the joined peers, seconds by which each peer's clock is ahead of ours). Reports problems.
+
+    The run is None if no peer says what it is.
+    """
     manifest, ahead = None, {}
     for peer in (target.peer_id for target in libp2p.joined):
         try:
@@ -95,7 +99,7 @@ async def ask_run(
                 received, ahead[peer] = await join_handshake.manifest_and_clock(libp2p, peer)
             theirs = manifest_from_json(received)
         except PeerError as error:
-            advice = "wait until that node has started, or join another one"
+            advice = "wait until that node has started, or join another"
             report.error("run", f"{short_id(peer)} does not say what its run is: {error}", advice, peer)
             continue
         about = f"{plural(theirs.stages, 'stage')}, {plural(theirs.steps, 'step')}, id {theirs.run_id}"
@@ -105,7 +109,7 @@ async def ask_run(
             _check_agrees(report, given, theirs, peer)
         elif theirs.run_id != manifest.run_id:
             sentence = f"{short_id(peer)} works on another run: {theirs.name}, {about}"
-            report.error("run", sentence, "give addresses of one run", peer)
+            report.error("run", sentence, "give addresses of a single run", peer)
     return manifest, ahead
 
 
@@ -117,14 +121,14 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
         given.check_agrees(manifest)
     except ConfigError as error:
         for line in str(error).splitlines():
-            sentence = f"another run than that of {short_id(peer)}: {line.rpartition(': ')[0]}"
+            sentence = f"these settings are not those of {short_id(peer)}'s run: {line.rpartition(': ')[0]}"
             report.error("run", sentence, "leave the key out, or join the swarm that you mean", peer)
     else:
         report.ok("run", "the settings given here agree with the swarm's")
 
 
 async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
-    """The known clocks and those of some more nodes of the swarm."""
+    """The known clocks, and those of further nodes with a link to this one, up to MOST_CLOCKS in all."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
     with report.step(f"asking {plural(len(more), 'node')} for the time"):
         answers = await asyncio.gather(*(or_error(join_handshake.manifest_and_clock(libp2p, peer)) for peer in more))
@@ -133,9 +137,10 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
 
 
 def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
-    """Whose clock is wrong, given how far each peer's is ahead of ours; else one finding that all agree. Pure.
+    """Whose clock is wrong, given how far each peer's is ahead of ours; otherwise one finding that all agree. Pure.
 
-    The limit is that of a joining node: beyond half an advert's lifetime, adverts look expired or live too long.
+    A clock is an error under the same condition as for a joining node: when it is off by more than half an advert's
+    lifetime, adverts look expired or live too long.
     """
     if not ahead:
         return []
@@ -145,7 +150,7 @@ def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
 
 
 async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: ListenSettings, links: Links) -> None:
-    """Listen where a node would, and let joined peers dial back."""
+    """Listen where a node would, and have a joined peer dial back."""
     transport = GrpcTransport(links, listen, NullTelemetry(), 0)
     async with AsyncExitStack() as closing:
         closing.push_async_callback(transport.close)
@@ -160,33 +165,36 @@ async def check_reached(report: DoctorReport, libp2p: Libp2pDaemon, listen: List
 
 
 async def _dialled_back(report: DoctorReport, libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> None:
-    """Let joined peers dial back this machine's gRPC address, at which this process listens; else in another way."""
+    """Have a joined peer dial back this machine's gRPC address, at which this process listens, or find another way in.
+
+    The first joined peer that can be asked decides.
+    """
     failure = ""
     for peer in libp2p.joined:
         name = short_id(peer.peer_id)
         try:
-            with report.step(f"letting {name} dial {address} back"):
+            with report.step(f"having {name} dial back to {address}"):
                 where, reason = await join_handshake.find_way(libp2p, peer, address, ways)
         except PeerError as error:
             failure = str(error)
             continue
         port = address.rpartition(":")[2]
-        advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to what leads here"
+        advice = f"open TCP port {port}, or set listen.announce_host and listen.grpc_port to an address that leads here"
         sentence = f"{name} cannot reach this machine at {address} ({reason})"
         if where == address:
             report.ok("port", f"{name} reaches this machine at {address}")
         elif where == STREAM:
-            sentence += "; a node here is reached over links that it keeps to public nodes, which is slower"
+            sentence += "; a node here would be reached over links that it keeps to public nodes, which is slower"
             report.warning("port", sentence, f"to be reached directly, {advice}", libp2p.peer_id)
         elif where and host_scope(peer.host) == "private":
-            report.ok("port", f"the router maps {where} to this machine (UPnP); {name} is behind it and cannot try it")
+            report.ok("port", f"the router maps {where} to this machine (UPnP); {name} is behind it and cannot test it")
         elif where:
-            report.ok("port", f"{name} reaches this machine at {where}, a port that its router maps (UPnP)")
+            report.ok("port", f"{name} reaches this machine at {where}, a port mapped by this machine's router (UPnP)")
         else:
             report.error("port", sentence, advice, libp2p.peer_id)
         return
     advice = "try again, or join another node"
-    report.warning("port", f"nobody could be asked to dial {address} back: {failure}", advice)
+    report.warning("port", f"no peer could be asked to dial back to {address}: {failure}", advice)
 
 
 async def admission(
@@ -194,14 +202,14 @@ async def admission(
 ) -> tuple[Standing, bool]:
     """The standing with which this machine may ask the swarm, and whether nodes answer it over gRPC. Reports if not.
 
-    `own_node`: it may ask through a node of its own, whose address carries no invitation.
+    `own_node`: the swarm may have been joined through a node of this machine, whose address carries no invitation.
     """
     invited = any(address.invitation for address in libp2p.joined)
     if own_node and not invited and manifest.security.root_key is not None:
-        report.ok("members", "links between nodes are not checked; for that, give --join what noloco invite prints")
+        report.ok("members", "links between nodes are not checked; for that, give --join an address from noloco invite")
         return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
     asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
-    advice = "give the address that noloco invite prints; the links between nodes are not checked"
+    advice = "give the address that noloco invite prints; links between nodes are not checked without it"
     standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
     if standing is not None:
         return standing, True
@@ -209,7 +217,7 @@ async def admission(
 
 
 async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> list[Advert]:
-    """The nodes that are present, sorted by peer id. Reports failures."""
+    """The adverts of the nodes that are present, sorted by peer id. Reports failures."""
     found: dict[PeerId, Advert] = {}
 
     async def read() -> bool:
@@ -226,13 +234,13 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
     whole = await report.attempt("directory", "reading the directory", read(), advice)
     present = [found[peer] for peer in sorted(found) if found[peer].state in PRESENT]
     if whole and not present:
-        advice = "set this machine's clock if it is wrong: all adverts look expired by it; else try again"
+        advice = "check this machine's clock: if it is wrong, all adverts look expired; otherwise try again"
         report.warning("directory", "the directory lists no live node", advice)
     return present
 
 
 async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
-    """Check whether this machine reaches the gRPC addresses of the nodes that are present."""
+    """Check whether this machine reaches the gRPC addresses of the nodes that are present, MOST_PROBED at most."""
     dialled = [advert for advert in present if any(map(endpoint, advert.addresses[:1]))][:MOST_PROBED]
     if not dialled:
         return
@@ -253,8 +261,8 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: 
             node = f"node {short_id(advert.peer_id)} of stage {advert.stage}"
             advice = "check that it still runs and that its port is open to this machine"
             report.warning("unreachable", f"{node} cannot be reached from here ({reason})", advice, advert.peer_id)
-    sentence = f"{reasons.count(None)} of {plural(len(dialled), 'node')} can be reached by gRPC"
+    sentence = f"{reasons.count(None)} of {plural(len(dialled), 'node')} can be reached over gRPC"
     if None in reasons:
         report.ok("peers", sentence)
     else:
-        report.error("peers", sentence, "check this machine's network: outgoing connections must be open")
+        report.error("peers", sentence, "check this machine's network: outgoing connections must be allowed")

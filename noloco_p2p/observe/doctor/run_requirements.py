@@ -1,8 +1,7 @@
-"""What the run needs of this machine (memory, room for checkpoints, data), and the speed that its links and device
-promise.
+"""What the run needs of this machine: memory, disk, data; and the speed to expect of its links and device.
 
-The model of the speed: a stage is as fast as the slowest of its device, its link, and the number of its microbatches in
-flight divided by the time that one of them is away. Legend: B microbatch, T sequence, D hidden size.
+The model of the speed: a stage is as fast as the slowest of its device, its link, and its places, that is, the number
+of its microbatches in flight divided by the time that each is away. Legend: B microbatch, T sequence, D hidden size.
 """
 
 import asyncio
@@ -29,19 +28,19 @@ MODEL_S = 30.0
 DATA_S = 15.0
 """Longest wait for the held-out data, which may come from a hub."""
 PROBE_BYTES = 1 << 16
-"""Written next to the checkpoints and removed, to check whether they can be written at all."""
+"""Size of a file written next to the checkpoints and removed, to check whether anything can be written there."""
 CALLS = 7
-"""Small calls to measure a round-trip time."""
+"""Number of small calls with which a round-trip time is measured."""
 PEERS_MEASURED = 3
-"""Peers measured per stage."""
+"""Upper limit on the peers measured per stage."""
 TRANSFER_S = 3.0
-"""Longest transfer to measure a bandwidth."""
+"""Time limit for the transfer with which a bandwidth is measured."""
 FAIR_SAMPLE_BYTES = 1 << 20
 """A smaller snapshot arrives before the link has shown what it can do."""
 LARGEST_TIMED_PARAMETERS = 50_000_000
 """A larger stage is not made just to measure the device, because that takes longer than the rest of the examination."""
 TIMING_S = 12.0
-"""Longest time to make a stage and to measure it."""
+"""Time limit for making a stage and measuring it."""
 
 
 class StageLinks(NamedTuple):
@@ -50,34 +49,34 @@ class StageLinks(NamedTuple):
     round_trip_s: float
     """Median over the peers."""
     bytes_per_s: float | None
-    """From one of them; None: it could not be measured."""
+    """From the nearest of them; None if it could not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequirements:
-    """The checks of one machine against one run."""
+    """The checks of one machine against the needs of one run."""
 
     report: DoctorReport
     manifest: RunManifest
     local: NodeConfig
     device: str | None
-    """The device that a node would use; None: it is not available."""
+    """The device that a node would use; None if it is not available."""
     runs_here: bool = False
-    """A node of this directory runs on this machine and already has what it needs."""
+    """Whether a node of this directory is running on this machine, and so already has what it needs."""
 
     def wanted_stage(self) -> int | None:
-        """The stage in the settings; None: there is none, or the run does not have it."""
+        """The stage in the settings; None if they name none, or one that the run does not have (which is reported)."""
         wanted = self.local.stage
         if wanted is not None and wanted >= self.manifest.stages:
-            sentence = f"stage {wanted} is asked for, the run has stages 0 to {self.manifest.stages - 1}"
+            sentence = f"stage {wanted} is requested, but the run has stages 0 to {self.manifest.stages - 1}"
             self.report.error("stage", sentence, "set stage to one of these, or leave it out")
             return None
         return wanted
 
     async def check(self, home: Path, stage: int | None) -> list[int] | None:
-        """Check what the run needs at a stage, or at any. Returns the parameters of each stage; None: no model."""
+        """Check what the run needs at a stage, or at any. Returns the parameters of each stage; None without a model."""
         doing = "importing the model's code"
-        advice = "this version cannot run it: check model.* and stages"
+        advice = "this version cannot run the model: check model.* and stages"
         parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)
         if parameters is None:
             return None
@@ -97,7 +96,7 @@ class RunRequirements:
         return [stage.parameters for stage in stage_sizes(self.manifest)]
 
     def check_memory(self, stage: int | None) -> None:
-        """Check whether the stage fits into the free memory; without one, whether every stage does."""
+        """Check whether the stage fits into the free memory; with None, whether each stage of the run does."""
         from noloco_p2p.compute.factory import check_fits
         from noloco_p2p.compute.hardware import pick_device
 
@@ -113,7 +112,7 @@ class RunRequirements:
             largest = max(fit, key=lambda size: size.device_bytes + size.host_bytes)
             needs = f"{size_text(largest.device_bytes)} on the device and {size_text(largest.host_bytes)} on the host"
             stage_words = f"stage {largest.index} ({largest.parameters:,} parameters)"
-            self.report.ok("memory", f"{stage_words} needs {needs}, and fits")
+            self.report.ok("memory", f"{stage_words} fits: it needs {needs}")
         for fault in faults:
             reason, _, advice = fault.partition(": ")
             (self.report.warning if fit else self.report.error)("memory", reason, advice)
@@ -135,7 +134,7 @@ class RunRequirements:
         if self.local.checkpoint.every_steps is None:
             self.report.ok("disk", f"{room}; no checkpoints are written")
             return
-        # One more than is kept, because the oldest is removed once the newest is complete.
+        # One more than is kept, because the oldest is only removed once the newest is complete.
         count = self.local.checkpoint.keep + 1
         wanted = count * checkpoint_bytes
         sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
@@ -148,13 +147,13 @@ class RunRequirements:
             self.report.ok("disk", sentence)
 
     async def check_data(self) -> None:
-        """Check whether tokenizer and data are available, in the way of a stage-0 node."""
+        """Check whether tokenizer and data are available, by opening them as a stage-0 node does."""
         doing, data = "reading the held-out data", self.manifest.data
         advice = "check data.* of the run, and data_files and tokenizer_dir of this node"
-        late = "a node waits for it too: use data on this machine (data_files)"
+        late = "a node would wait for it too: use data on this machine (data_files)"
         if await self.report.attempt("data", doing, in_time(doing, DATA_S, self._open_data), advice, late):
             kind = f"{data.kind} with tokenizer {data.tokenizer}"
-            self.report.ok("data", f"tokenizer and held-out data are here ({kind})")
+            self.report.ok("data", f"tokenizer and held-out data are available ({kind})")
 
     def _open_data(self) -> bool:
         from noloco_p2p.io.data.threaded_batches import make_batches
@@ -163,7 +162,7 @@ class RunRequirements:
         return True
 
     async def measure_links(self, probe: LinkProbe, stage: int, replicas: Sequence[Advert]) -> StageLinks | None:
-        """Round trips to some replicas of a stage, and the bandwidth from the nearest. None: no replica answers."""
+        """Round trips to some replicas of a stage, and the bandwidth from the nearest; None if no replica answers."""
         peers = replicas[:PEERS_MEASURED]
         with self.report.step(f"measuring round trips to {plural(len(peers), 'node')} of stage {stage}"):
             answers = await asyncio.gather(*(or_error(probe.round_trip_s(peer, CALLS)) for peer in peers))
@@ -183,30 +182,31 @@ class RunRequirements:
         return StageLinks(statistics.median(took_s for took_s, _ in found), await self._bandwidth(probe, nearest))
 
     async def _bandwidth(self, probe: LinkProbe, peer: Advert) -> float | None:
-        """Bytes per second from a peer, measured with its newest snapshot."""
+        """Bytes per second from a peer, measured on its newest snapshot; None if it sends none."""
         node = f"{short_id(peer.peer_id)} of stage {peer.stage}"
         try:
             with self.report.step(f"fetching a snapshot from {short_id(peer.peer_id)} to measure the bandwidth"):
                 got = await probe.transfer(peer, TRANSFER_S)
         except PeerError as error:
-            self.report.ok("bandwidth", f"not measured: {node} gives no snapshot: {error}")
+            self.report.ok("bandwidth", f"not measured: {node} sends no snapshot: {error}")
             return None
-        unsure = ", too little to be sure" if got.bytes < FAIR_SAMPLE_BYTES else ""
+        unsure = ", a small sample" if got.bytes < FAIR_SAMPLE_BYTES else ""
         sample = f"{size_text(got.bytes)} of its snapshot in {got.seconds:.3f} s"
-        sample += unsure if got.whole else ", cut off there"
+        sample += unsure if got.whole else ", then cut off"
         self.report.ok("bandwidth", f"from {node}: {size_text(got.bytes_per_s)}/s ({sample})")
         return got.bytes_per_s or None
 
     async def check_speed(
         self, stage: int, parameters: int, replicas: Sequence[Advert], links: Sequence[StageLinks | None]
     ) -> None:
-        """Report the expected speed at a stage with this number of parameters, from this device, else from `replicas`.
+        """Report the speed to expect at a stage with this number of parameters.
 
-        `links` are those to the stage's own replicas and to those of the next stage.
+        The device's speed is measured here if possible, otherwise taken from the adverts of `replicas`. `links` are the
+        links to the stage's own replicas, and to those of the next stage.
         """
         measured = await self._device_seconds(stage, parameters, replicas)
         if measured is None:
-            reason = f"no replica of stage {stage} announces one, and it is not measured here"
+            reason = f"no replica of stage {stage} announces its speed, and this device was not measured"
             self.report.ok("speed", f"the speed cannot be estimated: {reason}")
             return
         from noloco_p2p.compute.model_family import make_config
@@ -219,17 +219,17 @@ class RunRequirements:
         places = min(run.microbatches_per_step, self.local.limits.max_in_flight or run.microbatches_per_step)
         rate, bound = expected_rate(device_s, wire_bytes, stage, below, following, places)
         self.report.figures |= {"device_s_per_microbatch": device_s, "expected_tokens_per_s": rate * tokens}
-        expected = f"at stage {stage} about {rate * tokens:,.0f} tokens/s can be expected, bounded by {bound}"
-        self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of the device per microbatch, {origin}")
+        expected = f"expect about {rate * tokens:,.0f} tokens/s at stage {stage}, limited by the {bound}"
+        self.report.ok("speed", f"{expected}: {1e3 * device_s:.1f} ms of device time per microbatch, {origin}")
         others = max(1, len(replicas)) if run.outer.update.common else 1
         snapshot_bytes = others * run.outer.vector_bytes(parameters, run.compute_dtype)
         took_s = None if mates is None else round_seconds(snapshot_bytes, mates)
         if took_s is not None and run.outer.pairing != "none":
             self.report.figures["expected_s_per_outer_round"] = took_s
-            sentence = f"an outer round moves {size_text(snapshot_bytes)}, about {took_s:.2f} s"
+            sentence = f"an outer round receives {size_text(snapshot_bytes)}, in about {took_s:.2f} s"
             if took_s > run.outer.deadline_s:
                 sentence += f", more than outer.deadline_s ({run.outer.deadline_s:g} s)"
-                advice = "use a faster link, or take a run with more stages: its rounds would all end alone"
+                advice = "use a faster link, or join a run with more stages: here all rounds would end alone"
                 self.report.error("round", sentence, advice)
             else:
                 self.report.ok("round", sentence)
@@ -237,8 +237,10 @@ class RunRequirements:
     async def _device_seconds(
         self, stage: int, parameters: int, replicas: Sequence[Advert]
     ) -> tuple[float, str] | None:
-        """(device seconds for one microbatch of a stage, their source): measured, or as announced by others."""
-        # A device in use by a node is not measured.
+        """(device seconds for one microbatch of a stage, their source): measured here, or announced by its replicas.
+
+        None if neither is known. A device that a node uses is not measured.
+        """
         if self.device is not None and not self.runs_here and parameters <= LARGEST_TIMED_PARAMETERS:
             doing = f"measuring this device on stage {stage}"
             try:
@@ -247,7 +249,7 @@ class RunRequirements:
             except (ConfigError, LocalError, Unreachable) as error:
                 self.report.warning("speed", f"this device was not measured: {error}", "run noloco bench stage")
         announced = [a.microbatches_per_s for a in replicas if a.microbatches_per_s > 0]
-        return (1.0 / statistics.median(announced), "as its replicas announce") if announced else None
+        return (1.0 / statistics.median(announced), "as announced by its replicas") if announced else None
 
     def _timed(self, stage: int) -> float:
         from noloco_p2p.compute.stage_timing import time_stage
@@ -257,7 +259,7 @@ class RunRequirements:
 
 
 def _checkpoints_bytes(home: Path) -> int:
-    """Bytes of all checkpoint files there."""
+    """Total size of the checkpoint files in a node's directory."""
     found = 0
     for path in home.glob("checkpoints/*/*"):
         with suppress(OSError):
@@ -273,11 +275,11 @@ def expected_rate(
     following: StageLinks | None,
     max_in_flight: int,
 ) -> tuple[float, str]:
-    """(microbatches per second of one replica, what bounds it: `device`, `link`, or `places in flight`).
+    """(microbatches per second of one replica, what limits it: `device`, `link`, or `places in flight`).
 
-    `device_s` is what a microbatch takes; `wire_bytes`: what goes to the next stage, and what comes
-    back. `below` stages follow; `following` are the links to the first of them, None where nothing was
-    measured. Links and devices further down are taken to be like those.
+    A microbatch takes `device_s` seconds of the device; `wire_bytes` are the bytes sent to the next stage and those
+    returned. `below` is the number of later stages; `following` are the links to the first of them, None if they were
+    not measured. Links and devices further down are assumed to be the same.
     """
     bounds = {"device": 1.0 / device_s}
     if following is not None and below > 0:
@@ -292,5 +294,5 @@ def expected_rate(
 
 
 def round_seconds(snapshot_bytes: int, mates: StageLinks) -> float | None:
-    """Seconds that pulling a partner's snapshot takes; None when no bandwidth is known."""
+    """Seconds that it takes to pull a snapshot of this size from a partner; None if the bandwidth is unknown."""
     return None if mates.bytes_per_s is None else snapshot_bytes / mates.bytes_per_s + mates.round_trip_s
