@@ -1,7 +1,7 @@
-"""Charts as SVG: those of the report, of `noloco sim --plots` and of the experiments.
+"""Draws all charts as SVG: those of the report, of `noloco sim --plots` and of the experiments.
 
-svg        elements, their colours and style sheet, light and dark, and a file of its own for a chart
-axes       axes as values: linear and logarithmic, with round numbers; two of them drawn, and what is between them
-time_bins  counts laid out over time
+svg        elements, their colours and style sheet (light and dark), and a chart as a self-contained file
+axes       linear and logarithmic axes with round ticks; two of them drawn, with lines, dots and areas between them
+time_bins  counts per bin of time
 plots      plots, heatmaps and bars as values, each drawn to a file
 """

@@ -1,4 +1,4 @@
-"""Axes as values: positions of numbers and round ticks; and two axes drawn as SVG."""
+"""Axes as values, which map numbers to positions and have round ticks; and two axes with their contents, as SVG."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,8 @@ from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.svg import Colour, canvas, decimal, element
 
 Scale = Literal["linear", "log", "log2"]
-"""Equal distances are equal differences, or equal factors, with ticks at powers of ten or of two."""
+"""On `linear`, equal distances are equal differences. On `log` and `log2` they are equal factors, with ticks at powers
+of ten or of two."""
 
 MOST_LOG_TICKS = 11
 
@@ -19,16 +20,16 @@ tick_label = partial(humanize.compact, digits=4)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a chart. On a logarithmic one both ends are above 0. An axis of length 0 is extended."""
+    """One axis of a chart. On a logarithmic axis both ends are above 0. A linear axis of length 0 is extended."""
 
     title: str
     low: float
     high: float
     scale: Scale = "linear"
     label: Callable[[float], str] = tick_label
-    """The label of the number at a tick."""
+    """Makes the label of the number at a tick."""
     names: Sequence[str] = ()
-    """Names of rows, which take one unit each from `high` downwards and are shown in place of numbers."""
+    """Names of rows, shown in place of numbers; each row takes one unit, from `high` downwards."""
 
     def position(self, value: float) -> float:
         """The position of a value: 0 at `low`, 1 at `high`."""
@@ -47,24 +48,24 @@ class Axis:
         return self.high if self.high > self.low else self.low + max(1.0, abs(self.low))
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies between the ends."""
+        """Whether a value can be shown between the ends."""
         return showable(value, self.scale) and -1e-9 <= self.position(value) <= 1 + 1e-9
 
     def ticks(self, about: int) -> list[float]:
-        """Round numbers between the ends, about this many."""
+        """About this many round numbers between the ends; a logarithmic axis chooses their number itself."""
         if self.scale == "linear":
             return ticks(self.low, self._end, about)
         return _log_ticks(self.low, self.high, 2 if self.scale == "log2" else 10)
 
     def labelled(self, about: int) -> list[tuple[float, str]]:
-        """The ticks and their labels; with rows, the middle of each."""
+        """The ticks and their labels; if there are rows, the middle and the name of each."""
         if self.names:
             return [(self.high - n - 0.5, name) for n, name in enumerate(self.names)]
         return [(value, self.label(value)) for value in self.ticks(about)]
 
 
 def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from_zero: bool = False) -> Axis:
-    """An axis for these values with a margin of a twentieth. Values that it cannot show are ignored."""
+    """An axis for these values, with a margin of a twentieth at the ends. Values that it cannot show are ignored."""
     shown = [value for value in values if showable(value, scale)] or [1.0]
     low, high = min(shown), max(shown)
     if scale == "linear":
@@ -75,12 +76,12 @@ def fitted(title: str, values: Iterable[float], scale: Scale = "linear", *, from
 
 
 def showable(value: float, scale: Scale) -> bool:
-    """Whether a value has a position on an axis of this kind: there is no logarithm of 0."""
+    """Whether a value has a position on an axis of this scale: it is finite, and on a logarithmic one positive."""
     return math.isfinite(value) and (scale == "linear" or value > 0)
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from `low` to `high`, about this many: 1, 2 or 5 times a power of ten apart."""
+    """About this many round numbers from `low` to `high`, spaced by 1, 2 or 5 times a power of ten."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -93,13 +94,13 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def time_unit(span_s: float) -> tuple[float, str]:
-    """(seconds, name) of the unit for a time of this length."""
+    """(length in seconds, name) of the unit in which to show a time span of this length."""
     units = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"))
     return next(((unit_s, name) for unit_s, name in units if span_s >= 2 * unit_s), (1.0, "seconds"))
 
 
 def _log_ticks(low: float, high: float, base: int) -> list[float]:
-    """Powers of the base, and multiples of them if there are too few; equal steps over less than one power."""
+    """Powers of the base; if there are too few, multiples of them too (base 10); if still too few, equal steps."""
     powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
     found: list[float] = []
     for multiples in ((1,), (1, 2, 5), (1, 2, 3, 4, 5, 7)) if base == 10 else ((1,),):
@@ -113,19 +114,20 @@ def _log_ticks(low: float, high: float, base: int) -> list[float]:
 # --- drawn ------------------------------------------------------------------------------------------------------------
 
 Points = Sequence[tuple[float, float]]
-"""(x, y), in the order in which they are joined."""
+"""(x, y), in the order in which a line joins them."""
 
 PAGE_SIZE = 440.0, 220.0
-"""Size of a chart in a page: about the width of a phone, half that of a desktop page. The page scales it."""
+"""Size of a chart in a page: about as wide as a phone, or half a desktop page. The page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 10.0, 36.0
+"""Margins around the area between the axes."""
 Y_TITLE = 16.0
 """Height of the y axis title, which is above the axis."""
 MOST_POINTS = 800
-"""Most points of one line."""
+"""Upper limit on the points of one line."""
 
 
 class Axes:
-    """An SVG with two axes. Colours are numbers of the style sheet; names are shown as tooltips."""
+    """An SVG with two axes and what is drawn between them. Names are shown as tooltips."""
 
     def __init__(
         self, title: str, x: Axis | None, y: Axis, size: tuple[float, float] = PAGE_SIZE, left: float = LEFT
@@ -135,16 +137,16 @@ class Axes:
         self._left, self._right = left, size[0] - RIGHT
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
         self._cells = False
-        """There are coloured cells below, so what is drawn next gets a border."""
+        """Whether there are coloured cells below, so that what is drawn next needs a border."""
         self._measured = False
         self._draw_y_axis(self._y, at_left=x is not None)
         if x is not None:
             self._draw_x_axis()
 
     def measure(self, log: Axis | None = None) -> None:
-        """Say in the SVG, for the script of a page, which values its places and all further lines and dots stand for.
+        """Store the range of both axes, and the values of all lines and dots drawn from now on, for a page's script.
 
-        `log`: the y axis that the reader may change to; its ticks are there, hidden.
+        `log`: the y axis to which the reader may switch; its ticks are drawn but hidden.
         """
         self._measured = True
         self.svg.attrib |= {
@@ -161,7 +163,7 @@ class Axes:
         return self._x.holds(x) and self._y.holds(y)
 
     def line(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS, kind: str = "") -> None:
-        """A line through at most `most` of the points; a single one is a dot. `kind`: an additional class."""
+        """A line through at most `most` of the points; a single point is a dot. `kind`: an additional class."""
         thinned = thin(points, most)
         if len(thinned) == 1:
             self.dots(thinned, colour, name)
@@ -172,14 +174,15 @@ class Axes:
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **self._values(thinned))
 
     def dots(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS // 4) -> None:
-        """A dot for each of at most `most` points."""
+        """A dot at each of at most `most` of the points."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, most):
             place = {"cx": self._across(x), "cy": self._up(y)}
             self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **self._values([(x, y)]))
 
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
-        """A bar from below each point to above it, or to the lower end of an axis that cannot show its end."""
+        """A vertical bar through each point, of its error in both directions; ends that the axis cannot show are drawn
+        at its lower end."""
         for (x, y), error in zip(points, errors, strict=True):
             if self.holds(x, y):
                 across = self._across(x)
@@ -188,15 +191,15 @@ class Axes:
                 element(self.svg, "path", d=path, class_=f"error s{colour}")
 
     def area(self, lower: Sequence[float], upper: Sequence[float], colour: Colour, name: str) -> None:
-        """The area between two series of values at equally spaced times over the whole width, as steps."""
+        """The area between two step curves, each value of which covers an equal share of the width."""
         edges = [self._x.value(n / len(upper)) for n in range(len(upper) + 1)]
         top, bottom = ([(x, y) for n, y in enumerate(ys) for x in edges[n : n + 2]] for ys in (upper, lower))
         self._named(name, "path", d=self._path([*top, *reversed(bottom)]) + "Z", class_=f"f{colour}")
 
     def cell(self, x: tuple[float, float], y: tuple[float, float], fill: Colour | str, name: str = "") -> None:
-        """A rectangle between values on both axes. `fill`: a colour of the style sheet, or an SVG colour.
+        """A rectangle between two values on each axis. `fill`: a colour of the style sheet, or an SVG colour.
 
-        Cells with an SVG colour are those of a heatmap, on which more is drawn.
+        Cells with an SVG colour belong to a heatmap, and what is drawn over them gets a border.
         """
         left, top = self._across(x[0]), self._up(y[1])
         size = {"width": max(0.6, self._across(x[1]) - left), "height": self._up(y[0]) - top}
@@ -209,7 +212,7 @@ class Axes:
         self._named(name, "rect", x=left, y=top, **size, **look)
 
     def cross(self, x: float, y: float, name: str = "") -> None:
-        """A cross at a point; in a heatmap with a border that is visible on any background."""
+        """A cross at a point; in a heatmap, with a border that makes it visible on any background."""
         path = f"M{self._across(x) - 4:.1f} {self._up(y) - 4:.1f}l8 8m0 -8l-8 8"
         if self._cells:
             element(self.svg, "path", d=path, class_="halo")
@@ -259,7 +262,7 @@ class Axes:
 
 
 def thin(points: Points, most: int) -> Points:
-    """At most `most` points, in order: the lowest and the highest of each section, so that no spike is lost."""
+    """At most `most` of the points, in order: the lowest and the highest of each section, so that no spike is lost."""
     if len(points) <= most:
         return points
     pieces = max(1, most // 2)

@@ -13,16 +13,16 @@ from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, E
 
 WIDTH, HEIGHT = 640.0, 330.0
 COLOUR_BAR = LEFT + RIGHT + 18.0
-"""Width of the colour bar beside a heatmap, including its numbers."""
+"""Width of the colour bar next to a heatmap, including its numbers."""
 COLOUR_STEPS = 64
 BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
 NARROWEST_LABELLED = 34.0
-"""A piece of a bar of at least this width shows its share."""
+"""A piece of a bar that is at least this wide shows its share as text."""
 CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
 MOST_MARKED, MOST_DOTS = 40, 5_000
-"""Most points of a line with a dot at each, and of a set of points."""
+"""Upper limits on the points of a line that gets a dot at each, and on the dots of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""viridis at equal distances, from the lowest value to the highest: readable without colour vision and in print."""
+"""viridis at equal distances, from the lowest value to the highest: readable for the colour-blind and in grey print."""
 
 BarPiece = tuple[str, float, Colour]
 """(name, amount, colour)."""
@@ -79,11 +79,11 @@ class Heatmap:
     grid: tuple[Sequence[float], Sequence[float]]
     """The x of the columns and the y of the rows, ascending."""
     values: Sequence[Sequence[float | None]]
-    """A row for each y with a value for each x; None: not measured, or not finite."""
+    """A row for each y with a value for each x; None if it was not measured or is not finite."""
     marked: Sequence[tuple[float, float]] = ()
-    """Cells (x, y) that get a cross."""
+    """The points (x, y) that get a cross."""
     curves: Sequence[Curve] = ()
-    """Drawn over it, in the units of the axes; parts outside the grid are left out."""
+    """Drawn over the cells, in the units of the axes; parts outside the grid are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,14 @@ Chart = Plot | Heatmap | Bars
 
 
 def save(chart: Chart, directory: Path) -> Path:
-    """Write a chart as `NAME.svg`. Equal charts give equal files. Raises OSError."""
+    """Write a chart to `NAME.svg`. Equal charts yield equal files. Raises OSError."""
     path = directory / f"{chart.name}.svg"
     path.write_text(svg(chart), "utf-8")
     return path
 
 
 def svg(chart: Chart) -> str:
-    """A chart with its title and its legend."""
+    """The text of an SVG file with the chart, its title and its legend."""
     if isinstance(chart, Bars):
         keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
@@ -128,7 +128,7 @@ def _plot(plot: Plot) -> Axes:
 
 
 def _heatmap(chart: Heatmap) -> list[Axes]:
-    """The cells, and the colour bar. The grid need not be even: borders lie between its points."""
+    """The cells, and the colour bar. The grid need not be even: borders lie halfway between its points."""
     columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
     x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
     axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
@@ -155,7 +155,7 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
 
 
 def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:
-    """One bar per row, all of equal width; pieces are shares of the row's sum."""
+    """One bar per row, all equally wide; each piece shows its share of the row's sum."""
     svg = drawing.canvas(title, width, len(rows) * (BAR_HEIGHT + BAR_GAP) + BAR_GAP)
     for n, (label, pieces) in enumerate(rows):
         top, x = BAR_GAP + n * (BAR_HEIGHT + BAR_GAP), left
@@ -174,13 +174,13 @@ def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], lef
 
 
 def steps(points: Points) -> Points:
-    """The corners of a line on which every value holds until the next."""
+    """The corners of a step curve, on which each value holds until the next point."""
     corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
     return [corner for both in itertools.zip_longest(points, corners) for corner in both if corner is not None]
 
 
 def _colour_bar(values: Axis) -> Axes:
-    """The colour bar."""
+    """The colour bar of a heatmap, with the values that its colours stand for."""
     bar = Axes(values.title, None, values, (COLOUR_BAR, HEIGHT))
     for n in range(COLOUR_STEPS):
         low, high = (values.value(edge / COLOUR_STEPS) for edge in (n, n + 1))
@@ -189,7 +189,7 @@ def _colour_bar(values: Axis) -> Axes:
 
 
 def _colour(position: float) -> str:
-    """The colour at a position, interpolated in COLOUR_MAP."""
+    """The colour at a position from 0 to 1, interpolated in COLOUR_MAP."""
     place = position * (len(COLOUR_MAP) - 1)
     n = min(int(place), len(COLOUR_MAP) - 2)
     ends = zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
@@ -197,7 +197,7 @@ def _colour(position: float) -> str:
 
 
 def _borders(points: Sequence[float]) -> list[float]:
-    """The borders between neighbours, in the middle; a single point gets a width of one."""
+    """The borders of the cells around these points, halfway between neighbours; a single point gets a width of one."""
     if len(points) == 1:
         return [points[0] - 0.5, points[0] + 0.5]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]

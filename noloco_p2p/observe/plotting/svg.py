@@ -1,7 +1,8 @@
-"""SVG elements, their colours, and a chart as a file of its own. Text goes through the element tree, which escapes it.
+"""SVG elements, their colours, and a chart as a self-contained file. All text passes through the element tree, which
+escapes it.
 
-The style sheet follows the reader's light or dark scheme. It has no CSS variables, because many viewers of SVG files do
-not support them.
+The style sheet follows the reader's light or dark scheme. It uses no CSS variables, because many viewers of SVG files
+do not support them.
 """
 
 from collections.abc import Sequence
@@ -17,17 +18,19 @@ LineStyle = Literal["line", "dashed", "points", "steps", "filled"]
 MARGIN, TITLE = 14.0, 40.0
 """Margin around a chart in its own file, and height of its title."""
 CHARACTER = 6.4
-"""Approximate width of a letter of a legend."""
+"""Approximate width of a character in a legend."""
 
 Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK", start=0)
-"""Classes of the style sheet for a colour: `sN` strokes, `fN` fills, `bN` is a background, and `nN` is text upon it."""
+"""Each has four classes in the style sheet, with N its number: `sN` is the stroke, `fN` the fill, `bN` the background,
+and `nN` text upon it."""
 SERIES_COLOURS = (Colour.BLUE, Colour.ORANGE, Colour.GREEN, Colour.PINK, Colour.SKY, Colour.RED)
-"""Colours of replicas, stages and curves, which have none of their own."""
+"""Colours of replicas, stages and curves, given to them in this order."""
 IDLE_COLOURS = (Colour.ORANGE, Colour.SKY, Colour.PINK, Colour.BLUE, Colour.YELLOW, Colour.RED)
-"""Colours of what a device waits for, besides GREEN while it works."""
+"""Colours of the things that a device waits for; while it works, it is GREEN."""
 
 Scheme = dict[str, str]
-"""Colours by use; those of Colour by number."""
+"""Colours by use: `paper`, `card`, `ink`, `soft`, `rule`, `grid`. Those of Colour are in _LIGHT_SERIES and
+_DARK_SERIES, by number."""
 LIGHT: Scheme = {"paper": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "soft": "#59636e"}
 LIGHT |= {"rule": "#d5dae0", "grid": "#e3e6ea"}
 DARK: Scheme = {"paper": "#14171a", "card": "#1d2125", "ink": "#e8eaed", "soft": "#a2abb5"}
@@ -54,7 +57,7 @@ _COLOUR = ".s$n { stroke: $colour; } .f$n { fill: $colour; } .b$n { background: 
 
 
 def stylesheet() -> str:
-    """The style rules for charts, for both schemes."""
+    """The style rules for charts, in both schemes."""
     light, dark = _rules(LIGHT, _LIGHT_SERIES), _rules(DARK, _DARK_SERIES)
     return f"{_SHAPES}{light}@media (prefers-color-scheme: dark) {{{dark}}}\n"
 
@@ -72,7 +75,7 @@ def _rules(scheme: Scheme, series: Sequence[str]) -> str:
 
 
 def element(parent: Element | None, tag: str, text: str = "", **attributes: object) -> Element:
-    """An element below `parent`; `class_` is written as `class`, and `_` in names as `-`."""
+    """A new element, inside `parent` if there is one. `class_` is written as `class`, and `_` in names as `-`."""
     named = {name.rstrip("_").replace("_", "-"): decimal(value) for name, value in attributes.items()}
     made = Element(tag, named) if parent is None else ElementTree.SubElement(parent, tag, named)
     if text:
@@ -111,7 +114,7 @@ class LegendKey:
 
 
 def document(title: str, parts: Sequence[Element], keys: Sequence[LegendKey] = ()) -> str:
-    """A self-contained file: a title, charts side by side, a legend below, style sheet and background."""
+    """A self-contained file: a title, charts side by side, a legend below them, style sheet and background."""
     sizes = [tuple(map(float, str(part.get("viewBox")).split()[2:])) for part in parts]
     width, chart_height = sum(size[0] for size in sizes) + 2 * MARGIN, max(size[1] for size in sizes)
     svg = canvas(title, width, 0.0)

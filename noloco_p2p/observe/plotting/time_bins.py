@@ -1,4 +1,4 @@
-"""Counts over equal spans of time. Pure."""
+"""Sums, counts and means per bin of a span of time. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ class Increment(NamedTuple):
 
 
 class TimeBins:
-    """A span of time in `count` equal bins. What lies outside counts in the first or the last."""
+    """A span of time in `count` equal bins. Events outside the span count in the first or the last bin."""
 
     def __init__(self, began_at: float, ended_at: float, count: int) -> None:
         self._began_at = began_at
@@ -24,7 +24,7 @@ class TimeBins:
         self._count = count
 
     def rates(self, increments: Iterable[Increment]) -> Points:
-        """(seconds since the start, amount per second) of each bin. An increment is spread evenly over its time."""
+        """(seconds since the start, amount per second) for each bin. An increment is spread evenly over its time."""
         sums = [0.0] * self._count
         for each in increments:
             low, high = self._place(each.began_at), self._place(each.ended_at)
@@ -34,14 +34,14 @@ class TimeBins:
         return [((n + 0.5) * self._width_s, total / self._width_s) for n, total in enumerate(sums)]
 
     def counts(self, events: Iterable[tuple[float, str, float]]) -> list[Counter[str]]:
-        """Number of events of each name in each bin. `events`: (time, name, count)."""
+        """The sum of the counts of each name in each bin. `events`: (time, name, count)."""
         found: list[Counter[str]] = [Counter() for _ in range(self._count)]
         for at, name, count in events:
             found[self._bin(self._place(at))][name] += int(count)
         return found
 
     def present(self, intervals: Iterable[tuple[float, float, Mapping[str, float]]]) -> list[Counter[str]]:
-        """Number of each name at the middle of each bin. `intervals`: (from, to, number by name)."""
+        """The number of each name at the middle of each bin. `intervals`: (from, to, number by name)."""
         found: list[Counter[str]] = [Counter() for _ in range(self._count)]
         for began_at, ended_at, counts in intervals:
             first, last = round(self._place(began_at)), round(self._place(ended_at))
@@ -50,7 +50,7 @@ class TimeBins:
         return found
 
     def mean_and_largest(self, points: Sequence[tuple[float, float]]) -> tuple[Points, Points]:
-        """Mean and largest of the values (time, value) in each bin, by seconds since the start; without empty bins."""
+        """(means, largest values) of the values in each bin, by seconds since the start; empty bins are left out."""
         found: dict[int, list[float]] = {}
         for at, value in points:
             found.setdefault(self._bin(self._place(at)), []).append(value)
