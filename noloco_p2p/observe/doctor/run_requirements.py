@@ -74,7 +74,7 @@ class RunRequirements:
         return wanted
 
     async def check(self, home: Path, stage: int | None) -> list[int] | None:
-        """Check what the run needs at a stage, or at any. Returns the parameters of each stage; None without a model."""
+        """Check what the run needs at a stage, or at any. Returns the parameters of each stage; None if unknown."""
         doing = "importing the model's code"
         advice = "this version cannot run the model: check model.* and stages"
         parameters = await self.report.attempt("model", doing, in_time(doing, MODEL_S, self._sizes), advice, BUSY)

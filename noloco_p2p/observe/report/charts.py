@@ -1,4 +1,4 @@
-"""The charts of the page: what of a run each of them shows, and what its colours mean."""
+"""The charts of the page: what each shows of a run, and what its colours mean."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +18,16 @@ from noloco_p2p.observe.report.recorded_run import WORKS, RecordedRun
 T = TypeVar("T")
 
 BINS, COLUMNS = 150, 50
+"""Bins of time in a chart of lines or areas, and in a chart of columns."""
 MOST_ROWS = 60
-"""Nodes that have a row of their own."""
+"""Upper limit on the nodes that have a row of their own."""
 ROW, ROW_SHARE, BESIDE_ROWS = 22.0, 0.72, 46.0
-"""Height of a row; the share of it that its pieces take; what is above and below all rows."""
+"""Height of a row; the share of it that its pieces take; the height above and below all rows."""
 LABEL_CHARACTERS = 11
 MOST_ROW_PIECES = 3_000
-"""Of all rows together; of more, those that would lie upon one another are left out."""
+"""Upper limit on the pieces of all rows together; if there are more, those that would overlap are left out."""
 MOST_PIECES, ALL_POINTS = 400, 16_000
-"""Of curves in one chart; a replica has one for each of its processes."""
+"""Upper limits on the lines of a chart and on their points together; a replica has a line for each of its processes."""
 STATE_COLOURS = {
     "training": Colour.GREEN,
     "finished": Colour.BLUE,
@@ -38,7 +39,7 @@ STATE_COLOURS = {
     "left": Colour.PALE,
     UNKNOWN: Colour.GREY,
 }
-"""In the order in which they are stacked."""
+"""Colours of states, in the order in which they are stacked."""
 RESULT_COLOURS = {"partner": Colour.GREEN, "stale": Colour.SKY, "other": Colour.ORANGE, "alone": Colour.RED}
 
 NATS = "Nats per token, by step."
@@ -48,7 +49,7 @@ Line = tuple[str, Colour, Points]
 
 
 class Panel(NamedTuple):
-    """A chart with its heading, the meaning of its colours and a sentence below."""
+    """A chart with its heading, the meaning of its colours, and a note below it."""
 
     title: str
     svg: Markup
@@ -57,7 +58,7 @@ class Panel(NamedTuple):
 
 
 class RunCharts:
-    """All charts of a run."""
+    """The charts of one run, each made by a method."""
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
@@ -67,7 +68,7 @@ class RunCharts:
         self._bins, self._columns = (TimeBins(self._began_at, run.ended_at, count) for count in (BINS, COLUMNS))
 
     def loss(self) -> Panel:
-        """Loss of every replica of stage 0, and validation, by step."""
+        """The loss of every replica of stage 0, and the mean validation loss, by step."""
         nodes = self._run.of_stage(0)
         few = len(nodes) <= len(SERIES_COLOURS)
         keys = [LegendKey(node.name, SERIES_COLOURS[n] if few else Colour.BLUE) for n, node in enumerate(nodes)]
@@ -85,7 +86,7 @@ class RunCharts:
         return panel(svg, shown, NATS)
 
     def mean(self, curve: str) -> Points:
-        """A curve by step: the mean of the replicas of stage 0, in at most BINS places."""
+        """A curve by step: the mean over the replicas of stage 0, at no more than BINS points."""
         points = [point for node in self._run.of_stage(0) for piece in node.curves[curve] for point in piece]
         steps = sorted({step for step, _ in points})
         if len(steps) > BINS:
@@ -98,7 +99,7 @@ class RunCharts:
         return self._over_time("Tokens per second", lines, "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
-        """Where the time of each stage went."""
+        """How each stage spent the time while its nodes were training."""
         causes = [f"waits: {cause}" for cause, _ in self._run.total("idle_s").most_common()]
         colours = {name: IDLE_COLOURS[n % len(IDLE_COLOURS)] for n, name in enumerate(causes)}
         rows = []
@@ -108,7 +109,7 @@ class RunCharts:
             pieces = [(name, spent.get(name, 0.0), colour) for name, colour in colours.items()]
             rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.GREEN), *pieces, rest]))
         legend = {WORKS: Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
-        note = "Shares of the seconds in which the nodes of a stage were training."
+        note = "Shares of the time for which the nodes of a stage were training."
         return panel(bars("Where the time went", rows), _keys(legend), note)
 
     def rounds(self) -> Panel:
@@ -129,10 +130,10 @@ class RunCharts:
                 place = ((n + 0.05) * width, (n + 0.95) * width), (low, low + counts[name])
                 axes.cell(*place, colours[name], f"{name}: {counts[name]}")
                 low += counts[name]
-        return panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each time.")
+        return panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each interval.")
 
     def round_seconds(self) -> Panel:
-        """How long outer rounds took."""
+        """How long outer rounds took: mean and longest, over time."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
         lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
@@ -150,18 +151,18 @@ class RunCharts:
         return panel(by_step(title, lines), _keys(colours), note)
 
     def learning_rate(self) -> Panel:
-        """By step, of the node with the most values of it."""
+        """The learning rate by step, of the node that recorded it most often."""
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
         rates = [("learning rate", Colour.GREY, piece) for piece in longest.curves["learning_rate"]]
         return panel(by_step("Learning rate", rates), (), "By step.")
 
     def membership(self) -> Panel:
-        """How many nodes were in each state."""
+        """How many nodes were in each state, over time."""
         nodes = self._run.nodes
         if len(nodes) > 1:
             spans = [span for node in nodes for process in node.processes for span in process.spans]
             there = [(span.began_at, span.ended_at, Counter([span.state])) for span in spans if span.state != "left"]
-            note = "Nodes whose journals are here."
+            note = "Nodes whose journals were read."
         else:
             lines = nodes[0].membership
             ends = [*(at for at, _ in lines[1:]), self._run.ended_at]
@@ -178,7 +179,7 @@ class RunCharts:
         return panel(axes.svg, _keys(colours), note)
 
     def lives(self) -> Panel:
-        """The life of every node: a row for each, its states by colour."""
+        """The life of every node: a row for each, with its states by colour."""
         nodes = self._run.nodes[:MOST_ROWS]
         names = [node.name[-LABEL_CHARACTERS:] for node in nodes]
         size = PAGE_SIZE[0], ROW * len(nodes) + BESIDE_ROWS
@@ -201,14 +202,14 @@ class RunCharts:
             unended = [one for one in node.processes if not one.ended and one.ended_at >= self._began_at]
             for process in _apart(unended, lambda process: process.ended_at, apart_s):
                 last_s = process.ended_at - self._began_at
-                axes.cross(last_s / self._unit_s, middle, f"{node.name}: its last line at {last_s:.0f} s")
+                axes.cross(last_s / self._unit_s, middle, f"{node.name}: last line at {last_s:.0f} s")
         spans = [span for node in nodes for process in node.processes for span in process.spans]
         states = {span.state for span in spans if span.ended_at > self._began_at}
-        note = "Stroke: a process started. Cross: its last line, with no end; it was killed, or still runs."
+        note = "Stroke: a process started. Cross: its last line, without an end; it was killed, or is still running."
         before_s = self._began_at - self._run.began_at
         note += f" Training began {humanize.duration(before_s)} after the first node started." if before_s else ""
         left_out = len(self._run.nodes) - len(nodes)
-        note += f" {left_out} nodes are left out." if left_out else ""
+        note += f" {left_out} more nodes are not shown." if left_out else ""
         return panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
 
     def bytes(self) -> Panel:
@@ -217,21 +218,21 @@ class RunCharts:
         return self._over_time("Bytes per second", lines, "All nodes together.")
 
     def rates(self, name: str) -> Points:
-        """(seconds since training began, growth per second) of a count of `NodeHistory.increments`."""
+        """(seconds since training began, growth per second) of a count in `NodeHistory.increments`, over all nodes."""
         return self._bins.rates(each for node in self._run.nodes for each in node.increments[name])
 
     def _over_time(self, title: str, lines: Sequence[Line], note: str = "") -> Panel:
-        """Lines by seconds since training began, the first on top; of a single one the title says what it is."""
+        """A panel of `over_time`. It has a legend only for several lines; the title says what a single one is."""
         legend = [LegendKey(name, colour) for name, colour, _ in lines] if len(lines) > 1 else []
         return panel(over_time(title, lines, self._span_s), legend, note)
 
     def _stack(self, title: str, found: Sequence[Counter[str]]) -> Axes:
-        """Axes for counts upon one another."""
+        """Axes for stacked counts."""
         return Axes(title, self._time, Axis("", 0.0, max((counts.total() for counts in found), default=0) * 1.05))
 
 
 def over_time(title: str, lines: Sequence[Line], span_s: float) -> Element:
-    """Lines by seconds since training began, the first on top."""
+    """Lines over the time since training began, the first on top. Their x values are seconds."""
     unit_s, time = _time_axis(span_s)
     highest = max((y for _, _, points in lines for _, y in points), default=0.0)
     axes = Axes(title, time, Axis("", 0.0, highest * 1.05))
@@ -242,13 +243,13 @@ def over_time(title: str, lines: Sequence[Line], span_s: float) -> Element:
 
 
 def _time_axis(span_s: float) -> tuple[float, Axis]:
-    """(seconds of its unit, the axis)."""
+    """(length of the axis's unit in seconds, the axis)."""
     unit_s, unit = time_unit(span_s)
     return unit_s, Axis(f"{unit} since training began", 0.0, span_s / unit_s, label=lambda value: f"{value:g}")
 
 
 def by_step(title: str, lines: Sequence[Line], *, from_zero: bool = True, kind: str = "") -> Element:
-    """Lines, at most MOST_PIECES of them; those in INK are strong, and have dots. `kind`: class of the others."""
+    """The longest MOST_PIECES of the lines, by step. Those in INK are bold and have dots; others have class `kind`."""
     lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
     points = [point for _, _, some in lines for point in some]
     x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
@@ -265,7 +266,7 @@ def by_step(title: str, lines: Sequence[Line], *, from_zero: bool = True, kind: 
 
 
 def panel(svg: Element, legend: Sequence[LegendKey], note: str) -> Panel:
-    """A drawn chart, with the heading that it is called by."""
+    """The panel of a drawn chart; its heading is the title in the SVG."""
     return Panel(svg.findtext("title", ""), Markup(markup(svg)), legend, note)
 
 
@@ -274,7 +275,7 @@ def _keys(colours: dict[str, Colour]) -> list[LegendKey]:
 
 
 def _apart(items: Sequence[T], at: Callable[[T], float], least_s: float) -> Iterator[T]:
-    """The items that are at least `least_s` after the last one kept."""
+    """The first item, and each one at least `least_s` after the last one kept."""
     before = float("-inf")
     for item in items:
         if at(item) - before >= least_s:

@@ -1,6 +1,6 @@
-"""The journals of a run, read back. What was torn by a kill or a full disk is passed over.
+"""Reads the journals of a run. Lines torn by a kill or a full disk are skipped.
 
-Every text is made harmless here: what cannot be printed is replaced, and its length is bounded.
+Every text is made safe to show here: unprintable characters are replaced, and its length is limited.
 """
 
 import json
@@ -19,8 +19,8 @@ from noloco_p2p.launch import homes
 LONGEST_LINE = 1 << 18
 MOST_CHARACTERS = 300
 LARGEST, SMALLEST = 1e60, 1e-60
-"""Nothing that a node counts or computes lies beyond these: a larger number is ignored, and a smaller one is 0. So what
-a page computes from numbers is finite, and what it takes the logarithm of is not 0."""
+"""Limits on the size of a number, beyond all that a node counts or computes: a larger one is ignored, and a smaller one
+read as 0. So what a page computes from numbers stays finite, and what it takes the logarithm of does not become 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,20 @@ class JournalEvent:
     """One line of a node's journal."""
 
     at: float
-    """Unix seconds, by the clock that this process had most of the time."""
+    """Unix seconds, by the clock that the process had for most of its lines."""
     kind: str
     fields: dict[str, Any]
 
     def number(self, name: str) -> float | None:
-        """A finite number, None where there is none."""
+        """The finite number in this field; None if there is none."""
         return number(self.fields.get(name))
 
     def text(self, name: str) -> str:
-        """A text that can be shown; empty where there is none."""
+        """The text in this field, safe to show; empty if there is none."""
         return clean(self.fields.get(name, ""))
 
     def tally(self, name: str) -> dict[str, float]:
-        """The finite numbers of a mapping, by clean names; empty where there is none."""
+        """The finite numbers of the mapping in this field, by clean names; empty if there is no mapping."""
         found = self.fields.get(name)
         if not isinstance(found, dict):
             return {}
@@ -49,9 +49,9 @@ class JournalEvent:
 
 
 def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
-    """Directories with a journal, those given or one level below, and what to call each.
+    """Directories with a journal, among those given and those one level below, and what to call each.
 
-    Raises ConfigError for one without any.
+    Raises ConfigError if one of those given has no journal in it or one level below.
     """
     found: dict[Path, None] = {}
     for directory in paths:
@@ -66,7 +66,7 @@ def node_dirs(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def read_processes(directory: Path) -> list[list[JournalEvent]]:
-    """The events of each process that wrote here, in order."""
+    """The events of each process that wrote to this directory, in order."""
     processes: list[list[tuple[float, float, str, dict[str, Any]]]] = []
     for fields in _objects(oldest_first(directory)):
         at, up_s, kind = number(fields.get("time")), number(fields.get("up_s")), fields.get("event")
@@ -79,7 +79,10 @@ def read_processes(directory: Path) -> list[list[JournalEvent]]:
 
 
 def _by_one_clock(lines: list[tuple[float, float, str, dict[str, Any]]]) -> list[JournalEvent]:
-    """The clock that counts is that of most lines: one that was wrong at first, or jumped once, moves nothing."""
+    """The events of one process, dated by their uptime since the median of the start times that the lines imply.
+
+    So a clock that was wrong at first, or jumped once, moves nothing.
+    """
     began_at = median(at - up_s for at, up_s, _, _ in lines)
     return [JournalEvent(began_at + up_s, kind, fields) for _, up_s, kind, fields in lines]
 
@@ -96,11 +99,11 @@ def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
                     if isinstance(found, dict):
                         yield found
         except OSError:
-            continue  # it was rotated away just now
+            continue  # the file has just been rotated away
 
 
 def number(value: object) -> float | None:
-    """A finite number, else None."""
+    """The number as a float, if it is finite and at most LARGEST; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not abs(value) <= LARGEST:
@@ -109,5 +112,5 @@ def number(value: object) -> float | None:
 
 
 def clean(value: object) -> str:
-    """A text of one line, bounded, without what cannot be seen."""
+    """The value as one printable line of limited length."""
     return plain(value if isinstance(value, str) else str(value), MOST_CHARACTERS)

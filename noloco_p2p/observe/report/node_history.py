@@ -1,4 +1,4 @@
-"""What the journal of one node says: its processes, counts and curves."""
+"""The history of one node, from its journal: its processes, counts and curves."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -11,16 +11,16 @@ from noloco_p2p.observe.plotting.time_bins import Increment
 from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean
 
 TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
-INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moves"}
-"""Events in the list of what went wrong, and what they are called there."""
+INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moved"}
+"""Events that appear in the list of what went wrong, and what they are called there."""
 UNKNOWN = "unknown"
 
 Piece = list[tuple[float, float]]
-"""(inner step, value), of one process."""
+"""The part of a curve that one process wrote: (step, value)."""
 
 
 class StateSpan(NamedTuple):
-    """A state of a node, from when to when (Unix seconds)."""
+    """A span of time, in Unix seconds, in which a node was in one state."""
 
     began_at: float
     ended_at: float
@@ -31,24 +31,25 @@ class Incident(NamedTuple):
     """One entry of the list of what went wrong."""
 
     at: float
+    """Unix seconds."""
     node: str
     kind: str
     text: str
 
 
 class ProcessHistory(NamedTuple):
-    """One process of a node, from its first line to its last."""
+    """One process of a node, from the first line of its journal to the last."""
 
     began_at: float
     ended_at: float
     spans: tuple[StateSpan, ...]
     ended: bool
-    """In order; else it was killed, or goes on."""
+    """Whether the last line is an `end` event. If not, the process was killed, or is still running."""
 
 
 @dataclass(slots=True)
 class NodeHistory:
-    """One node."""
+    """All that the journal of one node says about it."""
 
     name: str
     peer_id: str = ""
@@ -57,40 +58,40 @@ class NodeHistory:
     version: str = ""
     machine: str = ""
     command: str = ""
-    """That started the newest process."""
+    """The command that started the newest process."""
     stage: int | None = None
-    """The last one that it held."""
+    """The last stage that it held."""
     processes: list[ProcessHistory] = field(default_factory=list)
     step: float = 0.0
     inner_steps: int = 0
     checkpoints: int = 0
     device_s: float = 0.0
     trained_s: float = 0.0
-    """In state `training`."""
+    """Seconds in state `training`."""
     training_at: float | None = None
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
     curves: defaultdict[str, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    """`loss` (mean since the line before) and `final_loss` while at stage 0, `validation`, all in nats per token;
-    `spread`, the standard deviation between replicas; `learning_rate`; `grad_norm`."""
+    """`loss` (mean since the previous `progress` event) and `final_loss` while at stage 0, and `validation`, all in
+    nats per token; `spread`, the standard deviation between replicas; `learning_rate`; `grad_norm`."""
     increments: defaultdict[str, list[Increment]] = field(default_factory=lambda: defaultdict(list))
-    """Growth of `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between lines of progress."""
+    """Growth of `tokens` (while at stage 0), bytes `in` and `out`, and `rounds RESULT` between `progress` events."""
     round_seconds: list[tuple[float, float]] = field(default_factory=list)
-    """(when, seconds) of the outer rounds that have a line."""
+    """(when, seconds) of the outer rounds in the journal."""
     membership: list[tuple[float, Counter[str]]] = field(default_factory=list)
-    """(when, nodes by state)."""
+    """(when, nodes by state), as this node saw the swarm."""
     incidents: list[Incident] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """The sum of the increments of this name."""
+        """The sum of the increments with this name."""
         return sum(int(each.amount) for each in self.increments[name])
 
     def last(self, curve: str) -> float | None:
-        """The newest value of a curve."""
+        """The newest value of a curve; None if it has none."""
         return next((piece[-1][1] for piece in reversed(self.curves[curve]) if piece), None)
 
 
 def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
-    """Take what one process wrote."""
+    """Add what one process wrote to the history of its node."""
     by_kind: defaultdict[str, list[JournalEvent]] = defaultdict(list)
     progress: list[tuple[JournalEvent, int | None]] = []
     for event in events:
@@ -100,13 +101,13 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
         if event.kind == "progress":
             progress.append((event, node.stage))
         if event.kind in INCIDENTS:
-            kind = "well again" if event.fields.get("well") is True else INCIDENTS[event.kind]
+            kind = "recovered" if event.fields.get("well") is True else INCIDENTS[event.kind]
             node.incidents.append(Incident(event.at, node.name, kind, _sentence(event)))
     for event in by_kind["start"]:
         node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
         node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
     training = [event.at for event in by_kind["state"] if event.text("state") == "training"]
-    # A process may come before the one that was started earlier: by a clock that was set back meanwhile.
+    # A later process may carry an earlier time, if the clock was set back in between.
     node.training_at = min([*training[:1], *([] if node.training_at is None else [node.training_at])], default=None)
     spans = tuple(_spans(events))
     node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
@@ -120,7 +121,7 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
 
 
 def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int | None]], began_at: float) -> None:
-    """Take a process's lines of progress, each with the stage that the node held."""
+    """Add the `progress` events of a process, each with the stage that the node held."""
     stepped = [(event, stage) for event, stage in progress if event.number("step") is not None]
     node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in stepped)])
     for name in ("learning_rate", "grad_norm"):
@@ -130,7 +131,7 @@ def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int 
     totals = [_totals(event) for event, _ in progress]
     times = [began_at, *(event.at for event, _ in progress)]
     for name in {name: None for each in totals for name in each}:
-        # What a line does not have has not grown, and a count that falls is no count.
+        # A count that is missing from an event has not grown, and one that falls is ignored.
         highest = [0.0, *itertools.accumulate((each.get(name, 0.0) for each in totals), max)]
         for n, (_, stage) in enumerate(progress):
             if highest[n + 1] > highest[n] and (name != "tokens" or stage == 0):
@@ -143,7 +144,7 @@ def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int 
 
 
 def _totals(event: JournalEvent) -> dict[str, float]:
-    """What a line of progress has counted, by the names of `NodeHistory.increments`."""
+    """The counts of a `progress` event, by the names of `NodeHistory.increments`."""
     sizes = event.tally("bytes")
     found = {way: sum(size for kind, size in sizes.items() if kind.startswith(way)) for way in ("in", "out")}
     rounds = {f"rounds {result}": count for result, count in event.tally("rounds").items()}
@@ -151,12 +152,12 @@ def _totals(event: JournalEvent) -> dict[str, float]:
 
 
 def _curve(events: Sequence[JournalEvent], name: str) -> Piece:
-    """(step, number of this name) of the events that have one."""
+    """(step, number) for the events that have a number with this name."""
     return [(event.number("step") or 0.0, value) for event in events if (value := event.number(name)) is not None]
 
 
 def _states(event: JournalEvent) -> Counter[str]:
-    """Nodes by state, over all stages."""
+    """The number of nodes in each state, over all stages."""
     counts: Counter[str] = Counter()
     for place, count in event.tally("counts").items():
         counts[_known(place.rpartition(" ")[2])] += int(count)
@@ -168,7 +169,7 @@ def _known(state: str) -> str:
 
 
 def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
-    """The states of a process, one after the other; `starting` at first, or what a line of progress says."""
+    """The states of a process in sequence, from `state` and `progress` events; `starting` until the first of them."""
     state, since = "starting", events[0].at
     for event in events:
         says = event.kind in ("state", "progress") and "state" in event.fields

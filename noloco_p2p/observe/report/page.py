@@ -1,4 +1,4 @@
-"""The page: charts, tables and the frame of page.html around them. Everything is escaped there."""
+"""Renders the page: charts and tables, in the frame of page.html, which escapes all text."""
 
 import base64
 import hashlib
@@ -26,15 +26,15 @@ from noloco_p2p.observe.report.run_facts import facts, headline, standing
 
 TEMPLATE = "page.html"
 MARK = b": report of a run</title>"
-"""Near the beginning of every page."""
+"""Text near the beginning of every page, by which a file is recognised as one."""
 MOST_NODES = 300
-"""Rows of the table of nodes."""
+"""Upper limit on the rows of the table of nodes."""
 MOST_ROWS = 40
-"""Of any other table."""
+"""Upper limit on the rows of any other table."""
 MOST_SETTINGS = 100
-"""Rows of the table of settings in which several runs differ."""
+"""Upper limit on the rows of the table of settings in which runs differ."""
 MOST_CONFIGURATION = 100_000
-"""Characters of the manifest."""
+"""Upper limit on the characters of the manifest that are shown."""
 
 SPREAD = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
 
@@ -55,7 +55,7 @@ def make(directories: Sequence[Path], out: Path) -> int:
 
 
 def render(runs: Mapping[str, RecordedRun]) -> str:
-    """The whole page as one text of HTML, well-formed as XML too."""
+    """The whole page as HTML that is also well-formed XML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     frame = resources.files("noloco_p2p.observe.report").joinpath(TEMPLATE).read_text("utf-8")
     script = frame.partition("<script>")[2].partition("</script>")[0]
@@ -121,7 +121,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
     spread = [(f"stage {stage}", humanize.figure(std)) for stage, std in stds.items() if std is not None]
     tables: dict[str, list[PageTable]] = {
         "Time": [
-            ("Seconds while training, of all nodes", ("what", "time", "share"), times),
+            ("Time spent while training, all nodes", ("what", "time", "share"), times),
             ("Phases (calls overlap)", ("phase", "time"), _counts(run.total("phase_s"), humanize.duration)),
         ],
         "Outer rounds": [
@@ -151,7 +151,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
-    """Several runs beside each other: curves in common charts, figures, and the settings in which they differ."""
+    """Several runs compared: curves in common charts, figures side by side, and the settings in which they differ."""
     keys = [LegendKey(name, SERIES_COLOURS[n % len(SERIES_COLOURS)]) for n, name in enumerate(runs)]
     charts = [RunCharts(run) for run in runs.values()]
     span_s = max(run.ended_at - run.training_at for run in runs.values())
@@ -184,7 +184,7 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "peer": lambda node: humanize.short_id(node.peer_id),
     "stage": lambda node: humanize.DASH if node.stage is None else str(node.stage),
     "starts": lambda node: str(len(node.processes)),
-    "at the end": lambda node: node.processes[-1].spans[-1].state if node.processes[-1].ended else "no last line",
+    "at the end": lambda node: node.processes[-1].spans[-1].state if node.processes[-1].ended else "no end recorded",
     "inner steps": lambda node: humanize.count(node.inner_steps),
     "rounds": lambda node: humanize.count(node.tallies["rounds"].total()),
     "final loss": lambda node: humanize.loss(node.last("final_loss")),
@@ -194,4 +194,4 @@ NODE_COLUMNS: dict[str, Callable[[NodeHistory], str]] = {
     "re-routed": lambda node: humanize.count(node.tallies["rerouted"].total()),
     "checkpoints": lambda node: humanize.count(node.checkpoints),
 }
-"""The table of nodes: what each column is called, and what it has of a node."""
+"""The columns of the table of nodes: the heading, and the text for a node."""

@@ -1,4 +1,4 @@
-"""The figures of a run, from the journals of its nodes: those of `summary.json`, under the same definitions."""
+"""The figures of a run from the journals of its nodes: those of `summary.json`, with the same definitions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,54 +20,54 @@ WORKS = "device works"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The nodes, sorted by stage and name, and what lies beside their journals."""
+    """The nodes, sorted by stage and name, and the files found next to their journals."""
 
     nodes: list[NodeHistory]
     manifest: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    """What `noloco swarm` wrote at the end, when it counts the whole run; else empty."""
+    """What `noloco swarm` wrote at the end, if it covers the whole run; otherwise empty."""
     running: bool = False
-    """A node of it runs on this machine."""
+    """Whether one of its nodes is running on this machine."""
 
     @property
     def began_at(self) -> float:
-        """Unix seconds of the first line of all."""
+        """Unix seconds of the first line in any journal."""
         return min(process.began_at for node in self.nodes for process in node.processes)
 
     @property
     def ended_at(self) -> float:
-        """Unix seconds of the last line of all."""
+        """Unix seconds of the last line in any journal."""
         return max(process.ended_at for node in self.nodes for process in node.processes)
 
     @property
     def training_at(self) -> float:
-        """Unix seconds when the first node began to train; where none did, `began_at`."""
+        """Unix seconds when the first node began to train; `began_at` if none did."""
         return min((node.training_at for node in self.nodes if node.training_at is not None), default=self.began_at)
 
     @property
     def wall_s(self) -> float:
-        """From the launcher's start to its end where it wrote that; else from the first line to the last."""
+        """The launcher's own measurement if it wrote one; otherwise the time from the first line to the last."""
         measured = number(self.summary.get("wall_s"))
         return self.ended_at - self.began_at if measured is None else measured
 
     def of_stage(self, stage: int) -> list[NodeHistory]:
-        """The nodes that held this stage last."""
+        """The nodes whose last stage was this one."""
         return [node for node in self.nodes if node.stage == stage]
 
     @property
     def stages(self) -> list[int]:
-        """Stages that a node has held."""
+        """The stages that nodes held last."""
         return sorted({node.stage for node in self.nodes if node.stage is not None})
 
     @property
     def tokens(self) -> int:
-        """Trained on, by all replicas of stage 0."""
+        """Tokens trained on, by all replicas of stage 0."""
         return sum(node.total("tokens") for node in self.nodes)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """While any replica of stage 0 trained: what lies between a stop and the next start does not count, nor do
-        evaluations where the launcher measured it."""
+        """Over the time in which any replica of stage 0 trained. The time between a stop and the next start does not
+        count; if the launcher measured the rate, neither do evaluations."""
         measured = number(self.summary.get("tokens_per_s"))
         if measured is not None:
             return measured
@@ -80,33 +80,33 @@ class RecordedRun:
         return self.tokens / seconds if seconds else None
 
     def last(self, curve: str, stage: int = 0) -> float | None:
-        """The newest value of a curve, mean over the replicas of a stage."""
+        """The newest value of a curve, as the mean over the replicas of a stage that have one."""
         known = [value for node in self.of_stage(stage) if (value := node.last(curve)) is not None]
         return fmean(known) if known else None
 
     def total(self, tally: str, stage: int | None = None) -> Counter[str]:
-        """A tally over all nodes, or those of a stage."""
+        """The sum of a tally over all nodes, or over those of a stage."""
         found: Counter[str] = Counter()
         for node in self.nodes if stage is None else self.of_stage(stage):
             found.update(node.tallies[tally])
         return found
 
     def time_of(self, stage: int) -> tuple[float, dict[str, float]]:
-        """(seconds that the nodes of a stage were training, seconds of WORKS and of each wait, longest first)."""
+        """(seconds that the nodes of a stage were training, seconds of WORKS and then of each wait, longest first)."""
         nodes = self.of_stage(stage)
         waits = {f"waits: {cause}": seconds for cause, seconds in self.total("idle_s", stage).most_common()}
         return sum(node.trained_s for node in nodes), {WORKS: sum(node.device_s for node in nodes), **waits}
 
     def incidents(self) -> list[Incident]:
-        """The newest of all nodes, newest first."""
+        """The newest incidents of all nodes, newest first, MOST_INCIDENTS at most."""
         return sorted((incident for node in self.nodes for incident in node.incidents), reverse=True)[:MOST_INCIDENTS]
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
-    """The runs in these directories, and what to call each.
+    """The runs in these directories, by the name to show for each.
 
-    All nodes in a directory of `noloco swarm` are of one run; those in other directories are put together by run id.
-    Raises ConfigError when there is no journal.
+    The nodes in a directory of `noloco swarm` form one run; nodes in other directories are grouped by run id. Raises
+    ConfigError if there is no readable journal.
     """
     names, found = node_dirs(paths), defaultdict[str, dict[Path, NodeHistory]](dict)
     for path in paths:
@@ -116,7 +116,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
             if node.processes:
                 found[clean(path) if of_swarm else f"{node.run_name} {node.run_id[:8]}".strip()][directory] = node
     if not found:
-        raise ConfigError(f"no line of the journals in {', '.join(map(str, paths))} can be read; was the run started?")
+        raise ConfigError(f"the journals in {', '.join(map(str, paths))} have no readable line; was the run started?")
     own = {name: [path for path in paths if len(found) == 1 or clean(path) == name] for name in found}
     short = {name: _last_part(name) for name in found}
     times = Counter(short.values())
@@ -124,7 +124,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
 
 
 def _last_part(name: str) -> str:
-    """The last part of a path; of `.` and `..` the name of that directory."""
+    """The last part of a path; for `.` and `..`, the name of that directory."""
     last = Path(name).name
     return clean(Path(name).resolve().name) if name and last in ("", "..") else last
 
@@ -138,14 +138,14 @@ def _read_node(directory: Path, name: str) -> NodeHistory:
 
 
 def _run(found: dict[Path, NodeHistory], paths: Sequence[Path]) -> RecordedRun:
-    """Of these nodes, by directory; `paths`: the directories that were named for it."""
+    """The run of these nodes, given by directory. `paths`: the directories that the user named for it."""
     manifest = next((stored for directory in found if (stored := read_json(directory / MANIFEST))), {})
     nodes = sorted(found.values(), key=lambda node: (node.stage is None, node.stage or 0, node.name))
     return RecordedRun(nodes, manifest, _summary(paths, nodes), any(map(in_use, found)))
 
 
 def _summary(paths: Sequence[Path], nodes: Sequence[NodeHistory]) -> dict[str, Any]:
-    """The launcher's, when it is of this run and of nothing but it."""
+    """The launcher's summary, if it covers exactly this run: one directory, not resumed, each node started once."""
     found = read_json(paths[0] / SUMMARY) if len(paths) == 1 else None
     if found is None or "nodes" not in found or found.get("resumed_from_step") is not None:
         return {}

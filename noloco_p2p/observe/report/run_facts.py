@@ -1,4 +1,4 @@
-"""What the page says of a run in words and numbers: how it stands, its figures, and what was trained with what."""
+"""What the page says about a run in words and numbers: how it stands, its figures, and what was trained with what."""
 
 from collections import Counter
 
@@ -10,7 +10,10 @@ from noloco_p2p.observe.report.recorded_run import RecordedRun
 
 
 def standing(run: RecordedRun) -> str:
-    """Completed when every stage has a replica that finished in its last process; else a node runs, or none does."""
+    """Whether the run is completed, running or interrupted, as a sentence.
+
+    It is completed when every stage has a replica whose last process reached `finished`.
+    """
     last = [[node.processes[-1].spans for node in run.of_stage(stage)] for stage in run.stages]
     if last and all(any(span.state == "finished" for spans in mine for span in spans) for mine in last):
         return f"Completed, in {humanize.duration(run.wall_s)}."
@@ -20,7 +23,7 @@ def standing(run: RecordedRun) -> str:
 
 
 def headline(run: RecordedRun) -> dict[str, str]:
-    """Its main figures by name."""
+    """The main figures of the run, by name."""
     validation = run.last("validation")
     return {
         "nodes": f"{len(run.nodes)} in {humanize.plural(len(run.stages), 'stage')}",
@@ -35,7 +38,7 @@ def headline(run: RecordedRun) -> dict[str, str]:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
-    """Model, data, hardware, software and command; what nobody wrote is left out."""
+    """Model, data, hardware, software and command; facts that were not recorded are left out."""
 
     def said(*place: str) -> str:
         found: object = run.manifest

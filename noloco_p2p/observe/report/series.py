@@ -1,4 +1,4 @@
-"""The series of a run for other programs (`noloco report --csv`)."""
+"""The series of a run as a CSV file, for other programs (`noloco report --csv`)."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ from noloco_p2p.observe.report.journals import JournalEvent, node_dirs, read_pro
 
 
 class Row(NamedTuple):
-    """A line of progress, or a validation, of a node."""
+    """A `progress` or `evaluation` event of a node."""
 
     time: float
     """Unix seconds."""
@@ -20,9 +20,9 @@ class Row(NamedTuple):
     stage: int | None
     step: float | None
     tokens_per_s: float | None = None
-    """Since the line of progress before."""
+    """Mean since the previous `progress` event."""
     loss: float | None = None
-    """Nats per token, mean since the line of progress before."""
+    """Nats per token, mean since the previous `progress` event."""
     learning_rate: float | None = None
     grad_norm: float | None = None
     validation_loss: float | None = None
@@ -30,9 +30,9 @@ class Row(NamedTuple):
 
 
 def write(directories: Sequence[Path], out: Path) -> int:
-    """Write the series of all nodes in these directories in the order of time; returns the number of rows.
+    """Write the series of all nodes in these directories, ordered by time. Returns the number of rows.
 
-    Raises ConfigError when there is no journal or `out` is another file, LocalError when it cannot be written.
+    Raises ConfigError if there is no journal or `out` is a file of another kind, LocalError if it cannot be written.
     """
     homes.require_page("--csv ", out, ",".join(Row._fields).encode(), "series")
     places = node_dirs(directories)
@@ -47,7 +47,7 @@ def write(directories: Sequence[Path], out: Path) -> int:
 
 
 def _rows(node: str, events: Sequence[JournalEvent]) -> Iterator[Row]:
-    """Of one process."""
+    """The rows of one process of a node."""
     at, tokens, stage = events[0].at, 0.0, None
     for event in events:
         place, step = event.number("stage"), event.number("step")
