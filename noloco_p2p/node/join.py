@@ -93,7 +93,7 @@ class Joining:
         done = any(held.step >= manifest.steps for held in self._weights.own_of_stage())
         longest_s = 3 * node.config.directory.ttl_s if done else None
         if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
-            return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps of the run")
+            return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps")
         if node.draining:
             return True
         if node.advert.state == "waiting":
@@ -171,8 +171,8 @@ class Joining:
         return False
 
     async def _take_weights(self) -> str | None:
-        """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log; None
-        if the run has ended and only initial weights are left, which would pass for those of its end."""
+        """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log, or
+        None if the run has ended and only initial weights are left, which would pass for those of its end."""
         node, began = self._node, self._node.now()
         self._weights.withhold()
         while not node.draining:

@@ -60,7 +60,7 @@ class Rebalancer:
         return True
 
     def _have_answered(self, since: float, least: int) -> bool:
-        """Whether all of them, at least `least`, have answered after `since`: one that answered earlier may have died."""
+        """Whether all `_deciding` replicas, at least `least`, have answered since then: older answers may be stale."""
         inquiry = self._swarm.inquiry
         answering = inquiry.answering(self._deciding, balance.COUNTED)
         anew = not inquiry.unknown(self._deciding, since)
