@@ -1,1 +1,1 @@
-"""The other world: the ports of `ports.py` in one process under virtual time. Neither sockets nor torch."""
+"""The simulated world: the ports of `ports.py` in one process under virtual time, without sockets or torch."""

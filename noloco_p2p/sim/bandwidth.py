@@ -25,7 +25,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Bytes under way. Moved by `start` and `stop`."""
+    """Bytes in flight, controlled by `start` and `stop`."""
 
     nbytes: float
     on_end: Callable[[], None]
@@ -120,7 +120,7 @@ def _move(flow: Flow, now: float) -> None:
 
 
 def _alone(chosen: dict[Flow, None]) -> Rates | None:
-    """The rate of the only flow on its path: the most frequent case, and a simple one."""
+    """The most frequent case, done quickly: the rate of the only flow on its path. None if there are others."""
     if len(chosen) > 1:
         return None
     [flow] = chosen
@@ -158,7 +158,7 @@ def _fill(chosen: dict[Flow, None]) -> Rates:
             continue
         rate = max(0.0, room[full]) / unfixed[full]
         if rate > share:
-            # Some flows on this segment were fixed below its share, so it fills later than its place in the heap says.
+            # Some flows on this segment were fixed below its share, so it fills later than its heap entry says.
             heapq.heappush(heap, (rate, number, full))
             continue
         for flow in full.flows:

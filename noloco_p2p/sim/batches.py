@@ -10,13 +10,13 @@ from noloco_p2p.core.messages import Batch, HostTensor, PeerId
 from noloco_p2p.core.seeds import generator
 
 IGNORED = -100
-"""A target that does not count as a token (METHOD.md, "Inner step")."""
+"""The target of a position that does not count as a token (METHOD.md, "Inner step")."""
 
 
 class SimBatches:
     """Microbatches determined by (seed, peer, position), and held-out ones determined by (seed, position).
 
-    With `unequal`, some targets are ignored, so microbatches have different numbers of tokens, but at least one.
+    With `unequal`, some targets are ignored, so microbatches differ in their number of tokens, which is at least one.
     `cursor`: the position in another stream from which this one continues.
     """
 

@@ -18,19 +18,20 @@ from noloco_p2p.sim.payloads import Payload
 DEAD_LINK_S = 15.0
 """Time after which both ends of a gRPC connection notice that the other one has silently gone."""
 RESENT_S = 0.2
-"""TCP sends again after so long what a cut has swallowed, and from then on whenever twice as much time has passed."""
+"""Delay after which TCP retransmits what a cut has swallowed. With each further retransmission the time since the first
+attempt doubles."""
 
 T = TypeVar("T")
 
 
 def resent_after_s(waited_s: float) -> float:
-    """When TCP sends again what has waited so long."""
+    """Seconds until TCP next retransmits a message that was first sent `waited_s` ago."""
     return max(RESENT_S, waited_s)
 
 
 @dataclass(slots=True, eq=False)
 class SimCall(Generic[T]):
-    """A call, from the moment it is made. `answer` gets its result.
+    """One call, which creating this object makes. `answer` gets its result.
 
     It fails with Unreachable at its deadline, at once when the callee crashes, and, if its answer is a stream, when the
     stream is silent for too long. The caller must call `end` once it no longer waits for the answer.
@@ -46,9 +47,9 @@ class SimCall(Generic[T]):
     """Name of the method, for error messages."""
     request_bytes: int = 0
     answer_bytes: int = 0
-    """Bytes without tensors, including what every call has."""
+    """Without tensors; both include what every call sends."""
     apart: bool = False
-    """It uses a connection other than that for bodies."""
+    """Whether it uses a connection other than those for bodies."""
     body: Payload | None = None
     """The tensors that follow the request."""
     replying: Callable[[], None] = lambda: None
@@ -59,14 +60,14 @@ class SimCall(Generic[T]):
     _loop: asyncio.AbstractEventLoop = field(init=False)
     _called_at: float = field(init=False)
     _expires_at: float = field(init=False)
-    """When the callee gives up by itself."""
+    """When the callee gives up on its own."""
     _deadline: asyncio.TimerHandle = field(init=False)
     _step: asyncio.TimerHandle | None = None
-    """The request or the answer under way."""
+    """Timer of the request or answer in flight."""
     _message: Payload = field(init=False)
-    """The bytes of that message."""
+    """The request or answer itself."""
     _alive: bool = True
-    """Something is still happening beyond the caller."""
+    """Whether something is still happening away from the caller: on the way or at the callee."""
     _work: asyncio.Task[T] | None = None
     _endpoint: Endpoint | None = None
     _reply: Payload | None = None
@@ -84,8 +85,7 @@ class SimCall(Generic[T]):
         self._listen()
 
     def end(self) -> None:
-        """The caller no longer waits, for whatever reason. The callee hears of it one latency later, if it knows of the
-        call."""
+        """Note that the caller no longer waits. If the call is not over, the callee learns of it one latency later."""
         if self._alive and self._endpoint is None and self.network.cut(self.caller, self.callee):
             self._give_up()
         self._deadline.cancel()
@@ -121,7 +121,7 @@ class SimCall(Generic[T]):
             self.answer.set_exception(Unreachable(message))
 
     def _listen(self) -> None:
-        """Give up if the stream has been silent for too long, else check again when that may be the case."""
+        """Give up if the stream has been silent for too long; otherwise check again when that may be the case."""
         if self.silence_s is None or self.answer.done():
             return
         if self._listening is not None:
@@ -132,13 +132,13 @@ class SimCall(Generic[T]):
         if left_s > 0:
             self._listening = self._loop.call_later(left_s, self._listen)
             return
-        message = f"nothing more of {self.what} came from {self.callee} for {patience_s:g} s"
+        message = f"{self.callee} sent nothing in reply to {self.what} for {patience_s:g} s"
         self.answer.set_exception(Unreachable(message))
 
     # --- at the callee --------------------------------------------------------------------------------------------
 
     async def stream(self, kind: str, nbytes: int, connections: int) -> None:
-        """Wait as long as `nbytes` of tensors take to the caller. Awaited by the handler whose answer they are."""
+        """For a handler that answers with a stream: send `nbytes` of tensors and wait until they have left."""
         traffic = self.network.traffic
         self._reply = payload = Payload(self.callee, self.caller, kind, nbytes, connections=connections)
         traffic.depart(payload)
@@ -151,7 +151,7 @@ class SimCall(Generic[T]):
 
     def _arrive(self, waited_s: float = 0.0) -> None:
         self._step = None
-        if self._is_resent(self.caller, self.callee, self._arrive, waited_s):
+        if self._retransmits(self.caller, self.callee, self._arrive, waited_s):
             return
         if self.network.request_lost(self.caller, self.callee):
             self._alive = False
@@ -183,7 +183,7 @@ class SimCall(Generic[T]):
 
     def _answer_with(self, outcome: T | PeerError, waited_s: float = 0.0) -> None:
         self._step = None
-        if self._is_resent(self.callee, self.caller, partial(self._answer_with, outcome), waited_s):
+        if self._retransmits(self.callee, self.caller, partial(self._answer_with, outcome), waited_s):
             return
         if self.network.endpoint(self.callee) is not self._endpoint:
             self._break()
@@ -193,8 +193,8 @@ class SimCall(Generic[T]):
         else:
             self._reply_with(outcome)
 
-    def _is_resent(self, sender: PeerId, receiver: PeerId, arrive: Callable[[float], None], waited_s: float) -> bool:
-        """Whether a message meets a cut now, after `waited_s`, and will be sent again."""
+    def _retransmits(self, sender: PeerId, receiver: PeerId, arrive: Callable[[float], None], waited_s: float) -> bool:
+        """If a message first sent `waited_s` ago meets a cut, schedule its retransmission. Returns whether it did."""
         if waited_s >= DEAD_LINK_S or not self.network.cut(sender, receiver):
             return False
         later_s = resent_after_s(waited_s)
@@ -202,7 +202,7 @@ class SimCall(Generic[T]):
         return True
 
     def _reply_with(self, outcome: T | PeerError) -> None:
-        """Tensors precede their answer. A stream has already sent its own."""
+        """Send an answer after its tensors, if it has any. A stream has already sent its own."""
         nbytes = self.network.payload_bytes("gradient", (outcome.grad,)) if isinstance(outcome, Gradient) else 0
         if isinstance(outcome, Gradient) and nbytes:
             connections = self.body.connections if self.body is not None else 1
@@ -221,7 +221,7 @@ class SimCall(Generic[T]):
         self._settle(Unreachable(f"{self.callee} broke the connection"))
 
     def _send(self, outcome: T | PeerError) -> None:
-        """Send the answer itself. If it has tensors, it follows them and has waited with them."""
+        """Send the answer itself. If it has tensors, it has already waited with them."""
         apart = self.apart or self._reply is not None
         self._post(self.callee, self.caller, self.answer_bytes, self._settle, outcome, apart=apart)
         self._message.on_lost = self._break
@@ -239,7 +239,7 @@ class SimCall(Generic[T]):
         self.network.traffic.post(self._message, apart=apart)
 
     def _outcome(self, work: asyncio.Task[T]) -> T | PeerError | None:
-        """The handler's answer, or the error that its caller gets; None if it was cancelled."""
+        """The handler's answer, or the error for its caller; None if the handler was cancelled."""
         if work.cancelled():
             return None
         error = work.exception()
@@ -257,7 +257,7 @@ class SimCall(Generic[T]):
         raise error
 
     def _hang_up(self, word: Payload) -> None:
-        """The callee learns that its caller is gone; if nothing gets through, when it finds the link dead."""
+        """The callee learns that its caller is gone: now, or if nothing gets through, when it finds the link dead."""
         self.network.traffic.take(word)
         if self._alive and self.network.cut(self.caller, self.callee):
             self._find_dead()
@@ -265,7 +265,7 @@ class SimCall(Generic[T]):
             self._give_up()
 
     def _find_dead(self) -> None:
-        """The callee will notice that the link is dead."""
+        """The callee gives up once it notices that the link is dead, or at its deadline."""
         self._loop.call_at(min(self._expires_at, self._loop.time() + DEAD_LINK_S), self._give_up)
 
     def _give_up(self) -> None:

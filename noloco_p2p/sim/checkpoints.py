@@ -11,7 +11,7 @@ class _DiskEntry:
     checkpoint: Checkpoint
     torn: bool = False
     noticed: bool = False
-    """It was read and found to be torn."""
+    """It has been read, and found to be torn."""
 
     @property
     def holding(self) -> Holding:
@@ -45,7 +45,7 @@ class Disk:
         self._entries = [*(one for one in forgotten if one is self._pinned), *kept]
 
     def get(self, held: Holding) -> Checkpoint | None:
-        """A complete checkpoint; None if it is torn, which is then known, or missing."""
+        """A complete checkpoint; None if it is missing, or torn, which `held` then takes into account."""
         for entry in reversed(self._entries):
             if entry.holding == held:
                 entry.noticed = entry.torn
@@ -74,7 +74,7 @@ class SimCheckpoints:
         self._saving: dict[asyncio.Task[object], None] = {}
 
     def crash(self) -> None:
-        """The process is gone, possibly in the middle of a save."""
+        """The process dies, possibly in the middle of a save."""
         self.dead = True
         for task in self._saving:
             task.cancel()

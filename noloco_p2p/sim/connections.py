@@ -1,5 +1,4 @@
-"""The paths between nodes: their lines, what waits in the sockets of a connection, and slow start after an idle
-period."""
+"""The paths between nodes: lines, what waits in a connection's sockets, and slow start after an idle period."""
 
 import asyncio
 import math
@@ -32,27 +31,27 @@ class Connection:
     def __init__(
         self, ceilings: tuple[float, float], fastest: float, round_trip_s: float, forgets: bool = True
     ) -> None:
-        """`ceilings`: bytes per second of one connection and of all; `fastest`: of the whole path.
+        """`ceilings`: highest bytes per second of one connection and of all together; `fastest`: of the whole path.
 
-        Without `forgets` the connections keep their speed when idle: their slow start was before the simulation.
+        Without `forgets`, the connections keep their speed when idle, and their slow start was before the simulation.
         """
         self._each, self._ceiling = ceilings
         self.segment = Segment(self._ceiling)
         """The part of the path that only these connections limit."""
         self._fastest = fastest
         self._used = 1
-        """Number of connections that the last body uses or used."""
+        """Number of connections that the newest body uses or used."""
         self._round_trip_s, self._forgets = round_trip_s, forgets
         self._moving: dict[Flow, float] = {}
         """Each moving body, with the bytes that had left when it was started."""
         self._moved = 0.0
-        """Bytes of bodies that no longer move."""
+        """Bytes that left of bodies that no longer move."""
         self._used_at = -math.inf
         self._reached = 0.0
         """Bytes per second of the last body when it ended."""
         self._growth: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
-        """Waiting messages, each with the number of body bytes that leave before it."""
+        """Waiting messages: (value of `_moved_by` from which on to send it, what sends it)."""
         self._next: asyncio.TimerHandle | None = None
 
     def wake(self, connections: int) -> None:
@@ -86,7 +85,10 @@ class Connection:
             self._release()
 
     def after_handed(self, send: Callable[[], object]) -> bool:
-        """Call `send` once the body bytes that gRPC and the kernel hold now have left. False: there are none."""
+        """Call `send` once the body bytes that gRPC and the kernel hold now have left.
+
+        If there are none, returns False and does not call `send`.
+        """
         if not self._moving:
             return False
         now = asyncio.get_running_loop().time()
@@ -102,11 +104,11 @@ class Connection:
         return sum([flow.rate for flow in self._moving])
 
     def _moved_by(self, now: float) -> float:
-        """Body bytes that have ever left."""
+        """Body bytes that have left in total."""
         return self._moved + sum([flow.moved(now) - before for flow, before in self._moving.items()])
 
     def _release(self) -> None:
-        """Send the messages whose preceding body bytes have left or no longer move; then wait for the next."""
+        """Send the messages whose preceding body bytes have left or no longer move. Set a timer for the next one."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -147,7 +149,7 @@ class Ways:
     def path(self, sender: PeerId, receiver: PeerId) -> tuple[Segment, ...]:
         """What limits bytes between the two nodes now: the sender's access, their connection, the receiver's access.
 
-        Bytes from a node to itself are those that it exchanges with all nodes; they use only its own lines.
+        Bytes from a node to itself stand for those that it exchanges with all nodes; they use only its own line.
         """
         own = None if sender == receiver else self.connection(sender, receiver).segment
         middle = own if own is not None and own.bytes_per_s < math.inf else None

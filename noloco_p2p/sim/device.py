@@ -28,7 +28,7 @@ class Costs:
     """Sigma of the log-normal factor on each operation; 0: constant."""
 
     def of(self, operation: Operation) -> float:
-        """Of one operation."""
+        """The cost of one operation."""
         match operation:
             case Operation.FORWARD | Operation.EVALUATE:
                 return self.forward_s
@@ -58,7 +58,7 @@ class SimDevice:
         self._halted = False
         self._closed = False
         self._work: tuple[asyncio.TimerHandle, asyncio.Future[Any]] | None = None
-        """The end of the last operation, and what its caller waits for."""
+        """The timer at which the newest operation ends, and the future that its caller awaits."""
         self._busy_s = 0.0
 
     async def call(self, operation: Operation, work: Callable[[], T], *, lost: Callable[[T], None] | None = None) -> T:
@@ -111,7 +111,7 @@ class SimDevice:
                 turn.set_exception(LocalError(DEVICE_CLOSED))
 
     def halt(self) -> None:
-        """The process is gone: nothing that waits or runs has any effect, and waiters are cancelled."""
+        """The process dies: operations that wait or run have no effect, and their callers are cancelled."""
         self._halted = True
         for _, _, turn in self._line:
             turn.cancel()
@@ -124,11 +124,11 @@ class SimDevice:
     def _perform(
         self, took_s: float, work: Callable[[], T], done: "asyncio.Future[T]", lost: Callable[[T], None] | None
     ) -> None:
-        """The operation ends. Nobody waits for it any more if `done` was cancelled."""
+        """End an operation. If `done` was cancelled, nobody waits for its result any more."""
         self._busy_s += took_s
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - it is raised in whoever waits for the call
+        except Exception as error:  # noqa: BLE001 - raised in the task that awaits the call
             if not done.cancelled():
                 done.set_exception(error)
         else:
@@ -144,7 +144,7 @@ class SimDevice:
         self._next()
 
     def _next(self) -> None:
-        """Give the free device to the first waiter that is still there."""
+        """If the device is free, give it to the first caller that still waits."""
         while self._line and not self._in_use and not self._halted:
             _, _, turn = heapq.heappop(self._line)
             if not turn.done():

@@ -13,15 +13,15 @@ from noloco_p2p.errors import Unreachable
 DELAY_S = 0.002
 """Seconds that each read or write takes."""
 COPIES = 5
-"""Nodes that store an advert and are asked for it: hivemind's `num_replicas`."""
+"""Number of nodes that store each advert and are asked for it: hivemind's `num_replicas`."""
 
 
 @dataclass(slots=True)
 class _AdvertView:
-    """The adverts that some nodes read. It is updated incrementally, so that a thousand nodes can read it often."""
+    """The adverts that a group of nodes reads, updated incrementally so that a thousand nodes can read them often."""
 
     upcoming: deque[tuple[Advert, float]] = field(default_factory=deque)
-    """(advert, expiry): too recent to be visible, in the order of their announcement."""
+    """(advert, expiry) of those too recent to be visible, in the order in which they were announced."""
     visible: dict[PeerId, Advert] = field(default_factory=dict)
     """Sorted by peer id."""
     expiries: list[tuple[float, int, Advert]] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _AdvertView:
         return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), self.taken)
 
     def at(self, seen_at: float) -> list[Advert]:
-        """The adverts that were live at a given time, which must not go back from one call to the next."""
+        """The adverts that were live at `seen_at`, which must not decrease from one call to the next."""
         while self.upcoming and self.upcoming[0][0].announced_at <= seen_at:
             advert, expires_at = self.upcoming.popleft()
             new = advert.peer_id not in self.visible
@@ -51,7 +51,7 @@ class _AdvertView:
 class Registry:
     """Everything that has been announced. Views are `view_age_s` old: later announcements are not visible yet.
 
-    While the swarm is split, announcements of a group are visible in that group only.
+    While the swarm is split, announcements of a group are visible only within it.
     """
 
     def __init__(self, view_age_s: float = 0.0) -> None:
@@ -63,9 +63,9 @@ class Registry:
         """While the swarm is split: what each group reads, including everything announced before the split."""
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses between groups. A node in no group hears all and is heard by all.
+        """From now on no announcement crosses between groups. A node in no group sees all and is seen by all.
 
-        A group that is part of an earlier one begins with what that one could read, any other group with everything.
+        A group that is part of an earlier one starts with what that one could read, any other group with everything.
         """
         views: dict[frozenset[PeerId], _AdvertView] = {}
         for group in map(frozenset, groups):
@@ -102,12 +102,12 @@ class SimDirectory:
     """The Directory port of one node."""
 
     def __init__(self, registry: Registry, me: PeerId, exchange: Callable[[int], Awaitable[None]]) -> None:
-        """`exchange` waits as long as this many adverts take up and down this node's lines.
+        """`exchange` waits as long as this many adverts take over this node's line, up and down.
 
-        What the node reads comes down. About as much goes up for what others read of the part that it stores.
+        The node downloads what it reads, and uploads about as much for others, who read the part that it stores.
         """
         self.dead = False
-        """The process of this node has crashed: what its tasks still try has no effect."""
+        """The node's process has crashed; nothing that its tasks still do has any effect."""
         self._registry = registry
         self._me = me
         self._exchange = exchange

@@ -1,6 +1,6 @@
-"""The faults of a scenario: those that it lists, and those drawn from a seed at the rates of its churn.
+"""The faults of a scenario: those that it lists, and those drawn from a seed at its churn rates.
 
-All are drawn before the run and independently of it, so that one seed gives one run.
+All are drawn before the run and independently of it, so a seed determines the run.
 """
 
 import math
@@ -21,13 +21,13 @@ LASTING = ("crash", "depart")
 
 
 class Roster:
-    """The nodes of each stage that will be present, as far as arrivals and losses have been drawn."""
+    """The nodes that each stage will have, given the arrivals and losses drawn so far."""
 
     def __init__(self, replicas: Sequence[int], newcomers: Collection[PeerId] = ()) -> None:
-        """`newcomers`: ids that are taken by other arrivals."""
+        """`newcomers`: ids that other arrivals have taken."""
         self._newcomers = newcomers
         self._started = list(replicas)
-        """Number of nodes that each stage ever had."""
+        """For each stage, the number of the next node that arrives."""
         self._stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
 
     def peers(self) -> list[PeerId]:
@@ -35,7 +35,7 @@ class Roster:
         return [peer for stage in self._stages for peer in stage]
 
     def arrive(self, rng: random.Random) -> PeerId:
-        """A new node, in a uniformly drawn stage."""
+        """Add a node to a uniformly drawn stage. Returns its id."""
         stage = rng.randrange(len(self._started))
         while (peer := peer_id(stage, self._started[stage])) in self._newcomers:
             self._started[stage] += 1
@@ -44,7 +44,7 @@ class Roster:
         return peer
 
     def lose(self, peer: PeerId) -> bool:
-        """Remove a node for good. False: it is the last of its stage and stays."""
+        """Remove a node for good. Returns False if it stays because it is the last of its stage."""
         stage = next(stage for stage in self._stages if peer in stage)
         if len(stage) > 1:
             stage.remove(peer)
@@ -53,7 +53,7 @@ class Roster:
 
 
 def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
-    """All faults, in order of time. Raises ConfigError: a node does not exist, or a new one cannot have its id."""
+    """All faults, in order of time. Raises ConfigError if one names an unknown node, or a new node with a bad id."""
     listed = [one for fault in scenario.faults for one in _listed(scenario, fault, seed)]
     newcomers = [peer for fault in listed if fault.kind == "arrive" for peer in fault.peers]
     for number, peer in enumerate(newcomers):
@@ -65,7 +65,7 @@ def planned_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
 
 
 def slowness(scenario: Scenario, seed: int, newcomers: Sequence[PeerId]) -> dict[PeerId, float]:
-    """Factor on each node's device seconds, including newcomers: a function of the seed and its id."""
+    """Factor on each node's device seconds, including newcomers: a function of the seed and the node's id."""
     sigma, peers = scenario.compute.node_spread, [*Roster(scenario.replicas).peers(), *newcomers]
     return {peer: math.exp(generator(seed, "slowness", peer).gauss(0.0, sigma)) for peer in peers} if sigma else {}
 
@@ -88,16 +88,16 @@ def _listed(scenario: Scenario, fault: FaultSettings, seed: int) -> list[Fault]:
 
 
 def _check_new(peer: PeerId, replicas: Sequence[int]) -> None:
-    """Raises ConfigError: the swarm begins with this node, or it is of no stage."""
+    """Raises ConfigError if the swarm begins with this node, or its id names no stage."""
     found = re.fullmatch(r"s(0|[1-9][0-9]*)r(0|[1-9][0-9]*)", peer)
     if not found or int(found[1]) >= len(replicas):
-        raise ConfigError(f"a node that arrives is named {peer}; the first new one of stage 0 is s0r{replicas[0]}")
+        raise ConfigError(f"{peer!r} cannot be the id of a new node; the first new node of stage 0 is s0r{replicas[0]}")
     if int(found[2]) < replicas[int(found[1])]:
         raise ConfigError(f"the node {peer} cannot arrive, because the swarm begins with it")
 
 
 def _drawn(scenario: Scenario, seed: int, newcomers: Collection[PeerId]) -> list[Fault]:
-    """Events of four kinds as independent Poisson processes, each with the rate of the whole swarm."""
+    """Events of four kinds, drawn from independent Poisson processes at the rates of the whole swarm."""
     churn, rng = scenario.churn, generator(seed, "churn")
     rates = {
         "arrive": churn.arrivals_per_hour,

@@ -2,7 +2,7 @@
 
     swarm = FaultySwarm(plan, (Fault(5.0, "split", ("s0r0", "s1r0"), 20.0),))
 
-`laws` has what must hold under all faults.
+`laws` checks what must hold under all faults.
 """
 
 import asyncio
@@ -22,15 +22,16 @@ from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
-"""A newcomer decides on answers that may be as old as the longest wait for another answer."""
+"""How long messages must have got through before a node counts as reachable. A newcomer may decide on an answer that is
+as old as its longest wait for another one."""
 UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow", "stop")
 """Kinds whose end is recorded as an event of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault of some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`, and `stop`: their
-    processes stand still."""
+    """One fault of some nodes, undone after `for_s` seconds. The kinds are those of `FaultSettings`, and `stop`: the
+    processes are suspended."""
 
     at_s: float
     kind: str
@@ -62,7 +63,7 @@ class Fault:
 
 
 class FaultySwarm(SimSwarm):
-    """A swarm with a list of faults. Its stages record what they do if they are linear stages."""
+    """A swarm with a list of faults. Linear stages record what they do."""
 
     def __init__(self, plan: SimPlan, faults: tuple[Fault, ...] = (), *, limit_s: float = 400.0) -> None:
         frozen = FrozenWeights()
@@ -74,14 +75,14 @@ class FaultySwarm(SimSwarm):
         self.begun: list[Fault] = []
         """The faults that have happened so far."""
         self._lasting: list[Fault] = []
-        """Those that have not ended. When one ends, what another one does to the same node goes on."""
+        """Those that have not ended. When one ends, the effects of the others on the same nodes remain."""
         self.limit_s = limit_s
         """The run must have ended by then."""
         self.listed_s = 2.0 * plan.config.directory.refresh_s
-        """What has been announced for this long has been read by every node that can read."""
+        """Age at which an announcement has been read by every node that can read."""
         self.gap_s = 2.5 * plan.config.limits.microbatch_deadline_s
-        """Longest time without an inner step. A microbatch may live out its deadline, once more after its replica has
-        fallen silent, and under `balanced` an origin that has been silent is waited for a while."""
+        """Longest acceptable time without an inner step. A microbatch may take until its deadline, and again if its
+        replica falls silent; under `balanced`, replicas also wait for a silent origin for a while."""
         self.resumptions: list[Resumption] = []
         self.history: list[tuple[float, str]] = []
         """The faults and their ends, with their times."""
@@ -94,7 +95,7 @@ class FaultySwarm(SimSwarm):
         return super().run(self.limit_s if limit_s is None else limit_s, tolerate=tolerate)
 
     def start(self, stage: int, replica: int) -> None:
-        """As in `SimSwarm`. Each time the node resumes from weights, record what was available when it chose them."""
+        """As in `SimSwarm`. Also records what was available each time the node chooses weights to resume from."""
         super().start(stage, replica)
         process = self.processes[-1]
         transport, _, telemetry, _ = process.ports
@@ -109,6 +110,7 @@ class FaultySwarm(SimSwarm):
                 self.resumptions.append(Resumption(now_s(), process.peer, source, round, choice.take()))
 
         async def describe(peer: Advert) -> NodeDescription:
+            """A node describes all nodes that may have weights just before it chooses whose weights to fetch."""
             if process.node.state.advert.state in ("starting", "waiting", "syncing"):
                 choice.ask()
             return await ask(peer)
@@ -166,7 +168,7 @@ class FaultySwarm(SimSwarm):
         since_s = now_s() - SETTLED_S
         return not any(fault.ends_s > since_s and fault.separates(one, other) for fault in self.begun)
 
-    # --- what is done ---------------------------------------------------------------------------------------------
+    # --- carrying out faults --------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault) -> None:
         self.begun.append(fault)
@@ -193,7 +195,7 @@ class FaultySwarm(SimSwarm):
                 self.network.partition_one_way(fault.peers[0], other)
 
     def _split(self) -> None:
-        """Separate the nodes as all present splits together do."""
+        """Separate the nodes as all current splits together require."""
         splits = [one for one in self._lasting if one.kind == "split"]
         groups: dict[tuple[bool, ...], dict[PeerId, None]] = {}
         for process in self.processes:
@@ -201,7 +203,7 @@ class FaultySwarm(SimSwarm):
         self.split(*groups.values()) if splits else self.heal()
 
     def _lasts(self, peer: PeerId, *kinds: str) -> list[Fault]:
-        """The faults of these kinds that a node still has, oldest first."""
+        """The faults of these kinds that still affect a node, oldest first."""
         return [one for one in self._lasting if one.kind in kinds and peer in one.peers]
 
     def _strike(self, peer: PeerId, fault: Fault) -> None:
@@ -261,20 +263,21 @@ class FaultySwarm(SimSwarm):
                 self._await_restart(self._return(process))
 
     async def _return(self, process: SimProcess) -> None:
-        """Start a node again that was told to leave, once it has left, which may take longer than it was to be away."""
+        """Restart a node that was told to leave, once it has left. That may take longer than the fault lasts."""
         if process.task is not None:
             await asyncio.wait([process.task])
         if not (process.crashed or self.finished) and self.process(process.peer) is process:
             self.start(*process.place)
 
     def _was_started(self, peer: PeerId) -> bool:
-        """False for a newcomer that would have arrived after the end of the run."""
+        """Whether a node was ever started: not a newcomer that would have arrived after the end of the run."""
         return any(process.peer == peer for process in self.processes)
 
-    # --- its end --------------------------------------------------------------------------------------------------
+    # --- the end of the run------------------------------------------------------------------------------------------
 
     def _pending(self, schedule: asyncio.Task[None]) -> list[asyncio.Task[None]]:
-        """Tell nodes to leave that came back too late, or were cut off from all finished nodes until those had left."""
+        """As in `SimSwarm`. After the end of the run, first tell nodes to leave that came back too late, or were cut
+        off from all finished nodes until those had left."""
         running = [process for process in self.processes if process.running]
         if self.finished and all(self._late(process) for process in running):
             for process in running:

@@ -1,6 +1,6 @@
 """The figures of a simulated run: a pure function of its outcome and of the bytes that the network carried.
 
-Seconds are virtual. Tokens and bytes are those of the run that is simulated, not of the tiny tensors in the simulator.
+Seconds are virtual. Tokens and bytes are those of the run being simulated, not of the tiny tensors in the simulator.
 """
 
 import math
@@ -46,9 +46,9 @@ class StageFigures:
     is the rest: waits that do not end in an inner step, such as the last one, and outer rounds except for the wait for
     a partner."""
     replica_std: float | None
-    """Mean of the std last measured between nodes and their partners; none: the weights are not real."""
+    """Mean of each node's last measured standard deviation from its partner; none: the weights are not real."""
     bound_utilisation: float | None = None
-    """Share of time in which its devices would work at the bound; none: there is no bound."""
+    """Share of time in which the devices would work at the bound; none: there is no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class MicrobatchFigures:
     dropped: Counts
     """By reason."""
     rerouted: Counts
-    """Calls that were then sent to another replica, by reason, for all stages."""
+    """Calls of all stages that were then sent to another replica, by reason."""
     busy: int
-    """Calls that were answered with Busy and tried again, for all stages."""
+    """Calls of all stages that were answered with Busy and tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class TrafficFigures:
     """Mean over all nodes that ever existed."""
     received_per_node: Shares
     most_sent: int
-    """All kinds together, for the node that sent most."""
+    """All kinds together, for the node that sent the most."""
     lost: Counts
     in_flight: Counts
     """Still under way when the run ended."""
@@ -95,7 +95,7 @@ class RunFigures:
     tokens_per_s: float
     """Over `train_s`."""
     step: float
-    """Final clock of the stage-0 node that came furthest, in steps."""
+    """Final clock of the stage-0 node that got furthest, in steps."""
     stages: tuple[StageFigures, ...]
     microbatches: MicrobatchFigures
     rounds: Counts
@@ -105,7 +105,7 @@ class RunFigures:
     traffic: TrafficFigures
     trace_hash: str
     bound_tokens_per_s: float | None = None
-    """The limit set by links and devices; none: there is no bound."""
+    """What links and devices allow; none: there is no bound."""
     share_of_bound: float | None = None
     """`tokens_per_s` as a share of the bound."""
 
@@ -176,7 +176,7 @@ class _StageSums:
 def figures(
     outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, stages: int, bound: ThroughputBound | None = None
 ) -> RunFigures:
-    """The figures of a run. `tokens_per_microbatch` is that of the run that is simulated."""
+    """The figures of a run. `tokens_per_microbatch` is that of the run being simulated."""
     sums = [_StageSums() for _ in range(stages)]
     for period in outcome.periods():
         sums[period.stage].add(period)
@@ -225,7 +225,7 @@ def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
 
 
 def flat(found: RunFigures) -> dict[str, float]:
-    """The figures by which runs are compared, as a flat mapping. Figures that a run does not have are left out."""
+    """The figures by which runs are compared, as a flat mapping, without those that the run does not have."""
     values = {"virtual_s": found.virtual_s, "train_s": found.train_s, "tokens_per_s": found.tokens_per_s}
     if found.bound_tokens_per_s is not None and found.share_of_bound is not None:
         values |= {"bound_tokens_per_s": found.bound_tokens_per_s, "share_of_bound": found.share_of_bound}

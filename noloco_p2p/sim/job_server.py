@@ -1,4 +1,4 @@
-"""Servers that process one job at a time in simulated time, without asyncio. For estimates."""
+"""Servers that do one job at a time in simulated time, without asyncio, for the estimates of `throughput_bound`."""
 
 import heapq
 import itertools
@@ -24,7 +24,7 @@ class Timeline:
         heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), action))
 
     def next(self) -> None:
-        """Advance to the next action and run it. Raises IndexError: no action is left."""
+        """Advance to the next action and run it. Raises IndexError if none is left."""
         self.now, _, action = heapq.heappop(self._heap)
         action()
 
@@ -37,7 +37,7 @@ class JobServer:
     speed: float = 1.0
     """Work per second: bytes for a line, seconds for a device."""
     backlog_s: float = 0.0
-    """Total of all unfinished jobs."""
+    """Total duration of all unfinished jobs."""
     worked_s: float = 0.0
     _busy: bool = False
     _jobs: list[tuple[Priority, int, float, Action, Action | None]] = field(default_factory=list)

@@ -14,11 +14,12 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.recording import RecordingStage
 
 COPY_ROUNDS = 3
-"""A copy that a donor lends to several newcomers is at most two outer intervals old, and a round may be under way."""
+"""How many rounds a copy may lag: a donor's copy for several newcomers is up to two outer intervals old, and a round
+may be in progress."""
 
 
 def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """Check every law on the outcome of a swarm. Raises AssertionError with a description: a law does not hold."""
+    """Check every law on the outcome of a swarm. Raises AssertionError, with a description, if a law does not hold."""
     all_nodes_finished(swarm, outcome)
     for process in outcome.processes:
         every_microbatch_ended_once(process)
@@ -38,7 +39,7 @@ def recording_stages(process: SimProcess) -> list[RecordingStage]:
 
 
 def all_nodes_finished(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """Every node that neither crashed nor was told to leave has reached the last step and has left."""
+    """Every process that did not crash has left, and has reached the last step unless it was told to leave."""
     steps = float(swarm.plan.manifest.steps)
     for process in outcome.processes:
         if process.crashed:
@@ -68,7 +69,7 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
 
 
 def no_id_counted_twice(process: SimProcess) -> None:
-    """No id is counted twice into the same weights: not twice since loading, and not if they already include it."""
+    """No id counts twice in the same weights: not twice since they were loaded, and not if they already included it."""
     for stage in recording_stages(process):
         cuts = [0, *(loaded.counted_before for loaded in stage.loaded), len(stage.counted)]
         for (begin, end), loaded in zip(pairwise(cuts), [None, *stage.loaded], strict=True):
@@ -77,11 +78,11 @@ def no_id_counted_twice(process: SimProcess) -> None:
             assert not twice, f"{process.peer} counted {twice} twice"
             if loaded is not None:
                 again = loaded.lineage & set(ids)
-                assert not again, f"{process.peer} counted {sorted(again)} again, which its weights had counted"
+                assert not again, f"{process.peer} counted {sorted(again)} again, which its weights already included"
 
 
 def rounds_increase(process: SimProcess) -> None:
-    """Round numbers increase strictly for the same weights on one stage. Loaded weights may be of an earlier round."""
+    """Within one process and stage, round numbers increase strictly, except that loaded weights may be older."""
     if len(process.models) == 1:
         came = [event.at_s for event in process.trace.of("resumed")]
         for begin, end in pairwise([0.0, *came, inf]):
@@ -91,7 +92,7 @@ def rounds_increase(process: SimProcess) -> None:
 
 
 def progress_counts_once(process: SimProcess) -> None:
-    """What inner steps added to θ, even while a round was open, is in the Δ of exactly one merge, and in θ until then.
+    """What inner steps add to θ, even while a round is open, is in the Δ of exactly one merge, and in θ until then.
 
     Up to rounding, because the sums are formed in another order.
     """
@@ -100,7 +101,7 @@ def progress_counts_once(process: SimProcess) -> None:
             scale = 1e-9 * (1 + max(map(abs, stage.theta)))
             for what, found, expected in (("Δ", one.delta, one.trained), ("θ", one.kept, one.trained_since)):
                 off = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-                assert off <= scale, f"{process.peer}, round {one.round}: {what} is {found}, trained were {expected}"
+                assert off <= scale, f"{process.peer}, round {one.round}: {what} is {found}, steps added {expected}"
 
 
 def weights_are_what_was_frozen(process: SimProcess) -> None:
@@ -122,7 +123,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
             # The others agree on what it takes over, even if one that has lost touch with them is further.
             assert one.round >= was.replaced - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
-            # Who is far ahead of the usual one may lie, and is asked last.
+            # A replica that is far ahead of the usual round may be lying, so it is asked last.
             usual = min(map(median_low, (was.living, was.training)))
             newest = max((round for round in was.living if round <= usual + BOLD_ROUNDS), default=usual)
             assert one.round >= newest - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
@@ -130,22 +131,22 @@ def weights_survive(swarm: FaultySwarm) -> None:
             # A swarm that was stopped as a whole continues from the newest round that all stages have.
             limit = min([*was.others, max(rounds)])
             newest = max([round for round in rounds if round <= limit], default=limit)
-            # A peer that has finished lends copies, too.
+            # A peer that has finished lends copies as well.
             oldest = newest - (COPY_ROUNDS if one.source == "peer" else 1)
             assert one.round >= oldest, f"{one.peer} lost more than one outer round: {one}"
 
 
 def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:
-    """Every byte that left a node was received, was lost, or is under way."""
+    """Every byte that left a node was received, was lost, or is in flight."""
     for kind, total in totals(swarm.network.traffic.byte_counts()).items():
         ended = total.received + total.lost + total.in_flight
         assert total.sent == ended, f"{total.sent - ended} bytes of {kind}s are unaccounted for: {total}"
 
 
 def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """No node merges weights of a node that copied its own from a peer less than one outer interval before.
+    """No node merges the weights of a node that copied them from a peer less than one outer interval earlier.
 
-    A node that could not read that node's advert since then could not know.
+    A node that has not been able to read the newcomer's advert since then is exempt: it cannot know.
     """
     for process in outcome.processes:
         for merge in (merge for stage in recording_stages(process) for merge in stage.merged):
@@ -162,7 +163,7 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def _ended_s(swarm: FaultySwarm, process: SimProcess) -> float:
-    """When it ended, or would have ended."""
+    """When a process ended, or the limit of the run if it has not."""
     return swarm.limit_s if process.ended_at_s is None else process.ended_at_s
 
 
@@ -178,7 +179,7 @@ def nobody_waits_for_ever(swarm: FaultySwarm, outcome: Outcome) -> None:
 
 
 def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, float]]:
-    """(peer, seconds without an inner step, end of that time) for all gaps of stage 0 while the swarm was sound."""
+    """(peer, seconds without an inner step, end of that time) for all gaps of stage 0 while no stage was disturbed."""
     sound = [
         (process, period.stage, undisturbed(swarm, process, period.training))
         for process in outcome.processes
@@ -200,7 +201,7 @@ def gaps(swarm: FaultySwarm, outcome: Outcome) -> Iterator[tuple[PeerId, float, 
 
 
 def undisturbed(swarm: FaultySwarm, process: SimProcess, spans: Spans) -> Spans:
-    """The same spans without the times at which a fault affected the process."""
+    """The given spans without the times in which a fault affected the process."""
     for fault in swarm.begun:
         if process.peer in fault.peers or fault.kind == "split":
             spans = common(spans, [(0.0, fault.at_s), (fault.ends_s, swarm.limit_s)])

@@ -2,8 +2,8 @@
 
 Stage s maps every hidden value h to gain·h + bias. Stage 0 reads h = token/100, and the loss of the last stage is the
 sum of ½(h − target/100)² over the targets that count. All in float64, whatever the manifest's dtypes; the optimizer is
-plain gradient descent after the clip. It checks what a node promises its stage: the forward and backward pass of a
-microbatch use the same weights.
+plain gradient descent after the clip. The stage checks that the node keeps its promise: the forward and backward pass
+of a microbatch use the same weights.
 
 Shape legend: B microbatch, T sequence, D = 1 hidden size.
 """
@@ -48,7 +48,7 @@ class CountedMicrobatch(NamedTuple):
 
 
 class LinearStage:
-    """The synchronous stage. `theta` is θ, and `kept` what the outer rule keeps, by kind; each is (gain, bias)."""
+    """The synchronous stage. `theta` is θ; `kept` is what the outer rule keeps, by kind. Each is (gain, bias)."""
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId) -> None:
         rng = generator(manifest.seed, "weights", index)
@@ -56,11 +56,11 @@ class LinearStage:
         self._rule = manifest.outer.update
         self.kept = self._new()
         self.base = list(self.theta)
-        """θ as the newest round left it, without what was trained since that round was frozen."""
+        """θ as the newest round left it, without what has been trained since that round was frozen."""
         self.counted: list[CountedMicrobatch] = []
         """In the order of addition."""
         self.dropped: list[MicrobatchId] = []
-        """Microbatches computed for the reply only, because their id was spent."""
+        """Microbatches computed for the reply only, because their ids were already spent."""
         self.version = 0
         self.inner_steps = 0
         self.most_graphs = 0
@@ -68,11 +68,11 @@ class LinearStage:
         self.places: int | None = None  # memory is not limited
         self._first, self._last = index == 0, index == manifest.stages - 1
         self._graphs: dict[int, tuple[int, list[float]]] = {}
-        """(`version`, inputs) of each forward pass without its backward pass yet."""
+        """(`version`, inputs) of each forward pass that awaits its backward pass."""
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
-        self._tokens_of_all: int | None = None  # of `_sums`, once those of all replicas are added up
+        self._tokens_of_all: int | None = None  # of `_sums`, once they hold the sums of all replicas
         self._used: list[CountedMicrobatch] = []
         rows = (manifest.microbatch_size, manifest.sequence_length)
         self._targets = TensorSpec("targets", "int32", rows)
@@ -86,7 +86,7 @@ class LinearStage:
 
     @property
     def open_graphs(self) -> int:
-        """Number of graphs that are neither used nor discarded."""
+        """Number of graphs that have been neither used nor discarded."""
         return len(self._graphs)
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
@@ -98,7 +98,7 @@ class LinearStage:
         return self._handles, self._hidden("hidden", self._outputs(values))
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
-        """See `ports.Stage`. Raises AssertionError: the weights have changed since the forward pass."""
+        """See `ports.Stage`. Raises AssertionError if the weights have changed since the forward pass."""
         if gradient.grad.spec[1:] != self.state.gradient[1:]:
             raise Violation(f"a gradient of {gradient.grad.spec}")
         version, inputs = self._graphs.pop(graph)
@@ -227,12 +227,12 @@ class LinearStage:
         return known | {kind: values[at] for kind, values in self.kept.items()}
 
     def _new(self) -> dict[str, list[float]]:
-        """What the rule keeps for new weights."""
+        """What the outer rule keeps initially, given the current weights."""
         started = [self._rule.start(theta) for theta in self.theta]
         return {kind: [one[kind] for one in started] for kind in self._rule.kinds}
 
     def _values(self, inputs: HostTensor) -> list[float]:
-        """The B·T input values. Raises Violation: they do not fit or are not finite."""
+        """The B·T input values. Raises Violation if they have the wrong shape or are not finite."""
         if self._first:
             if inputs.spec[1:] != self._targets[1:]:
                 raise Violation(f"tokens of {inputs.spec}")
@@ -292,7 +292,7 @@ def _flat(spec: TensorSpec, values: Iterable[float]) -> HostTensor:
 
 
 def _values_of(tensors: Sequence[HostTensor], specs: tuple[TensorSpec, ...], whose: str) -> list[float]:
-    """The values of all tensors. Raises Violation: they do not fit or are not finite. `whose` starts the message."""
+    """The values of all tensors. Raises Violation (about `whose` tensors) if specs differ or values are not finite."""
     if tuple(tensor.spec for tensor in tensors) != specs:
         raise Violation(f"{whose} does not have this stage's tensors")
     if not all(map(isfinite, values := [value for tensor in tensors for value in tensor.data.cast("d")])):

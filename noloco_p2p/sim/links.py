@@ -2,8 +2,8 @@
 
 Two formulas for TCP describe what losses cost. During a transfer they limit the rate to `ceiling_bytes_per_s`. At the
 end of a transfer, and for a message of one packet, no later packet reveals the loss, so the sender waits for its
-retransmission timer: `resend_s`. Reno's ceiling is low; CUBIC and BBR reach more. All rates refer to TCP payload;
-packet headers are not counted.
+retransmission timer: `resend_s`. The ceiling is Reno's, which is low; CUBIC and BBR reach more. All rates refer to TCP
+payload; packet headers are not counted.
 """
 
 import math
@@ -19,12 +19,12 @@ RENO = math.sqrt(3 / 2)
 """1.22, for periodic losses with every segment acknowledged: Mathis, Semke, Mahdavi and Ott, "The macroscopic behavior
 of the TCP congestion avoidance algorithm", ACM CCR 27(3), 1997."""
 LEAST_TIMER_S = 0.2
-"""What the timer adds to a round trip: Linux, TCP_RTO_MIN. (RFC 6298 asks for one second.)"""
+"""What the retransmission timer adds to a round trip: TCP_RTO_MIN of Linux. (RFC 6298 asks for one second.)"""
 LONGEST_TIMER_S = 120.0
-"""Linux, TCP_RTO_MAX."""
+"""Longest retransmission timer: TCP_RTO_MAX of Linux."""
 FIRST_WINDOW_BYTES = 10 * MSS_BYTES
-"""What a connection sends in its first round trip, and in the first one after an idle period: RFC 6928, and
-`tcp_slow_start_after_idle` of Linux. It doubles with each round trip."""
+"""What a connection sends in its first round trip, and in the first one after an idle period (RFC 6928, and
+`tcp_slow_start_after_idle` of Linux). It doubles with each round trip."""
 
 
 def ceiling_bytes_per_s(loss: float, round_trip_s: float) -> float:
@@ -41,9 +41,10 @@ def connection_bytes_per_s(link: "Link", round_trip_s: float) -> float:
 
 
 def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
-    """Delay of a message's last packet in seconds: 0 if it is not lost, else the timers, each twice the one before.
+    """Delay of a message's last packet in seconds: 0 if it is not lost, otherwise the sum of the timers that expire.
 
-    Each transmission is lost with probability `loss`, which must be below 1. RFC 6298, section 5.5.
+    Each transmission is lost with probability `loss`, which must be below 1. Each timer is twice the previous one (RFC
+    6298, section 5.5).
     """
     late_s, timer_s = 0.0, round_trip_s + LEAST_TIMER_S
     while rng.random() < loss:
@@ -57,11 +58,11 @@ class Link:
     """The path of a message from one node to another, in one direction."""
 
     latency_s: float = 0.001
-    """Median time one way, seconds."""
+    """Median one-way latency, seconds."""
     spread: float = 0.0
     """Sigma of the log-normal latency; 0: constant."""
     bytes_per_s: float | None = None
-    """Bandwidth shared by the tensors of all concurrent transfers on this link; none: only its ends limit it."""
+    """Bandwidth shared by the tensors of all concurrent transfers on this link; None: only access lines limit it."""
     request_loss: float = 0.0
     """Probability that a call never arrives."""
     reply_loss: float = 0.0
@@ -71,7 +72,7 @@ class Link:
     slow_start_after_idle: bool = True
     """A connection starts slowly again after an idle period, as on Linux by default."""
     window_bytes: float | None = None
-    """Most that one connection has in flight; none: no limit."""
+    """Upper limit on the bytes that one connection has in flight; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,9 @@ class Access:
     """A node's access line. The tensors of all its concurrent transfers share it."""
 
     up_bytes_per_s: float | None = None
-    """Upload; none: no limit."""
+    """Upload; None: no limit."""
     down_bytes_per_s: float | None = None
-    """Download; none: no limit."""
+    """Download; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,9 @@ class ControlSizes:
     word: int = 0
     """A grant, or the cancellation of a call."""
     question: int = 0
-    """A question about the progress of one microbatch."""
+    """A request for the progress of one microbatch."""
     report: int = 0
-    """The answer to one such question."""
+    """The reply to such a request."""
     advert: int = 0
     """One node's advert as stored in the DHT."""
 
@@ -110,12 +111,12 @@ MEASURED = ControlSizes(request=110, answer=180, header=310, word=20, question=7
 
 @dataclass(frozen=True, slots=True)
 class MessageSizes:
-    """Message sizes in the run that is simulated; the stages here have tiny tensors."""
+    """Message sizes in the run being simulated, whose tensors are larger than those of the simulator's stages."""
 
     activation_bytes: int
     """Hidden states and targets of one microbatch."""
     gradient_bytes: int
-    """The gradient that answers it."""
+    """The gradient sent in reply."""
     snapshot_bytes: tuple[int, ...]
     """For each stage: u and the sample that go to a partner."""
     weights_bytes: tuple[int, ...]
@@ -125,22 +126,23 @@ class MessageSizes:
     control: ControlSizes = ControlSizes()
 
     def of(self, kind: str, stage: int) -> int:
-        """Bytes of a message that has tensors, by its kind (`payloads.KINDS`); for one stage where stages differ."""
+        """Bytes of a message with tensors, by kind (`payloads.KINDS`), and by stage where stages differ."""
         found: int | tuple[int, ...] = getattr(self, f"{kind}_bytes")
         return found[stage] if isinstance(found, tuple) else found
 
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Places in the world. Replica 7 of a stage is in region 7 modulo their number: every stage has nodes in each."""
+    """Regions of the world. Replica i of a stage is in region i modulo the number of regions."""
 
     round_trip_ms: tuple[tuple[float, ...], ...]
-    """Median round trip between a node of the row's region and one of the column's, milliseconds; half of it each way.
+    """Median round trip between a node of the row's region and one of the column's, milliseconds; half of it is the
+    latency of each direction.
 
     The diagonal is the round trip within a region.
     """
     bytes_per_s: tuple[tuple[float | None, ...], ...] | None = None
-    """What one node can send to one other, from the row's region to the column's; none: only their access limits it."""
+    """Bandwidth from one node in the row's region to one in the column's; None: only their access lines limit it."""
 
     def between(self, sender: PeerId, receiver: PeerId) -> tuple[float, float | None]:
         """(latency in seconds, bytes per second) from one node to another."""
@@ -150,19 +152,19 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Geography:
-    """How the nodes are connected. With one `access_spread` for both directions a fast line is fast both ways."""
+    """How the nodes are connected."""
 
     between: Link = Link()
-    """Every link. With regions, its latency and bandwidth are theirs."""
+    """Every link. Regions, if there are any, override its latency and bandwidth."""
     each: Access = Access()
-    """Every node's; its median if they differ."""
+    """Every node's access line, or the median of all if they differ."""
     regions: Regions | None = None
     access_spread: float = 0.0
-    """Sigma of the log-normal factor on a node's access; 0: constant."""
+    """Sigma of the log-normal factor on a node's access line, the same in both directions; 0: constant."""
     seed: int = 0
-    """A node's factor is a function of this and its id."""
+    """A node's factor is a function of this seed and its id."""
     cap: Access = Access()
-    """The most that a node's owner lets it use."""
+    """The limit that owners set on what their nodes use."""
 
     def link(self, sender: PeerId, receiver: PeerId) -> Link:
         """The link between two nodes, in one direction."""
@@ -172,7 +174,7 @@ class Geography:
         return replace(self.between, latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     def access(self, peer: PeerId) -> Access:
-        """The line between a node and everything else."""
+        """A node's access line: its own bandwidth, within `cap`."""
         drawn = generator(self.seed, "access", peer).gauss(0.0, self.access_spread) if self.access_spread else 0.0
 
         def line(bytes_per_s: float | None, cap: float | None) -> float | None:

@@ -1,8 +1,8 @@
 """The network between the nodes of one process: its links, the serving nodes, and its faults.
 
-A lost message leaves its caller waiting until the deadline. A node that is not there refuses after one round trip; one
-that crashes breaks its connections at once. Tensors flow through the available bandwidth and stall while nothing gets
-through. A packet lost on a link is sent again (see `links`).
+If a message is lost, its caller waits until the deadline. A call to a node that does not serve is refused after one
+round trip; a node that crashes breaks its connections at once. Tensors flow at the available bandwidth and stall while
+nothing gets through. A packet lost on a link is retransmitted (see `links`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Endpoint:
 
     handler: Handler
     context: Context = field(default_factory=copy_context)
-    """That of the node's process."""
+    """The context of the node's process."""
     work: dict[asyncio.Task[Any], None] = field(default_factory=dict)
 
 
@@ -37,27 +37,28 @@ class Network:
 
     def __init__(self, seed: int, geography: Geography, sizes: MessageSizes | None = None) -> None:
         self.sizes = sizes
-        """Message sizes, if they are not those of the tensors."""
+        """Message sizes to account for; None: the sizes of the actual tensors."""
         self.bugs: list[Exception] = []
-        """Exceptions that a handler must not raise; empty in a healthy swarm."""
+        """Exceptions that handlers raised although they must not; empty in a healthy swarm."""
         self.traffic = Traffic(geography, self.cut)
-        """The bytes under way."""
+        """The payloads in flight, and the counts of all bytes."""
         self.link: Callable[[PeerId, PeerId], Link] = cache(geography.link)
         """The link between two nodes, in one direction."""
         self._generator: Callable[[PeerId], random.Random] = cache(partial(generator, seed, "link"))
-        """The generator of a sender."""
+        """The random generator of a sender."""
         self._endpoints: dict[PeerId, Endpoint] = {}
         self._held: dict[PeerId, None] = {}
         self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
         """(sender, receiver)."""
         self._group: dict[PeerId, int] = {}
 
-    # --- the fault vocabulary -------------------------------------------------------------------------------------
+    # --- faults ---------------------------------------------------------------------------------------------------
 
     def hold(self, peer: PeerId) -> None:
-        """Let nothing from and to a node through until `release`. Callers wait until their deadlines.
+        """Block everything from and to a node until `release`. Callers wait until their deadlines.
 
-        What arrives meanwhile is sent again (`calls`), and tensors under way continue, when the hold ends.
+        Messages that would arrive meanwhile are retransmitted (see `calls`); tensors in flight continue when the hold
+        ends.
         """
         self._held[peer] = None
         self.traffic.review()
@@ -68,12 +69,12 @@ class Network:
         self.traffic.review()
 
     def partition(self, one: PeerId, other: PeerId) -> None:
-        """Let nothing through between two nodes until `repair`."""
+        """Block everything between two nodes until `repair`."""
         self._cut_pairs[one, other] = self._cut_pairs[other, one] = None
         self.traffic.review()
 
     def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
-        """Let nothing through from one node to another until `repair`; what goes back gets through."""
+        """Block everything from one node to another until `repair`; the other direction stays open."""
         self._cut_pairs[sender, receiver] = None
         self.traffic.review()
 
@@ -84,7 +85,7 @@ class Network:
         self.traffic.review()
 
     def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """Let nothing through between nodes of different groups until `heal`. A node in no group reaches all."""
+        """Block everything between nodes of different groups until `heal`. A node in no group reaches all nodes."""
         self._group = {peer: number for number, group in enumerate(groups) for peer in group}
         self.traffic.review()
 
@@ -102,7 +103,7 @@ class Network:
         return mine is not None and theirs is not None and mine != theirs
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone at once: its handlers are cancelled, and calls that wait for them fail."""
+        """Take a node down at once: its handlers are cancelled, and calls that wait for them fail."""
         endpoint = self._endpoints.pop(peer, None)
         for task in endpoint.work if endpoint else ():
             task.cancel()
@@ -111,9 +112,9 @@ class Network:
     # --- for transports and calls ---------------------------------------------------------------------------------
 
     def serve(self, peer: PeerId, handler: Handler) -> None:
-        """Answer calls to `peer` with `handler`. Raises LocalError: it already has one."""
+        """Answer calls to `peer` with `handler`. Raises LocalError if it already has one."""
         if peer in self._endpoints:
-            raise LocalError(f"{peer} is served already")
+            raise LocalError(f"{peer} already has a handler")
         self._endpoints[peer] = Endpoint(handler)
 
     async def stop(self, peer: PeerId) -> None:
@@ -124,7 +125,7 @@ class Network:
             await asyncio.gather(*endpoint.work, return_exceptions=True)
 
     def endpoint(self, peer: PeerId) -> Endpoint | None:
-        """The node serving under this id; None: there is none."""
+        """The node that serves under this id; None if there is none."""
         return self._endpoints.get(peer)
 
     def latency_s(self, sender: PeerId, receiver: PeerId) -> float:
@@ -147,7 +148,7 @@ class Network:
         return self._swallowed(callee, caller, self.link(callee, caller).reply_loss)
 
     def payload_bytes(self, kind: str, tensors: Iterable[HostTensor], stage: int = 0) -> int:
-        """Bytes of the tensors of a message. `stage`: that of a snapshot, weights or a state."""
+        """Bytes of the tensors of a message. `stage` is the stage of a snapshot, weights or a state."""
         return self.sizes.of(kind, stage) if self.sizes else sum(tensor.data.nbytes for tensor in tensors)
 
     @property
@@ -156,7 +157,7 @@ class Network:
         return self.sizes.control if self.sizes else ControlSizes()
 
     async def exchange(self, peer: PeerId, adverts: int) -> None:
-        """Wait as long as this many adverts take up and down a node's lines."""
+        """Wait as long as this many adverts take over a node's own line, up and down."""
         await self.traffic.deliver(peer, peer, adverts * self.control.advert)
 
     def _swallowed(self, sender: PeerId, receiver: PeerId, chance: float) -> bool:

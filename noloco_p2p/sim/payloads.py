@@ -1,4 +1,4 @@
-"""The messages between simulated nodes, the byte counts of a node, and what the nodes measure of their lines."""
+"""The messages between simulated nodes, their byte counts, and what nodes measure about their lines."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,9 +21,9 @@ class ByteCounts:
     received: int = 0
     """Bytes of payloads that the node received and accepted."""
     lost: int = 0
-    """Bytes that left the node in vain: the payload was never complete, or its receiver no longer wanted it."""
+    """Bytes that left the node for nothing: the payload was never completed, or its receiver no longer wanted it."""
     in_flight: int = 0
-    """Bytes that left the node and whose outcome is not known yet."""
+    """Bytes that left the node in payloads that have neither been accepted nor dropped yet."""
 
     def add(self, other: "ByteCounts") -> None:
         """Add other counts to these."""
@@ -44,7 +44,7 @@ def totals(bytes_of: Mapping[PeerId, Mapping[str, ByteCounts]]) -> dict[str, Byt
 
 @dataclass(slots=True, eq=False)
 class Payload:
-    """The tensors of one message, or a message without any, from its sender to its receiver."""
+    """The tensors of one message, or a message without tensors."""
 
     sender: PeerId
     receiver: PeerId
@@ -55,17 +55,17 @@ class Payload:
     connections: int = 1
     """Number of connections that it uses at once."""
     sent_at: float | None = None
-    """When it began to leave; None: nobody has requested it yet."""
+    """When it was sent; None: the receiver has not asked for it yet."""
     over: bool = False
-    """It was accepted, or never will be."""
+    """Whether it has been accepted or dropped."""
     gone_at: float | None = None
     """When its last byte left."""
     held: bool = False
-    """It waits for other payloads of its sender."""
+    """Whether it waits for other payloads from the same sender."""
     stalled_at: float | None = None
-    """When it was stopped, because nothing gets through."""
+    """Since when it has been stalled, because nothing gets through."""
     flow: Flow | None = None
-    """None: nothing limits it, or it has ended."""
+    """None if nothing limits its speed, or once it has ended."""
     on_gone: Callable[[], object] | None = None
     """Called when its last byte leaves, unless that happens immediately."""
     on_lost: Callable[[], None] | None = None
@@ -78,7 +78,7 @@ class Payload:
     """Bytes that had left by then."""
 
     def heard_at(self, now: float) -> float:
-        """When its receiver last received bytes of it, ignoring latency."""
+        """When its receiver last received bytes of it, ignoring the latency."""
         if self.gone_at is not None:
             return self.gone_at
         return now if self.stalled_at is None else self.stalled_at
@@ -91,22 +91,22 @@ class Payload:
 
 
 class MeasuredLines:
-    """The lines of all running processes. Both ends measure a payload while its bytes move."""
+    """The measured lines of all running processes. Both ends measure a payload while its bytes move."""
 
     def __init__(self) -> None:
         self._lines: dict[PeerId, MeasuredLine] = {}
 
     def new(self, peer: PeerId) -> MeasuredLine:
-        """The line of a process that starts now."""
+        """A new line, for a process of this peer that starts now."""
         self._lines[peer] = line = MeasuredLine()
         return line
 
     def of(self, peer: PeerId) -> MeasuredLine | None:
-        """The line of the newest process of this peer."""
+        """The line of the newest process of this peer; None if it has had none."""
         return self._lines.get(peer)
 
     def moves(self, payload: Payload, moved: float, now: float) -> None:
-        """The payload starts to move now. `moved`: bytes that have left so far."""
+        """Note that the payload starts to move. `moved`: bytes that have left so far."""
         sender, receiver = self._lines.get(payload.sender), self._lines.get(payload.receiver)
         rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
         if sender:
@@ -116,7 +116,7 @@ class MeasuredLines:
         payload.moved_before, payload.measured = moved, tuple([(rate, rate.began(now)) for rate in rates])
 
     def stopped(self, payload: Payload, moved: float, now: float) -> None:
-        """The payload stops, if it was moving. `moved`: bytes that have left in total."""
+        """Note that the payload stops, if it was moving. `moved`: bytes that have left in total."""
         sender = self._lines.get(payload.sender)
         if payload.measured and sender:
             sender.has_left(payload.receiver, now)

@@ -1,4 +1,4 @@
-"""The processes of a simulated swarm: each is a node from its start to its end, with the events that it recorded."""
+"""The processes of a simulated swarm: each runs a node from start to end and keeps the events that it recorded."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from noloco_p2p.sim.transport import SimTransport
 
 
 class SimPorts(NamedTuple):
-    """The ports of one process that stop together when it crashes."""
+    """The ports that stop together when their process crashes."""
 
     transport: SimTransport
     directory: SimDirectory
@@ -28,7 +28,7 @@ class SimPorts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimProcess:
-    """One process of a simulated node, from its start to its end. A restart creates another one."""
+    """One process of a simulated node, from start to end. A restart creates another one."""
 
     peer: PeerId
     place: tuple[int, int]
@@ -38,7 +38,7 @@ class SimProcess:
     ports: SimPorts
     """Those of `world`."""
     stages: list[tuple[Stage, SimDevice]] = field(default_factory=list)
-    """Every stage that it has created, in order: none until its weights exist, several if it moved."""
+    """Every stage that it has created, in order: empty until its weights exist, several if it moved."""
     task: asyncio.Task[None] | None = None
     crashed: bool = False
     ended_at_s: float | None = None
@@ -70,7 +70,7 @@ class SimProcess:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that ended it; None while it runs, and if it ended normally or was cancelled."""
+        """The exception that ended it; None while it runs, or if it ended normally or was cancelled."""
         task = self.task
         return task.exception() if task and task.done() and not task.cancelled() else None
 
@@ -96,14 +96,14 @@ class SimProcess:
 
     @property
     def linear_stage(self) -> LinearStage:
-        """The newest synchronous stage, made by the default factory. Raises TypeError: another factory made it."""
+        """The newest synchronous stage. Raises TypeError unless the default factory made it."""
         if not isinstance(self.model, LinearStage):
             raise TypeError(f"{self.peer} has a {type(self.model).__name__}")
         return self.model
 
     @property
     def told_to_leave(self) -> bool:
-        """Whether it was told to leave before it had left, also while it was on its way to another stage."""
+        """Whether it was told to leave before it left, including while it was moving to another stage."""
         return self.node.state.leaving
 
     @property
@@ -117,7 +117,7 @@ class SimProcess:
         return self.trace.totals("microbatch", "result")
 
     def periods(self, ended_at_s: float) -> "Iterator[StagePeriod]":
-        """Its events, split where it moved to another stage. A process that has not ended lasts until `ended_at_s`."""
+        """Its events, split where it moved to another stage. If it still runs, its last period ends at `ended_at_s`."""
         stages = [model.state.index for model in self.models] or [self.stage]
         events: list[TraceEvent] = []
         moves, state_before = 0, ""
@@ -143,7 +143,7 @@ class StagePeriod(NamedTuple):
 
     @property
     def training(self) -> list[tuple[float, float]]:
-        """Start and end of each time in training, virtual seconds."""
+        """(start, end) of each interval spent in training, virtual seconds."""
         states = [event for event in self.events if event.kind == "state"]
         ends = [*(event.at_s for event in states), self.ends_s][1:]
         return [(event.at_s, end) for event, end in zip(states, ends, strict=True) if event.get("state") == "training"]
@@ -151,12 +151,12 @@ class StagePeriod(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a swarm. `processes` are in the order of their starts, including restarts."""
+    """The outcome of a swarm. `processes` are in the order in which they were started, including restarts."""
 
     processes: tuple[SimProcess, ...]
     trace: Trace
     bugs: tuple[Exception, ...]
-    """Exceptions that handlers raised but must not raise."""
+    """Exceptions that handlers raised although they must not."""
     ended_at_s: float
 
     @property
@@ -165,7 +165,7 @@ class Outcome:
         return {process.peer: process for process in self.processes}
 
     def of_stage(self, stage: int) -> list[SimProcess]:
-        """The last process of each peer that held a stage, sorted by peer id."""
+        """The last process of each peer, of those that ended up holding this stage, sorted by peer id."""
         return sorted((one for one in self.nodes.values() if one.stage == stage), key=lambda one: one.peer)
 
     def periods(self) -> Iterator[StagePeriod]:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 Values = tuple[float, ...]
 """One value per weight."""
 FROZEN_ROUNDS = 64
-"""Number of rounds whose freezing a stage remembers: more than ever stay open."""
+"""Number of frozen rounds that a stage remembers, which is more than are ever open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class LoadedWeights:
     theta: Values
     """φ after loading."""
     frozen_theta: Values | None
-    """φ (or θ) when these weights were frozen; None if nobody ever froze them."""
+    """φ (or θ) when these weights were frozen; None if no replica ever froze them."""
     lineage: frozenset[MicrobatchId]
     """Ids that the replica had counted when the weights were frozen."""
     counted_before: int
@@ -50,7 +50,7 @@ class MergedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class FrozenProgress:
-    """A replica at the time when it froze a round; each value is (gain, bias)."""
+    """A replica's progress when it froze a round; each value is (gain, bias)."""
 
     at_s: float
     trained: Values
@@ -61,7 +61,7 @@ class FrozenProgress:
 
 @dataclass(frozen=True, slots=True)
 class MergedProgress:
-    """What a merge did with the trained progress, compared with the inner steps taken; each value is (gain, bias)."""
+    """What a merge made of the trained progress, next to what inner steps added; each value is (gain, bias)."""
 
     round: int
     delta: Values
@@ -80,15 +80,15 @@ class AvailableWeights:
 
     at_s: float
     living: tuple[int, ...]
-    """Held by replicas of the stage that have trained for a while (`FaultySwarm.listed_s`) and are reachable."""
+    """Of reachable replicas of the stage that have trained for at least `FaultySwarm.listed_s`."""
     training: tuple[int, ...]
-    """Held by all replicas of the stage that train, reachable or not: the node may know of each."""
+    """Of all other replicas of the stage in training, reachable or not: the node may know of any of them."""
     guarded: tuple[int, ...]
-    """Listed for as long by reachable nodes."""
+    """Of reachable guardians, announced for at least as long."""
     own: tuple[int, ...]
     """On its own disk, intact."""
     others: tuple[int, ...]
-    """The newest that any node has of each other stage."""
+    """For each other stage, the newest that any reachable node has."""
     replaced: int | None = None
     """Its own round, if it trains and gives its weights up because they differ from those of the others."""
 
@@ -143,7 +143,7 @@ class WeightsChoice:
 
 @dataclass(slots=True)
 class FrozenWeights:
-    """All weights that any node of a swarm froze, and that may be loaded later."""
+    """All weights that nodes of a swarm froze, and that others may load later."""
 
     snapshots: dict[tuple[PeerId, int, int, int], set[Values]] = field(default_factory=dict)
     """θ by (peer, stage, round, step)."""
@@ -163,7 +163,7 @@ class RecordingStage(LinearStage):
         self.progress: list[MergedProgress] = []
         """One entry per merge."""
         self._trained: Values = (0.0, 0.0)
-        """What inner steps added to θ that no merge has included yet."""
+        """What inner steps have added to θ that no merge has included yet."""
         self._at_freeze: dict[int, FrozenProgress] = {}
         """The most recent rounds."""
         self._frozen = frozen

@@ -1,8 +1,8 @@
-"""The settings of a simulated swarm, as in the files of `configs/sim/`.
+"""The settings of a simulated swarm, as written in the files of `configs/sim/`.
 
-Every field has a description and a unit, and the default scenario is that of `configs/sim/lan.yaml`. This module only
-has the values and their checks: `lab/scenario_files.py` reads the files, and `sim/simulation.py` builds the swarm.
-Rates are per node, so that a scenario means the same for any number of nodes.
+Every field has a description and a unit. The defaults are the scenario in `configs/sim/lan.yaml`. This module contains
+only the values and their validation: `lab/scenario_files.py` reads the files, and `sim/simulation.py` builds the swarm.
+Rates are per node, so a scenario means the same for any number of nodes.
 """
 
 from typing import Annotated, Literal
@@ -28,11 +28,11 @@ FaultKind = Literal[
     "crash", "bounce", "wipe", "hang", "mute", "cut", "one_way", "split", "slow", "pause", "leave", "arrive", "depart"
 ]
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Chance = Annotated[float, Field(ge=0, le=1)]
-PerStage = NotNegative | tuple[NotNegative, ...]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+PerStage = NonNegative | tuple[NonNegative, ...]
 """One value for all stages, or one per stage."""
-Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RunSettings(Settings):
@@ -68,14 +68,14 @@ class LocalSettings(Settings):
 
 
 class WorkloadSettings(Settings):
-    """Sizes of the model of the run that is simulated. The simulator's own nodes hold two weights and a few tokens."""
+    """Sizes in the run being simulated. The simulator's own nodes hold two weights and a few tokens."""
 
     microbatch_size: Positive = 8
-    """B: samples of a microbatch."""
+    """B: samples per microbatch."""
     sequence_length: Positive = 1024
-    """T: tokens of a sample."""
+    """T: tokens per sample."""
     hidden_size: Positive = 2048
-    """D: numbers per token that travel between two stages."""
+    """D: values per token sent between two stages."""
     wire: WireSettings = WireSettings(forward="bfloat16", backward="bfloat16")
     """Hidden states and gradients on the wire."""
     compute_dtype: Literal["float64", "float32"] = "float32"
@@ -85,7 +85,7 @@ class WorkloadSettings(Settings):
 
 
 class ComputeSettings(Settings):
-    """Device seconds of each operation; one number, or one per stage."""
+    """Device seconds per operation: one number, or one per stage."""
 
     forward_s: PerStage = 0.2
     """Forward pass of one microbatch, seconds; in the last stage it includes the loss."""
@@ -96,42 +96,42 @@ class ComputeSettings(Settings):
     outer_s: PerStage = 0.2
     """Freezing a snapshot, or merging one, seconds."""
     measured: str | None = None
-    """A JSON file written by `noloco bench stage --json`, as a path relative to this file. The four values above are
-    taken from it, except those that are set after it."""
-    spread: NotNegative = 0.0
+    """Path of a JSON file written by `noloco bench stage --json`, relative to this file. It provides the four values
+    above, except for those that are set after it."""
+    spread: NonNegative = 0.0
     """Sigma of the log-normal factor on each operation; 0: constant."""
-    node_spread: NotNegative = 0.0
+    node_spread: NonNegative = 0.0
     """Sigma of the log-normal factor on each node's speed, drawn once; 0: all alike."""
 
 
 class LinkSettings(Settings):
     """The link between two nodes if there are no regions."""
 
-    latency_s: NotNegative = 0.0002
+    latency_s: NonNegative = 0.0002
     """Median one-way latency, seconds."""
-    mbit_per_s: Above | None = None
+    mbit_per_s: AboveZero | None = None
     """Bandwidth between two nodes in one direction, megabits per second; none: no limit."""
 
 
 class RegionSettings(Settings):
-    """Regions of the world. Nodes are assigned to them in turn, so every stage has nodes in each."""
+    """Regions of the world. The nodes of each stage are assigned to them in turn."""
 
     names: tuple[str, ...] = ()
     """Names of the regions; none: there are no regions."""
-    round_trip_ms: tuple[tuple[Above, ...], ...] = ()
+    round_trip_ms: tuple[tuple[AboveZero, ...], ...] = ()
     """One row per region: median round trip to each region, milliseconds."""
-    mbit_per_s: tuple[tuple[Above, ...], ...] = ()
+    mbit_per_s: tuple[tuple[AboveZero, ...], ...] = ()
     """One row per region: bandwidth between two nodes to each region, megabits per second; none: no limit."""
 
 
 class AccessSettings(Settings):
     """A node's access line. All its concurrent transfers share it."""
 
-    up_mbit_per_s: Above | None = 10_000.0
+    up_mbit_per_s: AboveZero | None = 10_000.0
     """Upload, megabits per second (median over the nodes); none: no limit."""
-    down_mbit_per_s: Above | None = 10_000.0
+    down_mbit_per_s: AboveZero | None = 10_000.0
     """Download, megabits per second (median over the nodes); none: no limit."""
-    spread: NotNegative = 0.0
+    spread: NonNegative = 0.0
     """Sigma of the log-normal factor on both directions, drawn once per node; 0: all alike."""
 
 
@@ -144,24 +144,25 @@ class NetworkSettings(Settings):
     """The regions."""
     access: AccessSettings = AccessSettings()
     """A node's access line."""
-    spread: NotNegative = 0.0
+    spread: NonNegative = 0.0
     """Sigma of the log-normal factor on each latency (jitter); 0: constant."""
     loss: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a packet is lost and sent again, which costs time and bandwidth."""
     slow_start_after_idle: bool = True
     """Connections start slowly after an idle period, as on Linux unless `net.ipv4.tcp_slow_start_after_idle` is 0."""
-    window_mbit: Above | None = None
-    """Most that one connection has in flight, megabits. Its rate is at most this per round trip; none: no limit."""
-    call_loss: Chance = 0.0
+    window_mbit: AboveZero | None = None
+    """Upper limit on the data that one connection has in flight, megabits, and so on its rate: at most this much per
+    round trip; none: no limit."""
+    call_loss: Probability = 0.0
     """Probability that a call or its answer never arrives."""
-    view_age_s: NotNegative = 0.0
+    view_age_s: NonNegative = 0.0
     """Age of every view of the membership, seconds."""
 
 
 class FaultSettings(Settings):
     """A fault that happens to some nodes at a given time."""
 
-    at_s: NotNegative
+    at_s: NonNegative
     """When it happens, virtual seconds."""
     kind: FaultKind
     """`crash`: permanent; `bounce`: crash and come back; `wipe`: come back without its disk; `hang`: alive, but all its
@@ -175,7 +176,7 @@ class FaultSettings(Settings):
     """Alternatively: all nodes of a region."""
     share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Alternatively: this share of every stage's nodes, drawn from the seed; at least one node in total."""
-    for_s: NotNegative = 0.0
+    for_s: NonNegative = 0.0
     """Duration, seconds."""
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0
     """For `slow`: factor on the device seconds."""
@@ -184,17 +185,17 @@ class FaultSettings(Settings):
 class ChurnSettings(Settings):
     """Random arrivals, departures and faults, drawn from the seed. Rates are events per node and hour."""
 
-    from_s: NotNegative = 10.0
-    """Nothing happens before this time, seconds; the swarm must have begun to train."""
-    arrivals_per_hour: NotNegative = 0.0
+    from_s: NonNegative = 10.0
+    """Nothing happens before this time, seconds. Allow the swarm enough time to begin training."""
+    arrivals_per_hour: NonNegative = 0.0
     """New nodes per initial node. Each joins a stage drawn from the seed."""
-    departures_per_hour: NotNegative = 0.0
+    departures_per_hour: NonNegative = 0.0
     """Nodes told to leave for good. Every stage keeps at least one replica."""
-    crashes_per_hour: NotNegative = 0.0
-    """Nodes that crash. If they never come back, every stage keeps one replica that does not."""
-    down_s: NotNegative | None = 60.0
+    crashes_per_hour: NonNegative = 0.0
+    """Nodes that crash. If they never come back, the last replica of a stage does not crash."""
+    down_s: NonNegative | None = 60.0
     """Mean time until a crashed node comes back with its disk, seconds (exponential); none: never."""
-    faults_per_hour: NotNegative = 0.0
+    faults_per_hour: NonNegative = 0.0
     """Other faults, of the kinds in `kinds`."""
     kinds: tuple[FaultKind, ...] = ("bounce", "wipe", "hang", "mute", "cut", "pause", "leave", "slow")
     """Kinds of the other faults, all equally likely."""
@@ -206,9 +207,9 @@ class Scenario(Settings):
     """A swarm, its network, and what happens to it. Together with a seed it determines everything."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")] = "lan"
-    """Name for people."""
+    """Name shown to people."""
     description: str = "One room: a switch of 10 Gbit/s, equal machines, nothing goes wrong."
-    """Description in one sentence."""
+    """One-sentence description."""
     replicas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 4)
     """Initial number of nodes of each stage."""
     run: RunSettings = RunSettings()
@@ -237,36 +238,35 @@ class Scenario(Settings):
         _check_length("workload.parameters_per_stage", self.workload.parameters_per_stage, stages)
         count = len(regions.names)
         if len({*regions.names}) < count:
-            raise ValueError(f"network.regions.names must be different names, not {list(regions.names)}")
+            raise ValueError(f"network.regions.names must be unique, not {list(regions.names)}")
         for name, matrix in (("round_trip_ms", regions.round_trip_ms), ("mbit_per_s", regions.mbit_per_s)):
             wanted = name == "round_trip_ms" or bool(matrix)
             if wanted and (len(matrix) != count or any(len(row) != count for row in matrix)):
-                raise ValueError(
-                    f"network.regions.{name} must have {count} rows of {count} numbers, one for each region"
-                )
+                raise ValueError(f"network.regions.{name} must have {count} rows of {count} numbers, one per region")
         for fault in self.faults:
             if sum((bool(fault.peers), fault.region is not None, fault.share is not None)) != 1:
-                raise ValueError(f"a fault ({fault.kind} at {fault.at_s:g} s) needs one of peers, region and share")
+                selectors = "exactly one of peers, region and share"
+                raise ValueError(f"a fault ({fault.kind} at {fault.at_s:g} s) needs {selectors}")
             if fault.region is not None and fault.region not in regions.names:
                 known = f"the regions are {', '.join(regions.names)}" if regions.names else "there are no regions"
-                raise ValueError(f"a fault is in region {fault.region!r}, but {known}")
+                raise ValueError(f"a fault names region {fault.region!r}, but {known}")
         return self
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Tokens per microbatch in the run that is simulated."""
+        """Tokens per microbatch in the run being simulated."""
         return self.workload.microbatch_size * self.workload.sequence_length
 
     def of_nodes(self, nodes: int) -> "Scenario":
-        """This scenario with `nodes` nodes in total, in proportion. Raises ConfigError: fewer nodes than stages."""
+        """This scenario scaled to `nodes` nodes in total. Raises ConfigError if there are fewer nodes than stages."""
         return self.model_copy(update={"replicas": shared_out(nodes, self.replicas)})
 
 
 def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
-    """Distribute `nodes` nodes over the stages in proportion to `replicas`, at least one each; remainders go to the
-    first ones.
+    """Distribute `nodes` nodes over the stages in proportion to `replicas`, at least one each. Remainders go to the
+    stages that are furthest below their exact share.
 
-    Raises ConfigError: fewer nodes than stages.
+    Raises ConfigError if there are fewer nodes than stages.
     """
     if nodes < len(replicas):
         raise ConfigError(f"{plural(nodes, 'node')} {'is' if nodes == 1 else 'are'} too few for {len(replicas)} stages")
@@ -281,10 +281,10 @@ def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def of_stage(value: float | tuple[float, ...], stage: int) -> float:
-    """The value for a stage, from one value for all or one per stage."""
+    """The value for a stage, given one value for all stages or one per stage."""
     return value[stage] if isinstance(value, tuple) else value
 
 
 def _check_length(name: str, value: object, stages: int) -> None:
     if isinstance(value, tuple) and len(value) != stages:
-        raise ValueError(f"{name} must be one number or {stages} of them, one for each stage")
+        raise ValueError(f"{name} must be one number, or {stages} numbers, one per stage")

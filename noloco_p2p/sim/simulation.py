@@ -21,7 +21,7 @@ BYTES_PER_MEGABIT = 1e6 / 8
 
 
 def build(scenario: Scenario, seed: int) -> FaultySwarm:
-    """The swarm of a scenario. Raises ConfigError: the settings do not fit together."""
+    """The swarm of a scenario. Raises ConfigError if the settings contradict each other."""
     faults = planned_faults(scenario, seed)
     newcomers = [peer for fault in faults if fault.kind == "arrive" for peer in fault.peers]
     manifest = manifest_of(scenario, seed)
@@ -46,14 +46,14 @@ def build(scenario: Scenario, seed: int) -> FaultySwarm:
 
 
 def manifest_of(scenario: Scenario, seed: int) -> RunManifest:
-    """The nodes' manifest: that of the run, with microbatches of two tokens."""
+    """The manifest of the simulated nodes: that of the scenario's run, but with microbatches of two tokens."""
     run = dict(scenario.run) | {"start_replicas": scenario.run.start_replicas or min(scenario.replicas)}
     stages = len(scenario.replicas)
     return RunManifest(name=scenario.name, seed=seed, stages=stages, sequence_length=2, microbatch_size=1, **run)
 
 
 def sizes_of(scenario: Scenario) -> MessageSizes:
-    """Sizes of the messages of the run that is simulated."""
+    """Sizes of the messages in the run being simulated."""
     work, tokens = scenario.workload, scenario.tokens_per_microbatch
     shape_BTD = (work.microbatch_size, work.sequence_length, work.hidden_size)
     number_bytes = ITEM_BYTES[work.compute_dtype]

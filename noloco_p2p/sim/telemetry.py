@@ -1,4 +1,4 @@
-"""The Telemetry port. It records what happened, in order and with virtual time, in one trace for the whole swarm."""
+"""The Telemetry port: records events in order, with their virtual times, in one trace for the whole swarm."""
 
 import asyncio
 import hashlib
@@ -25,10 +25,10 @@ class TraceEvent(NamedTuple):
         return self.fields.get(name)
 
     def number(self, name: str) -> float:
-        """A field's value as a number. Raises TypeError: it is not a number."""
+        """A field's value as a number. Raises TypeError if it is not a number."""
         value = self.fields.get(name)
         if not isinstance(value, int | float):
-            raise TypeError(f"{self.kind} of {self.peer} without a number {name}")
+            raise TypeError(f"{self.kind} of {self.peer}: {name} is {value!r}, not a number")
         return float(value)
 
 
@@ -47,7 +47,7 @@ class Trace:
         return Counter(str(event.get(by)) for event in self.of(kind, peer))
 
     def lines(self) -> list[str]:
-        """One line per event, identical for identical runs: it contains no memory addresses and no set order."""
+        """One line per event. Identical runs have identical lines: no memory addresses, and sets are sorted."""
         return [
             f"{at_s!r} {peer} {kind} " + " ".join([f"{name}={_stable(value)}" for name, value in fields.items()])
             for at_s, peer, kind, fields in self.events
@@ -79,7 +79,7 @@ class SimTelemetry:
 
     def __init__(self, trace: Trace, me: PeerId) -> None:
         self.dead = False
-        """The process of this node has crashed; it records nothing more."""
+        """The node's process has crashed; nothing more is recorded."""
         self.own = Trace()
         """The events of this node only."""
         self._trace = trace

@@ -1,12 +1,11 @@
-"""The throughput that the links and devices of a scenario allow: an idealised pipeline of nested calls, without nodes
-or a protocol.
+"""The throughput that a scenario's links and devices allow, from an idealised pipeline without nodes or a protocol.
 
 Devices and lines are servers that do one job at a time: gradients first, then the oldest microbatch. Every microbatch
-travels once, nobody waits for a grant, and as many are in flight as a step has. A replica takes its inner step when
-everything it started for that step has ended, and stage 0 reads the next microbatches then. Left out are jitter,
-retransmissions, control messages, outer rounds, guardians, evaluation, faults and churn: the swarm's figures show what
-they cost. See ARCHITECTURE.md, "The simulator". It is not a proven upper limit: gradients first is a good order, but
-not always the best.
+is a nested call and travels once, nobody waits for a grant, and as many are in flight as a step has. A replica takes
+its inner step when everything that it started for that step has ended; at stage 0 it then reads the next microbatches.
+Left out are jitter, retransmissions, control messages, outer rounds, guardians, evaluation, faults and churn: the
+difference to a simulated swarm shows what they cost. See ARCHITECTURE.md, "The simulator". It is not a proven upper
+limit: gradients first is a good order, but not always the best.
 """
 
 import heapq
@@ -29,16 +28,15 @@ from noloco_p2p.sim.simulation import costs_of, geography_of, sizes_of
 from noloco_p2p.sim.world import peer_id
 
 MICROBATCHES = 2_000
-"""About how many microbatches are simulated, in whole steps: enough for a mean, and cheap compared with the
-simulation."""
+"""About how many microbatches are processed, in whole steps: enough for a mean, and cheap next to the simulation."""
 LEAST_STEPS = 3
-"""At least this many steps, however many microbatches a step has."""
+"""Minimum number of steps, however many microbatches a step has."""
 ASKED = 2
-"""Replicas that a sender asks for a place if the routing policy leaves it the choice."""
+"""Number of replicas that a sender asks for a place if the routing policy leaves it the choice."""
 LEAST_S = 1e-9
 """Smallest cost in comparisons of speeds."""
 GRADIENT, ACTIVATION = 0, 1
-"""What goes first on a line. On a device the backward pass goes first."""
+"""Priorities on a line; the lower goes first. On a device they stand for backward and forward passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class ThroughputBound:
     """The throughput of an idealised pipeline."""
 
     tokens_per_s: float | None
-    """None: nothing takes any time."""
+    """None if nothing takes any time."""
     utilisation: tuple[float, ...]
     """Share of time in which the devices of each stage work."""
 
@@ -58,7 +56,7 @@ def throughput_bound(scenario: Scenario, seed: int, sizes: MessageSizes | None =
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A node without a protocol."""
+    """A node of the idealised pipeline."""
 
     peer: PeerId
     rank: int
@@ -74,14 +72,14 @@ class _Replica:
     target: int = 0
     """Microbatches per inner step."""
     begun: int = 0
-    """For this inner step."""
+    """Microbatches started for the current inner step."""
     ended: int = 0
-    """For this inner step."""
+    """Microbatches finished for the current inner step."""
     steps: int = 0
     done: int = 0
     """Microbatches in total."""
     owed: int = 0
-    """Microbatches sent to it whose gradients are not back."""
+    """Microbatches sent to it whose gradients have not come back."""
     waiting: "list[tuple[Priority, int, _Microbatch]]" = field(default_factory=list)
     """Microbatches for a later inner step."""
 
@@ -104,7 +102,7 @@ class _Microbatch:
     index: int
     began_at: float
     path: list[_Replica] = field(default_factory=list)
-    """The replicas that hold it, each preceded by its caller."""
+    """The replicas that hold it, each after its caller."""
 
     def priority(self, kind: int) -> Priority:
         """Gradients first, then by the start of the step, then by index."""
@@ -131,7 +129,7 @@ class _Pipeline:
         self._set_targets(per_step)
         self._steps = min(scenario.run.steps, max(LEAST_STEPS, MICROBATCHES // per_step))
         self._done = 0
-        """Replicas of stage 0 that have done these steps."""
+        """Number of stage-0 replicas that have done these steps."""
 
     def run(self) -> ThroughputBound:
         """Run until half of stage 0 has done its steps; faster nodes do more of them meanwhile."""
@@ -148,7 +146,7 @@ class _Pipeline:
         return ThroughputBound(tokens / seconds, tuple(shares))
 
     def _set_targets(self, per_step: int) -> None:
-        """Share the microbatches of a step evenly over each stage, or by speed. Stage 0 reads its own."""
+        """Share the microbatches of a step within each later stage, evenly or by speed. Stage 0 reads its own."""
         for stage in self._stages:
             total = sum(self._speed(one) for one in stage)
             for one in stage:
@@ -217,7 +215,7 @@ class _Pipeline:
     # --- lines --------------------------------------------------------------------------------------------------------
 
     def _send(self, way: tuple[float, Sequence[JobServer]], priority: Priority, arrived: Action) -> None:
-        """Send over all parts of a path at once: each part starts with the one before it, if it is free then."""
+        """Send over all parts of a path at once: each part starts when the previous one does, or once it is free."""
         latency_s, parts = way
         kind = "activation" if priority[0] == ACTIVATION else "gradient"
         nbytes, left = self._sizes.of(kind, 0), len(parts)
@@ -270,7 +268,7 @@ class _Pipeline:
         return min(asked, key=lambda callee: self._answer_s(caller, callee))
 
     def _answer_s(self, caller: _Replica, callee: _Replica) -> float:
-        """About how long one more microbatch of the caller takes to the callee and back."""
+        """Estimate how long one more microbatch of the caller takes to the callee and back."""
         there_s, there = self._way(caller, callee)
         back_s, back = self._way(callee, caller)
         activation, gradient = self._sizes.activation_bytes, self._sizes.gradient_bytes

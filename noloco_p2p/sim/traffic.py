@@ -1,6 +1,7 @@
-"""The messages under way in a simulated network: how long their bytes take to leave, and what happened to all bytes.
+"""The messages in flight in a simulated network: how long their bytes take to leave, and what happened to all bytes.
 
-Bytes flow: a payload dropped half-way has cost half of its bytes. Where nothing limits a payload, it leaves at once.
+Payloads flow: one that is dropped half-way has cost half of its bytes. Where nothing limits a payload, it leaves at
+once.
 """
 
 import asyncio
@@ -20,24 +21,24 @@ SHORT_S = 5e-4
 """Messages without tensors that take less time than this use no bandwidth, because a run has many of them."""
 
 QUEUED = ("activation", "gradient")
-"""Sent one after the other to the same peer. In parallel all would be as late as the last one is this way."""
+"""Kinds of which one payload at a time is sent to a peer. In parallel, all would be as late as the last one is now."""
 
 
 class Traffic:
-    """All payloads under way, and the counts of all bytes so far."""
+    """All payloads in flight, and the counts of all bytes so far."""
 
     def __init__(self, geography: Geography, is_cut: Callable[[PeerId, PeerId], bool]) -> None:
         self._is_cut = is_cut
         self._ways = Ways(geography)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
-        """Activations and gradients from one node to another. The first is being sent, the others wait."""
+        """Activations and gradients by (sender, receiver). The first is being sent, the others wait."""
         self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
         self.lines = MeasuredLines()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
-        """What happened to the bytes of every node that had any, by kind (`payloads.KINDS`), so far."""
+        """What has happened to the bytes of every node that had any, by kind (`payloads.KINDS`)."""
         found = {
             peer: {kind: replace(counts) for kind, counts in kinds.items()}
             for peer, kinds in sorted(self._counts.items())
@@ -50,7 +51,7 @@ class Traffic:
     # --- payloads -------------------------------------------------------------------------------------------------
 
     def depart(self, payload: Payload) -> None:
-        """Start to send a payload, or queue it. `gone_at` is set at once if nothing limits it."""
+        """Start sending a payload, or queue it. If nothing limits it, its `gone_at` is set at once."""
         sender, receiver = payload.sender, payload.receiver
         now = self._open_up(payload)
         if not (payload.nbytes and self._ways.path(sender, receiver)):
@@ -66,7 +67,7 @@ class Traffic:
         self._move(payload)
 
     def fill(self, sender: PeerId, receiver: PeerId, connections: int, each: int) -> None:
-        """Send so many bytes of filler on each of so many connections if they have rested."""
+        """Send `each` bytes of filler on each of `connections` connections, if these have been idle for long enough."""
         line = self.lines.of(sender)
         if line is not None and line.rested(receiver, self._now()) and not self._is_cut(sender, receiver):
             filler = Payload(sender, receiver, "filler", connections * each, connections=connections)
@@ -91,7 +92,7 @@ class Traffic:
     async def deliver(
         self, sender: PeerId, receiver: PeerId, nbytes: int, latency_s: float = 0.0, *, apart: bool = False
     ) -> None:
-        """Wait as long as a message without tensors takes. One to the sender itself uses only its own lines."""
+        """Wait as long as a message without tensors takes. One from a node to itself uses only the node's own line."""
         gone = asyncio.get_running_loop().create_future()
         message = Payload(sender, receiver, "control", nbytes, on_gone=lambda: _wake(gone))
         try:
@@ -103,7 +104,7 @@ class Traffic:
             self.drop(message)
 
     async def whole(self, payload: Payload, latency_s: float = 0.0) -> None:
-        """Wait until its last byte has left and has had `latency_s` to arrive; forever if it is dropped before."""
+        """Wait until a payload's last byte has left, and `latency_s` longer. Waits forever if it is dropped before."""
         loop = asyncio.get_running_loop()
         left_s = 0.0 if payload.gone_at is None else payload.gone_at + latency_s - loop.time()
         if payload.gone_at is not None and left_s <= SAME_S:
@@ -118,7 +119,7 @@ class Traffic:
         await arrived
 
     def take(self, payload: Payload) -> None:
-        """The receiver has accepted the payload. Nothing holds its call any more, whose tensors may be large."""
+        """Note that the receiver has accepted the payload, and forget its callbacks: they keep large tensors alive."""
         payload.over = True
         payload.on_gone = payload.on_lost = payload.on_dropped = None
         if payload in self._open:
@@ -127,7 +128,7 @@ class Traffic:
             self._counts[payload.receiver][payload.kind].received += payload.nbytes
 
     def drop(self, payload: Payload) -> None:
-        """Stop sending a payload, unless it was accepted or dropped, and count the bytes that have left as lost."""
+        """Unless a payload was accepted or dropped, stop sending it and count the bytes that have left as lost."""
         payload.over = True
         if payload not in self._open:
             return
@@ -141,7 +142,7 @@ class Traffic:
             payload.on_dropped()
 
     def replied_bytes(self, sender: PeerId, receiver: PeerId, microbatch: MicrobatchId) -> int | None:
-        """Bytes that have left of a gradient that is being sent or queued; None: there is none."""
+        """Bytes that have left of a microbatch's gradient; None if no such gradient is being sent or queued."""
         for payload in self._queues.get((sender, receiver), ()):
             if payload.microbatch == microbatch:
                 return payload.moved_bytes(self._now())
@@ -153,7 +154,8 @@ class Traffic:
         """After the set of cut pairs has changed, stall payloads that cannot get through, and continue the others where
         they were.
 
-        TCP would continue later, at its next retransmission. Messages without tensors that are in a line now are lost.
+        TCP would continue later, at its next retransmission. Messages without tensors are lost if they have not left
+        yet.
         """
         for payload in list(self._open):
             if payload.flow is None or payload.sender == payload.receiver:
@@ -169,9 +171,9 @@ class Traffic:
                 self._move(payload)
 
     def crash(self, peer: PeerId) -> None:
-        """A node is gone. Everything that it has not sent or not accepted is lost; calls `on_lost` of those payloads.
+        """Drop everything that a crashed node has not sent or not accepted, and call `on_lost` of these payloads.
 
-        A message without tensors still arrives at its destination, but finds nobody there.
+        A message without tensors to the crashed node still arrives, and finds that nobody serves there.
         """
         for payload in list(self._open):
             unsent = payload.sender == peer and payload.gone_at is None
@@ -194,7 +196,7 @@ class Traffic:
                 break
 
     def _open_up(self, payload: Payload) -> float:
-        """Start to account for a payload. Returns the current time."""
+        """Start accounting for a payload. Returns the current time."""
         for peer in (payload.sender, payload.receiver):
             if peer not in self._counts:
                 self._counts[peer] = {kind: ByteCounts() for kind in KINDS}
@@ -220,7 +222,7 @@ class Traffic:
             bandwidth.start(payload.flow, path)
 
     def _halt(self, payload: Payload) -> None:
-        """Stop a payload, for good or until `_move`."""
+        """Stop a payload, for good or until the next `_move`."""
         if payload.flow is None:
             return
         if payload.kind == "control":
@@ -241,7 +243,7 @@ class Traffic:
             payload.on_gone = payload.on_lost = None
 
     def _now(self) -> float:
-        """Virtual time; after the run, that of its end."""
+        """Virtual time; after the run, the time at which it ended."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop.time()

@@ -1,6 +1,6 @@
 """The Transport port of one node: calls between the nodes of one process over `network`.
 
-It keeps the promises of the real one: the handler decides on the header while the body is still under way, it is
+It gives the same guarantees as the real one: the handler decides on the header while the body is still in flight, it is
 cancelled when its caller is gone or the deadline has passed, and the contents of a reply are checked.
 """
 
@@ -56,7 +56,7 @@ class SimTransport:
 
     def __init__(self, network: Network, me: PeerId) -> None:
         self.dead = False
-        """The process of this node has crashed; nothing that its tasks still do has any effect."""
+        """The node's process has crashed; nothing that its tasks still do has any effect."""
         self._network = network
         self._me = me
         self._warming: dict[PeerId, asyncio.Task[None]] = {}
@@ -121,7 +121,7 @@ class SimTransport:
         return snapshot
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
-        """See `ports.Transport`. An interruption below RESUMES_S only causes a delay; the donor keeps its copy."""
+        """See `ports.Transport`. Interruptions shorter than RESUMES_S only cause a delay: the donor keeps its copy."""
 
         connections = await self._connections(peer, "state", peer.stage, expected)
 
@@ -180,7 +180,7 @@ class SimTransport:
             await self._network.stop(self._me)
 
     async def _connections(self, peer: Advert, kind: str, stage: int, expected: tuple[TensorSpec, ...]) -> int:
-        """Over how many connections these tensors come; how far the peer is gets asked first, as over gRPC."""
+        """Number of connections for receiving these tensors. Measures an unknown round trip first, as over gRPC."""
         sizes = self._network.sizes
         nbytes = sizes.of(kind, stage) if sizes else sum(spec.nbytes for spec in expected)
         if nbytes >= PART_BYTES and self.line.round_trip_s(peer.peer_id) is None:
@@ -190,7 +190,7 @@ class SimTransport:
     async def _submit(
         self, peer: Advert, sent: Activation, claim: Claim, what: str, method: Callable[[Handler], Method[T]]
     ) -> T:
-        """Make a call with an activation. Small tensors follow their header at once, large ones when asked for."""
+        """Make a call with an activation. Small tensors follow the header at once, large ones when granted a place."""
         self._check_alive()
         nbytes = self._network.payload_bytes("activation", sent.tensors)
         connections = self.line.connections(peer.peer_id, nbytes)
@@ -220,7 +220,7 @@ class SimTransport:
         replying: Callable[[], None] = lambda: None,
         silence_s: tuple[float, float] | None = None,
     ) -> T:
-        """Make one call. `nbytes`: size of request and answer beyond what every call has."""
+        """Make one call. `nbytes`: sizes of request and answer beyond what every call sends."""
         self._check_alive()
         each = self._network.control
         request, answer = each.request + nbytes[0], each.answer + nbytes[1]
@@ -232,7 +232,7 @@ class SimTransport:
             return await call.answer
         finally:
             call.end()
-            del call  # An error in its answer holds this frame.
+            del call  # An error in its answer refers to this frame.
 
     def _check_alive(self) -> None:
         if self.dead:
@@ -240,14 +240,14 @@ class SimTransport:
 
 
 class _SimBody:
-    """The tensors of one activation under way to a handler."""
+    """The tensors of one activation in flight to a handler."""
 
     def __init__(self, network: Network, sent: Activation, payload: Payload, claim: Claim) -> None:
         self._network, self._sent, self._payload, self._claim = network, sent, payload, claim
         self.latency_s = 0.0
-        """Time that the header took."""
+        """Seconds that the header took."""
         self.filler_bytes = 0
-        """What is worth sending on each connection before the reply."""
+        """Bytes of filler to send on each connection before the reply."""
 
     @property
     def received(self) -> int:
@@ -261,7 +261,7 @@ class _SimBody:
             self._network.traffic.fill(payload.receiver, payload.sender, payload.connections, self.filler_bytes)
 
     async def __call__(self) -> Activation:
-        """See `ports.Body`. Once the last byte has left, it takes as long as the header did."""
+        """See `ports.Body`. Once it has left, the last byte takes as long as the header did."""
         payload, network = self._payload, self._network
         if payload.sent_at is None and not payload.over:
             granting, asked = payload.receiver, payload.sender
@@ -282,7 +282,7 @@ class _SimBody:
 
 
 def _copy(tensor: HostTensor) -> HostTensor:
-    """A copy of a tensor: as on a real wire, the value at the time of sending travels."""
+    """A copy of a tensor: as on a real wire, what arrives are the values at the time of sending."""
     return HostTensor(tensor.name, tensor.dtype, tensor.shape, memoryview(bytes(tensor.data)))
 
 

@@ -4,7 +4,7 @@ Threads, sockets and processes do not work in this loop; everything else in asyn
 the same order of events: the clock starts at 0, and tasks hash by their number, so even the sets inside asyncio
 (TaskGroup, `asyncio.wait`) are iterated in an order that does not depend on memory addresses.
 
-The tasks of one simulated process can stand still for a while, as under SIGSTOP: the clock and all others go on.
+The tasks of one simulated process can be suspended, as by SIGSTOP, while the clock and all other processes go on.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ LIVELOCK_TURNS = 200_000
 """Iterations of the loop without progress in virtual time after which the program counts as spinning."""
 
 PROCESS: ContextVar[str | None] = ContextVar("process", default=None)
-"""The simulated process to which the tasks made in this context belong."""
+"""The simulated process that tasks created in this context belong to."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -47,7 +47,7 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 class _Selector:
-    """Takes the place of asyncio's socket selector. It waits for nothing and advances the clock."""
+    """Stands in for asyncio's socket selector: it advances the clock instead of waiting."""
 
     def __init__(self, loop: "VirtualLoop") -> None:
         self._loop = loop
@@ -65,7 +65,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, limit_s: float | None = None) -> None:
         super().__init__()
         self._stopped: dict[str, list[asyncio.Handle]] = {}
-        """What the tasks of each process that stands still will do when it goes on."""
+        """For each suspended process, the handles of its tasks that are ready to run."""
         self._selector = _Selector(self)
         self._clock_resolution = 1e-9
         self._now_s = 0.0
@@ -79,15 +79,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def stop_process(self, process: str) -> None:
-        """Let the tasks of a process stand still from the next turn of the loop on, until `continue_process`."""
+        """Suspend the tasks of a process from the next iteration of the loop until `continue_process`."""
         self._stopped.setdefault(process, [])
 
     def continue_process(self, process: str) -> None:
-        """The tasks of a process go on; those whose timers ended meanwhile do so in the order of these."""
+        """Let the tasks of a process continue. Those whose timers expired meanwhile run in the order of expiry."""
         self._ready.extend(self._stopped.pop(process, ()))
 
     def pass_time(self, timeout: float | None) -> None:
-        """One iteration of the loop: advance by `timeout` seconds, to the next timer (None: there is no timer)."""
+        """One iteration of the loop: advance the clock by `timeout` seconds, or fail if it is None: no timer is set."""
         if self._stopped:
             self._put_aside()
         if timeout is None:
@@ -99,13 +99,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._turns = 0
         self._turns += 1
         if self._turns > LIVELOCK_TURNS:
-            self._give_up(f"spinning: {LIVELOCK_TURNS} turns of the loop without a step of the clock")
+            self._give_up(f"spinning: the clock stood still for {LIVELOCK_TURNS:,} iterations of the event loop")
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
     ) -> asyncio.Future[T]:
         """Not supported: a thread would finish at an undefined virtual time. Raises RuntimeError."""
-        raise RuntimeError("virtual time has no threads")
+        raise RuntimeError("threads are not supported under virtual time")
 
     def _put_aside(self) -> None:
         ready, self._ready = self._ready, deque()
@@ -123,14 +123,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _NumberedTask(coro, number=next(self._numbers), loop=loop, **options)
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Without sockets there are no events."""
+        """Nothing to do: without sockets there are no events."""
 
     def _write_to_self(self) -> None:
         """Not needed: nothing sleeps in `select`."""
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """A task's name and the chain of coroutines down to the line at which it waits."""
+    """A task's name, and its chain of coroutines down to the line at which it waits."""
     places = []
     awaited: object = task.get_coro()
     while inspect.iscoroutine(awaited):
@@ -144,7 +144,7 @@ def _where(task: asyncio.Task[Any]) -> str:
 def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
     """Run a coroutine in a new virtual loop, like `asyncio.run`.
 
-    Raises Deadlock, which lists what every task waits for: the coroutine cannot end, or takes more than `limit_s`
+    Raises Deadlock, which lists what every task waits for, if the coroutine cannot end or takes more than `limit_s`
     virtual seconds. Remaining tasks are cancelled.
     """
     found: list[T] = []
@@ -157,7 +157,8 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
         try:
             runner.run(keep())
         except BaseException:
-            # It says why the run ended; thousands of tasks that are cancelled now would each log an error of their own.
+            # This exception says why the run ended. Without this, thousands of cancelled tasks would each log another
+            # one.
             runner.get_loop().set_exception_handler(lambda loop, context: None)
             raise
     return found[0]
@@ -165,7 +166,7 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """A swarm consists of a million long-lived objects. Searching them for garbage took half of the run time."""
+    """Collect garbage rarely: scanning the million long-lived objects of a swarm took half of the run time."""
     before = gc.get_threshold()
     gc.set_threshold(COLLECT_EVERY, *before[1:])
     try:

@@ -1,4 +1,4 @@
-"""A swarm of real `Node`s in one process with virtual time: builds it, disturbs it on schedule, returns its outcome.
+"""A swarm of real `Node`s in one process with virtual time: built, disturbed on schedule, and run to its outcome.
 
 swarm = SimSwarm(SimPlan(manifest, replicas=(2, 3), seed=1))
 swarm.at(3.0, lambda: swarm.crash("s1r0"))
@@ -43,7 +43,7 @@ def peer_id(stage: int, replica: int) -> PeerId:
 
 @dataclass(frozen=True, slots=True)
 class SimPlan:
-    """What is simulated. It determines everything."""
+    """Everything that determines a simulated run."""
 
     manifest: RunManifest
     replicas: tuple[int, ...]
@@ -51,15 +51,15 @@ class SimPlan:
     seed: int = 0
     """Seed of the world: links and device times (the run's own seed is in the manifest)."""
     config: NodeConfig = field(default_factory=NodeConfig)
-    """Of every node; `stage` is set to the node's own."""
+    """Configuration of every node; `stage` is replaced by the node's own stage."""
     link: Link = field(default_factory=Link)
-    """Every link if there is no `geography`."""
+    """Used for every link if there is no `geography`."""
     geography: Geography | None = None
     """How the nodes are connected."""
     sizes: MessageSizes | None = None
-    """Message sizes, if they are not those of the tensors."""
+    """Message sizes to account for; None: the sizes of the actual tensors."""
     costs: Costs | tuple[Costs, ...] = field(default_factory=Costs)
-    """Device seconds of every node, or per stage."""
+    """Device seconds of the operations: the same for every node, or one entry per stage."""
     slowness: Mapping[PeerId, float] = field(default_factory=dict)
     """Factor on a node's device seconds; 1.0 for nodes not named."""
     view_age_s: float = 0.0
@@ -67,13 +67,13 @@ class SimPlan:
     unequal_batches: bool = False
     """Microbatches have different numbers of tokens."""
     chooses_stage: bool = False
-    """Nodes choose their stage themselves; the one in their id then means nothing."""
+    """Nodes choose their stage themselves; the stage in their id then has no meaning."""
     save_s: float = 0.05
     """Virtual seconds that writing or reading a checkpoint takes."""
     torn_by_crash: bool = False
     """A crash during a save leaves a checkpoint that looks complete but is not; otherwise it leaves nothing."""
     gradient_audit: bool = True
-    """Some data goes out twice (METHOD.md, "The same data twice")."""
+    """Some data is sent twice (METHOD.md, "The same data twice")."""
     stage_factory: StageFactory = LinearStage
     batches_factory: BatchesFactory | None = None
     """None: small integers (`sim.batches`)."""
@@ -84,7 +84,7 @@ class SimPlan:
 
 
 class SimSwarm:
-    """Builds the nodes of a plan and runs them to their end. Can be used once."""
+    """Builds the nodes of a plan and runs them until they end. Can be used only once."""
 
     def __init__(self, plan: SimPlan) -> None:
         self.plan = plan
@@ -100,14 +100,14 @@ class SimSwarm:
         self._restarts: dict[asyncio.Task[None], None] = {}
         self._schedule: list[tuple[float, Callable[[], object]]] = []
 
-    # --- what happens when ----------------------------------------------------------------------------------------
+    # --- schedule and faults --------------------------------------------------------------------------------------
 
     def at(self, at_s: float, action: Callable[[], object]) -> None:
         """Before `run`: schedule an action for a virtual time, such as `lambda: swarm.crash("s0r1")`."""
         self._schedule.append((at_s, action))
 
     def start(self, stage: int, replica: int) -> None:
-        """Start a node, or restart it with its disk after a crash. The process has an incarnation of its own."""
+        """Start a node, or restart it with its disk after a crash. Each process gets its own incarnation."""
         peer, plan = peer_id(stage, replica), self.plan
         incarnation = generator(plan.seed, "incarnation", peer, len(self.processes)).getrandbits(64) | 1
         config = plan.config.model_copy(update={"stage": None if plan.chooses_stage else stage})
@@ -181,15 +181,15 @@ class SimSwarm:
             self.process(peer).node.resume()
 
     def stop(self, peer: PeerId) -> None:
-        """Let a node's process stand still, as when its machine sleeps. What is sent to it waits there."""
+        """Suspend a node's process, as when its machine sleeps. Messages that arrive meanwhile wait there."""
         _loop().stop_process(peer)
 
     def go_on(self, peer: PeerId) -> None:
-        """A process that stands still goes on."""
+        """Let a suspended process continue."""
         _loop().continue_process(peer)
 
     def split(self, *groups: Collection[PeerId]) -> None:
-        """Let nothing pass between groups until `heal`, neither calls nor announcements."""
+        """Block calls and announcements between groups until `heal`."""
         self.network.split(groups)
         self.registry.split(groups)
 
@@ -209,7 +209,7 @@ class SimSwarm:
         self.process(peer).node.drain()
 
     def process(self, peer: PeerId) -> SimProcess:
-        """The newest process of a peer. Raises KeyError: there is none."""
+        """The newest process of a peer. Raises KeyError if there is none."""
         for process in reversed(self.processes):
             if process.peer == peer:
                 return process
@@ -223,7 +223,7 @@ class SimSwarm:
     # --- the run --------------------------------------------------------------------------------------------------
 
     def run(self, limit_s: float = 3600.0, *, tolerate: bool = False) -> Outcome:
-        """Run until every node has ended. Raises Deadlock: that takes more than `limit_s` virtual seconds.
+        """Run until every node has ended. Raises Deadlock if that cannot happen within `limit_s` virtual seconds.
 
         Without `tolerate`, raises the first error of a handler or of a node that did not crash.
         """
@@ -257,7 +257,7 @@ class SimSwarm:
         return [*pending, schedule] if not schedule.done() and (pending or crashed) else pending
 
     def _await_restart(self, restart: Coroutine[None, None, None]) -> None:
-        """The run does not end before this has started a node again."""
+        """Run `restart`, which starts a node again. The run does not end before it is done."""
         task = asyncio.get_running_loop().create_task(restart)
         self._restarts[task] = None
         task.add_done_callback(lambda done: self._restarts.pop(done, None))
@@ -268,7 +268,7 @@ class SimSwarm:
             self.start(*self.process(peer).place)
 
     async def _follow_schedule(self) -> None:
-        """Run the scheduled actions; those with the same time in the order in which they were given."""
+        """Run the scheduled actions in order of time. Those with equal times run in the order they were added in."""
         now = asyncio.get_running_loop().time
         for at_s, action in sorted(self._schedule, key=lambda entry: entry[0]):
             await asyncio.sleep(at_s - now())

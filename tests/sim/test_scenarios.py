@@ -170,13 +170,13 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["compute.forward_s=[0.1]"], "compute.forward_s must be one number or 2 of them"),
+        (["compute.forward_s=[0.1]"], "compute.forward_s must be one number, or 2 numbers, one per stage"),
         (["network.regions={names: [a, b], round_trip_ms: [[1, 2]]}"], "round_trip_ms must have 2 rows of 2 numbers"),
-        (["network.regions={names: [a, a], round_trip_ms: [[1, 2], [2, 1]]}"], "names must be different names"),
+        (["network.regions={names: [a, a], round_trip_ms: [[1, 2], [2, 1]]}"], "names must be unique"),
         (["network.regions={names: [a], round_trip_ms: [[0]]}"], "network.regions.round_trip_ms"),
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[-5]]}"], "network.regions.mbit_per_s"),
         (["network.regions={names: [a], round_trip_ms: [[1]], mbit_per_s: [[1, 2]]}"], "mbit_per_s must have 1 rows"),
-        (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs one of peers, region and share"),
+        (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs exactly one of peers, region and share"),
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but there are no regions"),
         (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha: leave it out"),
         (["network.loss=1"], "network.loss must be less than 1.0, not 1"),  # it would be sent again for ever
@@ -215,9 +215,9 @@ def test_a_run_that_could_never_begin_is_refused() -> None:
     [
         ("peers: [s0r1]", "the node s0r1 cannot arrive, because the swarm begins with it"),
         ("share: 0.5", "cannot arrive, because the swarm begins with it"),
-        ("peers: [s2r4]", "named s2r4; the first new one of stage 0 is s0r4"),
-        ("peers: [new]", "named new; the first new one of stage 0 is s0r4"),
-        ("peers: [s0r04]", "named s0r04"),
+        ("peers: [s2r4]", "'s2r4' cannot be the id of a new node; the first new node of stage 0 is s0r4"),
+        ("peers: [new]", "'new' cannot be the id of a new node; the first new node of stage 0 is s0r4"),
+        ("peers: [s0r04]", "'s0r04' cannot be the id of a new node"),
         ("peers: [s1r4, s1r4]", "the node s1r4 arrives more than once"),
     ],
 )

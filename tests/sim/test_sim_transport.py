@@ -269,7 +269,7 @@ def test_the_other_calls() -> None:
 def test_serving_twice_is_refused_and_close_ends_what_is_in_flight() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         other = SimTransport(network, "b")
-        with pytest.raises(LocalError, match="served already"):
+        with pytest.raises(LocalError, match="already has a handler"):
             await other.serve(serving)
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(1.0)

@@ -126,7 +126,7 @@ def test_threads_are_refused() -> None:
     async def main() -> Any:
         return await asyncio.to_thread(time.monotonic)
 
-    with pytest.raises(RuntimeError, match="no threads"):
+    with pytest.raises(RuntimeError, match="threads are not supported"):
         run(main())
 
 
