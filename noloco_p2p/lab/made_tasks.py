@@ -1,9 +1,9 @@
 """`noloco tasks`: five small generated tasks: addition, sorting, brackets, copying, recall.
 
-An item is a prompt, its completion, and four choices of equal length, one of which is the completion. So an answer can
-be judged twice: whether the generated text is exactly right, and whether the model finds the right choice the
-likeliest. Everything is ASCII and at most MOST_BYTES bytes long, including the end of text. The items of a task are all
-different, and are determined by the seed.
+An item is a prompt, its completion, and four choices of equal length, one of which is the completion. So a model can be
+scored in two ways: by whether the text it generates is exactly right, and by whether the right choice is the likeliest.
+Everything is ASCII and at most MOST_BYTES bytes long, including the end of text. The items of a task are all different,
+and are determined by the seed.
 """
 
 import json
@@ -27,7 +27,7 @@ PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}
 
 
 class TaskItem(NamedTuple):
-    """One question."""
+    """One item of a task."""
 
     prompt: str
     completion: str
@@ -37,41 +37,41 @@ class TaskItem(NamedTuple):
 
 
 Drawn = tuple[str, str, str]
-"""Input, answer, and the characters of which an answer consists."""
+"""Input, answer, and the characters that answers consist of."""
 
 
-def _addition(chance: Random) -> Drawn:
-    left, right = chance.randrange(1000), chance.randrange(10)
+def _addition(rng: Random) -> Drawn:
+    left, right = rng.randrange(1000), rng.randrange(10)
     return f"{left}+{right}", str(left + right), string.digits
 
 
-def _sorting(chance: Random) -> Drawn:
-    letters = chance.choices(LETTERS, k=chance.randint(3, 6))
+def _sorting(rng: Random) -> Drawn:
+    letters = rng.choices(LETTERS, k=rng.randint(3, 6))
     return "".join(letters), "".join(sorted(letters)), LETTERS
 
 
-def _brackets(chance: Random) -> Drawn:
+def _brackets(rng: Random) -> Drawn:
     """Brackets opened and partly closed; the answer closes the rest."""
     opened, text = "", ""
     while len(text) < 8 or len(opened) < 2:
-        if opened and chance.random() < 0.4:
+        if opened and rng.random() < 0.4:
             text, opened = text + PAIRS[opened[-1]], opened[:-1]
         else:
-            opened += chance.choice(list(PAIRS))
+            opened += rng.choice(list(PAIRS))
             text += opened[-1]
     return text, "".join(PAIRS[one] for one in reversed(opened)), "".join(PAIRS.values())
 
 
-def _copying(chance: Random) -> Drawn:
-    letters = "".join(chance.choices(LETTERS, k=chance.randint(3, 6)))
+def _copying(rng: Random) -> Drawn:
+    letters = "".join(rng.choices(LETTERS, k=rng.randint(3, 6)))
     return letters, letters, LETTERS
 
 
-def _recall(chance: Random) -> Drawn:
-    """One of three keys is asked for; the value in the fourth choice was not stored."""
-    keys, values = chance.sample(LETTERS, 3), "".join(chance.sample(string.digits, 4))
+def _recall(rng: Random) -> Drawn:
+    """Ask for the value of one of three keys. The choices are the three stored values and one that was not stored."""
+    keys, values = rng.sample(LETTERS, 3), "".join(rng.sample(string.digits, 4))
     stored = " ".join(f"{key}={value}" for key, value in zip(keys, values, strict=False))
-    asked = chance.randrange(3)
+    asked = rng.randrange(3)
     return f"{stored} {keys[asked]}", values[asked], values
 
 
@@ -85,35 +85,36 @@ TASKS: Mapping[str, Callable[[Random], Drawn]] = {
 
 
 def items(task: str, seed: int, count: int) -> list[TaskItem]:
-    """This many different items; a longer list starts with the shorter one. Raises ValueError: there are fewer."""
-    chance, found = generator(seed, "task", task), dict[str, TaskItem]()
+    """`count` different items; a longer list starts with the shorter one. Raises ValueError if it finds fewer."""
+    rng, found = generator(seed, "task", task), dict[str, TaskItem]()
     for _ in range(10 * count):
-        given, right, alphabet = TASKS[task](chance)
+        given, right, alphabet = TASKS[task](rng)
         if given not in found:
-            choices = _choices(chance, right, alphabet)
+            choices = _choices(rng, right, alphabet)
             found[given] = TaskItem(f"{task} {given}=", right, choices, choices.index(right))
         if len(found) == count:
             return list(found.values())
     raise ValueError(f"{task} has only about {len(found):,} different items, not {count:,}")
 
 
-def _choices(chance: Random, right: str, alphabet: str) -> tuple[str, ...]:
+def _choices(rng: Random, right: str, alphabet: str) -> tuple[str, ...]:
     """The right choice and others with one character changed, in random order."""
     found = [right]
     while len(found) < CHOICES:
-        at = chance.randrange(len(right))
-        wrong = right[:at] + chance.choice(alphabet) + right[at + 1 :]
+        at = rng.randrange(len(right))
+        wrong = right[:at] + rng.choice(alphabet) + right[at + 1 :]
         if wrong not in found:
             found.append(wrong)
-    chance.shuffle(found)
+    rng.shuffle(found)
     return tuple(found)
 
 
 def write_tasks(out: Path, seed: int, train: int, test: int) -> dict[str, list[TaskItem]]:
-    """Write TRAIN, with `train` items of every task in turn, for `noloco finetune`, and each task's other `test` items
-    with two tasks of lm-evaluation-harness, NAME and NAME_choice. Returns the latter items by task.
+    """Write TRAIN for `noloco finetune`, with `train` items of each task in turn. For each task, also write `test`
+    other items and two tasks of lm-evaluation-harness that use them, NAME and NAME_choice. Returns the test items by
+    task.
 
-    Raises LocalError: the files cannot be written.
+    Raises LocalError if the files cannot be written.
     """
     homes.require("", out, Home.TASKS, Home.EMPTY)
     made = {task: items(task, seed, train + test) for task in TASKS}

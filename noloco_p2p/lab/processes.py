@@ -1,4 +1,4 @@
-"""Processes for measurements: newly started, and ended with the command, however that ends."""
+"""Processes for measurements: started afresh, and ended together with the command, however it ends."""
 
 import multiprocessing
 import multiprocessing.util
@@ -24,7 +24,7 @@ FRESH = multiprocessing.get_context("spawn")
 def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes with these environment variables, all started at the first `submit`.
 
-    They end at once if an exception leaves the `with`. Raises LocalError: one of them dies.
+    They are terminated at once if an exception leaves the `with` block. Raises LocalError if one of them dies.
     """
     before = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, FRESH, initializer=_as_a_worker)
@@ -49,7 +49,7 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def allow_forks() -> None:
-    """For a worker that does not use gRPC: libraries may fork processes of their own, which end with it."""
+    """Let libraries in this worker fork processes, which end together with it. The worker must not use gRPC."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.util.register_after_fork(_as_a_worker, lambda begin: begin())
 
@@ -59,7 +59,7 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
     """A second process that runs `serve(ready, *args)` in an event loop. Yields what it passed to `ready`, such as its
     ports.
 
-    Raises LocalError: it ends before that.
+    Raises LocalError if the process ends before that.
     """
     mine, theirs = FRESH.Pipe()
     process = FRESH.Process(target=_serve, args=(theirs, serve, args), daemon=True)

@@ -1,4 +1,4 @@
-"""Samples of measurements: durations of operations, and statistics in the form that the benches write as JSON."""
+"""Durations of operations, and statistics of samples in the form that benches write as JSON."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ from typing import Any
 class Stopwatch:
     """Seconds of operations by name, in the order in which they were timed.
 
-    The first `warm_up` measurements of each are ignored. `settle` waits until an operation is over that runs
+    The first `warm_up` measurements of each are ignored. `settle` waits for the end of an operation that runs
     asynchronously, such as on a GPU.
     """
 
@@ -33,7 +33,7 @@ class Stopwatch:
         return self._seconds[name][self._warm_up :]
 
     def median_s(self, *names: Hashable) -> float:
-        """Median of the total time of these operations, measurement by measurement; 0 if there was none."""
+        """Median, over the measurements, of the total time of these operations; 0 if there were none."""
         together = [sum(each) for each in zip(*map(self.counted, names), strict=True)]
         return statistics.median(together) if together else 0.0
 

@@ -1,6 +1,6 @@
-"""Reads scenarios: defaults < a YAML file < `--set a.b=v`.
+"""Reads scenarios: defaults, overridden by a YAML file, overridden by `--set a.b=v`.
 
-All errors are reported at once, one line each, with the file and line (or the option) and the nearest key.
+All errors are reported together, one line each, with the file and line (or the option) and the nearest key.
 """
 
 import difflib
@@ -25,11 +25,11 @@ COSTS = {
     "inner_step_s": ("inner_step_s",),
     "outer_s": ("snapshot_s", "merge_s"),
 }
-"""Key of `compute` → the keys of a stage in the JSON of `noloco bench stage` of which it is the mean."""
+"""Key of `compute` → the keys in the JSON of `noloco bench stage` whose mean it is, for each stage."""
 
 
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
-    """The scenario from a file (none: the default one) and `--set` options. Raises ConfigError, one line per error."""
+    """The scenario from a file (None: the default one) and `--set` options. Raises ConfigError, one line per error."""
     faults: list[str] = []
     path = named(path, SCENARIOS)
     entries = read_entries(path, {}, sets, KNOWN, faults)

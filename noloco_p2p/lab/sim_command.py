@@ -1,6 +1,6 @@
 """`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice for comparison.
 
-Worker processes import this module: it loads neither torch nor, until something is printed, what draws tables.
+Worker processes import this module, so it does not load torch, and it loads what draws tables only when it prints.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class SimOptions:
     """The options of the command."""
 
     path: Path | None = None
-    """The scenario's file; none: the default scenario."""
+    """The scenario's file; None: the default scenario."""
     nodes: int | None = None
     sets: tuple[str, ...] = ()
     seed: int | None = None
@@ -57,7 +57,7 @@ class SimOptions:
 
 
 def run_sim(options: SimOptions) -> int:
-    """Run the command and return its exit code. Raises ConfigError: options do not fit, or a file cannot be read."""
+    """Run the command and return its exit code. Raises ConfigError if options conflict or a file cannot be read."""
     _check(options)
     scenario = scenario_files.load(options.path, options.sets)
     words = ["noloco", "sim", *([str(options.path)] if options.path else [])]
@@ -75,19 +75,19 @@ def run_sim(options: SimOptions) -> int:
 
 
 def seeds_of(text: str) -> range:
-    """`A:B` as a range. Raises ConfigError: it is malformed, empty or too long, or has too large a seed."""
+    """`A:B` as a range. Raises ConfigError if it is malformed, empty or too long, or if a seed is too large."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if not found or not int(found[1]) < int(found[2]) <= min(2**63, int(found[1]) + 100_000):
-        raise ConfigError(f"--seeds {text}: write it as A:B, at most 100,000 seeds from A up to B, which is left out")
+        raise ConfigError(f"--seeds {text}: write it as A:B, at most 100,000 seeds from A up to, not including, B")
     return range(int(found[1]), int(found[2]))
 
 
 def _check(options: SimOptions) -> None:
-    """Refuse before the first run what would fail after the last."""
+    """Reject before the first run what would only fail after the last."""
     if options.seeds is not None:
         for name in ("seed", "trace", "plots", "check"):
             if getattr(options, name) is not getattr(SimOptions(), name):
-                raise ConfigError(f"--{name} is for one run: leave out --seeds")
+                raise ConfigError(f"--{name} is for a single run: leave out --seeds")
     if options.check and options.plots is not None:
         raise ConfigError("--check makes no plots: leave out --plots")
     for path in filter(None, (options.trace, options.plots)):
@@ -104,7 +104,7 @@ def _check(options: SimOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A requested run."""
+    """A run to simulate."""
 
     scenario: Scenario
     seed: int
@@ -123,15 +123,15 @@ class SimRun:
 
     request: SimRequest
     figures: RunFigures | None
-    """None: the run did not reach its end."""
+    """None if the run did not reach its end."""
     broken: str | None
-    """A description of the first law that does not hold."""
+    """Which law is broken, or why the run did not reach its end; None if all is well."""
     wall_s: float
     """Wall-clock seconds of the simulation."""
     peak_bytes: int
     """Peak memory of its process."""
     outcome: Outcome | None = None
-    """Only if requested; it stays in the process that made it."""
+    """Only if requested, and only in the process that simulated the run."""
     lines: tuple[str, ...] = ()
     """The trace, if requested."""
 
@@ -139,7 +139,7 @@ class SimRun:
 def simulate(
     request: SimRequest, *, with_lines: bool = False, with_outcome: bool = False, position: SwarmPosition | None = None
 ) -> SimRun:
-    """Run a swarm to its end, check every law, and compute its figures. Raises ConfigError as `build`."""
+    """Run a swarm to its end, check every law, and compute its figures. Raises ConfigError as `build` does."""
     began_at = time.perf_counter()
     swarm, bound = build(request.scenario, request.seed), throughput_bound(request.scenario, request.seed)
     if position is not None:
@@ -159,7 +159,7 @@ def simulate(
 
 
 def simulate_all(requests: Sequence[SimRequest], jobs: int) -> Iterator[SimRun]:
-    """Run all requests, `jobs` at once, without traces and outcomes. Results come in the order of the requests."""
+    """Run all requests, `jobs` at a time, without traces and outcomes. Yields results in the order of the requests."""
     if jobs == 1 or len(requests) == 1:
         yield from map(simulate, requests)
         return
@@ -172,7 +172,7 @@ def simulate_apart(request: SimRequest, hash_seeds: Sequence[str]) -> list[SimRu
     with ExitStack() as stack:
         waiting = []
         for hash_seed in hash_seeds:
-            # A process starts with its first task, with the environment of that moment.
+            # The process starts at the first `submit`, with the environment of that moment.
             pool = stack.enter_context(workers(1, PYTHONHASHSEED=hash_seed))
             waiting.append(pool.submit(simulate, request, with_lines=True))
         return [each.result() for each in waiting]
@@ -200,7 +200,7 @@ def _once(request: SimRequest, options: SimOptions) -> int:
 
 
 def as_json(run: SimRun) -> dict[str, Any]:
-    """A run as one JSON object. Equal runs differ in `machine` only."""
+    """A run as one JSON object. Identical runs differ only in `machine`."""
     request = run.request
     head = {"scenario": request.scenario.name, "seed": request.seed, "replicas": list(request.scenario.replicas)}
     found = dataclasses.asdict(run.figures) if run.figures is not None else {}
@@ -209,11 +209,11 @@ def as_json(run: SimRun) -> dict[str, Any]:
 
 
 def _described(run: SimRun) -> "list[RenderableType]":
-    """A run for people."""
+    """A run as text."""
     head, found = f"{_headline(run.request.scenario)}, seed {run.request.seed}", run.figures
     if found is None:
-        return [f"{head}: it did not reach its end"]
-    cost = f"simulated in {run.wall_s:.1f} s with {run.peak_bytes / 2**20:,.0f} MiB at most"
+        return [f"{head}: the run did not reach its end"]
+    cost = f"simulated in {run.wall_s:.1f} s with {run.peak_bytes / 2**20:,.0f} MiB of peak memory"
     tail = [f"{cost}; all laws hold" if run.broken is None else cost, f"trace_hash {found.trace_hash}"]
     return [head, run.request.scenario.description, "", *sim_output.of_run(found), "", *tail]
 
@@ -227,7 +227,7 @@ class TraceDifference(NamedTuple):
     event: int
     """Its index, from 0."""
     first: str | None
-    """The line of the first run; none: it had ended."""
+    """The line of the first run; None if it had ended."""
     second: str | None
 
 
@@ -238,7 +238,7 @@ def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDiffer
 
 
 def _twice(request: SimRequest, options: SimOptions) -> int:
-    """Compare two processes with different hashes: any dependence on set order or memory addresses shows."""
+    """Compare runs under two hash seeds, which reveals any dependence on set order or memory addresses."""
     with ProgressLine(lambda: ("the same run twice", 0.0), terminal_only=options.as_json):
         first, second = simulate_apart(request, ("1", "2"))
     if options.trace is not None:
@@ -277,7 +277,7 @@ def _many(requests: Sequence[SimRequest], options: SimOptions) -> int:
         print(json.dumps({**head, "runs": len(requests), "failed": failed, **tail}, allow_nan=False))
     else:
         _print([f"{_headline(scenario)}, seeds {options.seeds}", "", *(sim_output.of_seeds(flats) if flats else [])])
-        print(f"{len(requests):,} runs, {len(failed):,} in which a law does not hold")
+        print(f"{len(requests):,} runs, {len(failed):,} of which broke a law")
     return FAILED if failed else OK
 
 
@@ -286,11 +286,11 @@ def _headline(scenario: Scenario) -> str:
 
 
 def _exit_code(run: SimRun, *, whole: bool = True) -> int:
-    """If a law does not hold in a run: print which one, in full or its first line, and the command that repeats it."""
+    """If a run broke a law, print which one (in full, or its first line) and the command that repeats the run."""
     if run.broken is None:
         return OK
     law = run.broken if whole else run.broken.partition("\n")[0]
-    print(f"seed {run.request.seed}: {law}\n  again: {run.request.replay}", file=sys.stderr, flush=True)
+    print(f"seed {run.request.seed}: {law}\n  to repeat: {run.request.replay}", file=sys.stderr, flush=True)
     return FAILED
 
 

@@ -1,4 +1,4 @@
-"""The figures of simulated runs for people: tables, plots as SVG files, and the data of those plots."""
+"""Shows the figures of simulated runs: tables, plots as SVG files, and the data of those plots."""
 
 import itertools
 import statistics
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from noloco_p2p.sim.world import SimSwarm
 
 TRACE_MARK = b" membership counts="
-"""Near the start of every trace."""
+"""Occurs near the start of every trace."""
 BINS = 60
 """Number of points of a curve over time."""
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 class SwarmPosition:
-    """The step that a simulated swarm has reached; what it is asked for may come from another thread."""
+    """The progress of a simulated swarm. It may be called from another thread."""
 
     def __init__(self) -> None:
         self.swarm: SimSwarm | None = None
-        """None: it is still being built."""
+        """None while it is being built."""
         self._began_at = time.monotonic()
 
     def __call__(self) -> Position:
-        """The furthest node's step, of the run's steps, and the virtual time."""
+        """The furthest node's step and the virtual time as text, and the share of the run's steps that is done."""
         if self.swarm is None:
             return "building the swarm", 0.0
         steps = self.swarm.plan.manifest.steps
@@ -58,7 +58,7 @@ class SwarmPosition:
 
 
 def of_run(found: RunFigures) -> "list[RenderableType]":
-    """One run: its summary, its stages, its bytes."""
+    """The summary, stages and bytes of one run."""
     return [_summary(found), "", _stages(found.stages), "", _byte_table(found.traffic)]
 
 
@@ -102,7 +102,7 @@ def _summary(found: RunFigures) -> "Table":
 
 
 def _bound(found: RunFigures) -> str:
-    """What links and devices allow, and the share of it that was reached."""
+    """The throughput that links and devices allow, and the share of it that was reached."""
     if found.bound_tokens_per_s is None:
         return humanize.DASH
     reached = humanize.percent(found.share_of_bound)
@@ -110,12 +110,12 @@ def _bound(found: RunFigures) -> str:
 
 
 def causes(stages: Sequence[StageFigures]) -> list[str]:
-    """The causes for which any stage was idle; `other` last."""
+    """The causes of idle time in any stage; `other` last."""
     return sorted({cause for one in stages for cause in one.idle}, key=lambda cause: (cause == "other", cause))
 
 
 def _stages(stages: Sequence[StageFigures]) -> "Table":
-    """Shares of the time that a stage's nodes trained. `bound`: the share in use that links and devices allow."""
+    """Shares of the time that a stage's nodes spent training. `bound`: the `in use` that links and devices allow."""
     waits = causes(stages)
     real = any(one.replica_std is not None for one in stages)
     columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use", "bound"]
@@ -133,14 +133,14 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
 def _byte_table(traffic: TrafficFigures) -> "Table":
     columns = (traffic.sent_per_node, traffic.received_per_node, traffic.lost)
     rows = [(kind, *(humanize.size_text(column[kind]) for column in columns)) for kind in traffic.sent_per_node]
-    return plain_table(("bytes per node", "sent", "received", "lost in all"), ("bytes per node",), rows)
+    return plain_table(("bytes per node", "sent", "received", "lost in total"), ("bytes per node",), rows)
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
 def write_trace(path: Path, lines: Sequence[str]) -> None:
-    """Write a trace; `sha256sum` of the file is its trace_hash. Raises ConfigError: it cannot be written."""
+    """Write a trace; `sha256sum` of the file is its trace_hash. Raises ConfigError if it cannot be written."""
     try:
         path.write_text("\n".join(lines), "utf-8")
     except OSError as error:
@@ -148,7 +148,7 @@ def write_trace(path: Path, lines: Sequence[str]) -> None:
 
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:
-    """Write the plots of a run to a directory. Raises ConfigError: it cannot be written."""
+    """Write the plots of a run to a directory. Raises ConfigError if it cannot be written."""
     try:
         directory.mkdir(exist_ok=True)
         return [save(chart, directory) for chart in _charts(found, outcome, tokens_per_microbatch)]
@@ -175,7 +175,7 @@ def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> 
 
 
 def _time(found: RunFigures) -> Bars:
-    """What each stage's nodes did with their time."""
+    """How each stage's nodes spent their time."""
     colours = dict(zip(causes(found.stages), itertools.cycle(IDLE_COLOURS), strict=False))
     rows = []
     for one in found.stages:
@@ -185,7 +185,7 @@ def _time(found: RunFigures) -> Bars:
 
 
 def _rounds(outcome: Outcome) -> Plot:
-    """The share of the outer rounds that took no longer than a time, by result."""
+    """The cumulative distribution of the durations of outer rounds, by result."""
     curves = []
     for result, seconds in round_seconds(outcome).items():
         shares = [(at_s, (n + 1) / len(seconds)) for n, at_s in enumerate(seconds)]

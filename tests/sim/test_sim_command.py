@@ -80,9 +80,9 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
     heard = capsys.readouterr()
-    assert heard.out == "lan, 2 + 2 nodes, seed 5: it did not reach its end\n"
+    assert heard.out == "lan, 2 + 2 nodes, seed 5: the run did not reach its end\n"
     assert heard.err.startswith("seed 5: Deadlock: not ended after 1 virtual seconds")
-    replay = shlex.split(heard.err.splitlines()[-1].removeprefix("  again: "))
+    replay = shlex.split(heard.err.splitlines()[-1].removeprefix("  to repeat: "))
     assert replay == ["noloco", *WORDS, "--set", "limit_s=1", "--seed", "5"]
     found = printed_json(capsys, SimOptions(sets=(*SMALL, "limit_s=1"), seed=5), code=1)
     assert found["broken"].startswith("Deadlock: ")
@@ -158,10 +158,10 @@ def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
     plant(monkeypatch, 8)
     ran = CliRunner().invoke(app, [*WORDS, "--seeds", "7:10", "--jobs", "1"])
     assert ran.exit_code == 1
-    assert "3 runs, 1 in which a law does not hold" in ran.stdout
+    assert "3 runs, 1 of which broke a law" in ran.stdout
     law, replay = ran.stderr.splitlines()
     assert law.startswith("seed 8: AssertionError: planted: it ended at ")
-    program, *words = shlex.split(replay.removeprefix("  again: "))
+    program, *words = shlex.split(replay.removeprefix("  to repeat: "))
     again = CliRunner().invoke(app, words)
     assert (program, again.exit_code, again.stderr) == ("noloco", 1, ran.stderr)
     found = printed_json(capsys, SimOptions(sets=SMALL, seeds="7:10"), code=1)
@@ -261,9 +261,9 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "--seeds 9223372036854775807:9223372036854775809: write it as A:B",
         ),
         (SimOptions(seeds="0:100001"), "--seeds 0:100001: write it as A:B, at most 100,000 seeds"),
-        (SimOptions(seeds="1:5", seed=0), "--seed is for one run: leave out --seeds"),
-        (SimOptions(seeds="1:5", trace=Path("t")), "--trace is for one run: leave out --seeds"),
-        (SimOptions(seeds="1:5", check=True), "--check is for one run: leave out --seeds"),
+        (SimOptions(seeds="1:5", seed=0), "--seed is for a single run: leave out --seeds"),
+        (SimOptions(seeds="1:5", trace=Path("t")), "--trace is for a single run: leave out --seeds"),
+        (SimOptions(seeds="1:5", check=True), "--check is for a single run: leave out --seeds"),
         (SimOptions(check=True, plots=Path("p")), "--check makes no plots: leave out --plots"),
         (SimOptions(trace=Path("/nowhere/t")), "/nowhere/t: there is no directory /nowhere"),
         (SimOptions(nodes=1), "--nodes: 1 node is too few for 2 stages"),
