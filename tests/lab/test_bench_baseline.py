@@ -242,7 +242,7 @@ def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
 ) -> None:
     kept_its_own, message = ranks.submit(average_alone, tmp_path / "store").result()
     assert kept_its_own
-    assert message.startswith("hivemind has not averaged the processes within 0:00:03: ")
+    assert message.startswith("hivemind did not average over all processes within 0:00:03: ")
 
 
 @pytest.mark.soak

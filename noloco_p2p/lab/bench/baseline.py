@@ -1,9 +1,9 @@
-"""What users would otherwise run on the same machine, compared with `noloco swarm` with as many processes.
+"""What users would otherwise run on the same machine, compared with a swarm of as many processes.
 
-First the swarm, then the baseline: the whole model in each process under plain torch.distributed (baseline_replica.py),
-with gloo on CPUs, or NCCL and one GPU per process. Both start with the same weights and take the same number of inner
-steps on the same microbatches. The streams are those that the swarm's stage-0 replicas have read, and the processes
-that correspond to one pipeline replica divide its microbatches among themselves.
+First the swarm runs, then the baseline: the whole model in each process under plain torch.distributed
+(baseline_replica.py), with gloo on CPUs, or NCCL and one GPU per process. Both start with the same weights and take the
+same number of inner steps on the same microbatches. The baseline reads the streams that the swarm's stage-0 replicas
+have read, and the processes that stand in for one pipeline divide its microbatches among themselves.
 """
 
 import asyncio
@@ -38,19 +38,19 @@ from noloco_p2p.launch.yaml_entries import Key
 
 TARGET = 1.0
 DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
-"""Defaults: the optimizer of the baselines, and rounds as far apart as DiLoCo's steps."""
+"""Default settings: the baselines' optimizer, and outer rounds as far apart as DiLoCo's outer steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaselinePlan:
-    """What is measured."""
+    """What to measure."""
 
     kind: str
     """One of `KINDS`."""
     manifest: RunManifest
     local: NodeConfig
     gpus: tuple[str, ...] = ()
-    """One per process or more, as CUDA_VISIBLE_DEVICES names them; none: the CPU."""
+    """At least one per process, as CUDA_VISIBLE_DEVICES names them; empty: train on the CPU."""
 
     @property
     def processes(self) -> int:
@@ -58,7 +58,7 @@ class BaselinePlan:
         return self.manifest.stages * self.manifest.start_replicas
 
     def share(self, rank: int) -> tuple[int, range]:
-        """Which stage-0 replica's stream a process reads, and on which microbatches of each inner step it trains."""
+        """Which stage-0 replica's stream a process reads, and which microbatches of each inner step it trains on."""
         each = self.manifest.microbatches_per_step // self.manifest.stages
         replica, part = divmod(rank, self.manifest.stages)
         return replica, range(part * each, (part + 1) * each)
@@ -78,9 +78,10 @@ class RankFigures(NamedTuple):
 
 
 def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
-    """The run, evaluated at its end only.
+    """The plan of a run that is evaluated only at its end.
 
-    Raises ConfigError: it cannot be divided, uses Muon, or is DiLoCo at every step; LocalError: there are too few GPUs.
+    Raises ConfigError if the run cannot be divided, uses Muon, or is DiLoCo at every step, and LocalError if there are
+    too few GPUs.
     """
     if manifest.inner.optimizer != "adamw":
         raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
@@ -98,13 +99,13 @@ def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfi
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return tuple(named.split(",") if named else map(str, range(torch.cuda.device_count())))
 
 
 def run(plan: BaselinePlan) -> dict[str, Any]:
-    """Measure. Returns the figures. Raises LocalError: the swarm or a process of the baseline fails."""
+    """Measure, and return the figures. Raises LocalError if the swarm or a process of the baseline fails."""
     swarm, streams = run_swarm(plan)
     baseline = run_baseline(plan, streams)
     losses = swarm["validation_loss"], baseline["validation_loss"]
@@ -128,10 +129,10 @@ DEFINITIONS = {
     "tokens_per_s": "of all processes, from the first inner step's start to the last one's end",
     "validation_loss": "nats per token on the same held-out microbatches, after the last inner step; of a swarm the "
     "mean over its stage-0 replicas, each on fixed routes",
-    "loss_above": "validation_loss of the swarm less that of the baseline. The swarm clips gradients over each stage, "
+    "loss_above": "validation_loss of the swarm minus that of the baseline. The swarm clips gradients over each stage, "
     "the baseline over the whole model",
     "kind": "ddp: DistributedDataParallel; fsdp: fully_shard (FSDP2); diloco: an outer step every outer.inner_steps; "
-    "opendiloco: the same by hivemind's averager in float16, -nowait: with whoever is there in time",
+    "opendiloco: the same by hivemind's averager in float16, -nowait: over the processes present in time",
 }
 
 
@@ -139,7 +140,7 @@ DEFINITIONS = {
 
 
 def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
-    """Run the swarm to its end. Returns its figures and its stage-0 peers. Raises LocalError: it does not get there."""
+    """Run the swarm to its end. Returns its figures and its stage-0 peers. Raises LocalError if it fails earlier."""
     shape = plan.manifest.stages, plan.manifest.start_replicas
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
@@ -161,7 +162,7 @@ def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
 
 
 def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
-    """Figures of the baseline on these streams. Raises LocalError: a process fails; the others are ended first."""
+    """Figures of the baseline on these streams. If a process fails, ends the others and raises LocalError."""
     threads = str(max(1, cpu_seconds.cores() // plan.processes))
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
@@ -169,7 +170,7 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
     ):
         store = Path(scratch) / "store"
         ranks = results([pool.submit(train, plan, rank, streams, store) for rank in range(plan.processes)])
-    # After the last step all processes have the same weights (`opendiloco`: but for rounding to float16).
+    # After the last step all processes have the same weights (`opendiloco`: up to rounding to float16).
     tokens, loss = sum(rank.tokens for rank in ranks), ranks[0].validation_loss
     return {
         "tokens_per_s": tokens / max(rank.seconds for rank in ranks),
@@ -179,7 +180,7 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
 
 
 def results(ranks: Sequence[Future[RankFigures]]) -> list[RankFigures]:
-    """The results of all processes, in order. The first failure is raised at once, whoever waits for that process."""
+    """The results of all processes, in order. Raises the first failure at once, even if other processes still run."""
     for done in as_completed(ranks):
         done.result()
     return [rank.result() for rank in ranks]
@@ -188,7 +189,7 @@ def results(ranks: Sequence[Future[RankFigures]]) -> list[RankFigures]:
 def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path) -> RankFigures:
     """One process of the baseline, from start to end. The processes find each other through the file `store`.
 
-    Raises LocalError: torch raised an error, such as the loss of another process.
+    Raises LocalError if torch raises an error, for example because another process died.
     """
     replica, _ = plan.share(rank)
     batches = make_batches(plan.manifest, plan.local, streams[replica])

@@ -1,8 +1,8 @@
 """One process of `noloco bench baseline`: the whole model, under plain torch.distributed or hivemind's averager.
 
-The model is built like our stages, from the same seed, in one piece. Inner steps are those of METHOD.md, "Inner step",
-except that the clip is over the whole model. Only benches use torch.distributed: a node has no collectives (a rule of
-the house, tests/test_house.py).
+The model is built like the stages, from the same seed, but in one piece. Inner steps are those of METHOD.md, "Inner
+step", except that gradients are clipped over the whole model. Only benches may use torch.distributed: a node has no
+collectives (tests/test_house.py).
 
 Shape legend: B microbatch, T sequence, V vocabulary, N = B·T.
 """
@@ -35,7 +35,7 @@ OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
 """DiLoCo's (arXiv 2311.08105)."""
 LOOPBACK = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "auto_nat": False, "nat_port_map": False}
 MATCHMAKING_S, REQUEST_S = 2.0, 1.0
-"""How long hivemind waits for processes that are not there yet, and for the answer of one; the second must be less."""
+"""How long hivemind waits for missing processes, and for the reply of one, seconds. The second must be shorter."""
 WAIT = timedelta(minutes=10)
 """Longest wait of one process for the others."""
 
@@ -43,7 +43,7 @@ WAIT = timedelta(minutes=10)
 class BaselineReplica:
     """The whole model and its inner optimizer. A subclass decides when processes communicate, and what they average.
 
-    The default process group must exist. Raises ConfigError: the model cannot be built.
+    The default process group must exist. Raises ConfigError if the model cannot be built.
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class BaselineReplica:
 
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
-        """Nats per token over all of these microbatches. Every process has to evaluate them."""
+        """Nats per token over all of these microbatches. Every process must call it with the same microbatches."""
         return sum(float(self._loss(batch)) for batch in batches) / sum(_tokens(batch) for batch in batches)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -90,23 +90,25 @@ class BaselineReplica:
         return causal
 
     def _weight(self, tokens: int) -> float:
-        """The weight of each microbatch's loss sum in the gradient, for a step with this many `tokens` here.
+        """The weight of each microbatch's loss sum in the gradient, if this process trains on `tokens` tokens in the
+        step.
 
-        Where torch averages the gradients over the processes, the result is the mean over the tokens of all of them.
+        Once torch has averaged the gradients over the processes, the result is the mean over the tokens of all
+        processes.
         """
         total = torch.tensor(float(tokens), device=self._device)
         distributed.all_reduce(total)
         return distributed.get_world_size() / float(total)
 
     def _gathering(self, *, last: bool) -> Any:
-        """The context of one microbatch, the last one of the step or another."""
+        """The context for a microbatch's passes; `last`: it is the last one of the step."""
         return nullcontext()
 
     def _meet(self, step: int) -> None:
         """Called after inner step `step`."""
 
     def close(self) -> None:
-        """End what was started."""
+        """End whatever the replica started."""
 
 
 class Ddp(BaselineReplica):
@@ -170,11 +172,12 @@ class OpenDilocoBaseline(DilocoBaseline):
     """DiLoCo whose mean is made by hivemind's DecentralizedAverager: OpenDiLoCo, arXiv 2407.07852.
 
     Its matchmaking over a DHT forms the group, and a butterfly all-reduce in float16 gives the mean, so the processes'
-    weights differ by its rounding. DHT and averager are processes that hivemind forks.
+    weights differ by its rounding. hivemind forks processes for the DHT and the averager.
     """
 
     waits_for_all = True
-    """A mean is of all processes. Else of those that are there within MATCHMAKING_S; who is alone goes on alone."""
+    """Whether each mean is over all processes. Otherwise it is over those present within MATCHMAKING_S, and a process
+    that finds no other continues alone."""
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
         super().__init__(manifest, device)
@@ -216,14 +219,14 @@ class OpenDilocoBaseline(DilocoBaseline):
             self._averager.step(timeout=WAIT.total_seconds() if self.waits_for_all else 2 * MATCHMAKING_S)
         except (AllreduceException, MatchmakingException) as error:
             if self.waits_for_all:
-                raise LocalError(f"hivemind has not averaged the processes within {WAIT}: {error}") from error
+                raise LocalError(f"hivemind did not average over all processes within {WAIT}: {error}") from error
             return
         with self._averager.get_tensors() as (shared,):
             gradient.copy_(shared)
 
 
 class OpenDilocoWithoutWaiting(OpenDilocoBaseline):
-    """The same with whoever is there."""
+    """The same, but averaged over the processes that are present in time."""
 
     waits_for_all = False
 
@@ -238,7 +241,7 @@ KINDS: dict[str, type[BaselineReplica]] = {
 
 
 def _from_the_first(text: str, device: torch.device) -> str:
-    """A short text of the first process."""
+    """Broadcast a short text from the first process to all."""
     texts = [text]
     distributed.broadcast_object_list(texts, 0, device=device)
     return texts[0]

@@ -31,7 +31,7 @@ SETTINGS: dict[str, object] = {
     "directory.refresh_s": "2",
     "audit.weights": "false",
 }
-"""A checkpoint every round, so that little is lost; short adverts, so that dead nodes soon disappear; steps files."""
+"""A checkpoint every round, so that little is lost; short-lived adverts, so that dead nodes vanish; steps files."""
 RATE_S = 10.0
 SETTLED_STEPS = 20
 HALVES = ("churned", "undisturbed")
@@ -39,7 +39,7 @@ HALVES = ("churned", "undisturbed")
 
 @dataclass(frozen=True, slots=True)
 class ChurnPlan:
-    """What is measured."""
+    """What to measure."""
 
     shape: tuple[int, int]
     kill_every_s: float
@@ -48,7 +48,7 @@ class ChurnPlan:
     seed: int
     seeds: int
     steps: int | None
-    """None: as many as an undisturbed swarm takes in `minutes`."""
+    """Length of each run; None: as many steps as an undisturbed swarm takes in `minutes`."""
     cold: bool
     sets: tuple[str, ...] = ()
     """Settings for all nodes, `key=value`."""
@@ -66,7 +66,7 @@ class ChurnPlan:
 
 
 def shape_of(text: str) -> tuple[int, int]:
-    """`3x3` → (stages, replicas). Raises ConfigError: it is malformed."""
+    """`3x3` → (stages, replicas). Raises ConfigError if it is malformed."""
     stages, cross, replicas = text.lower().partition("x")
     if not (cross and stages.isdigit() and replicas.isdigit() and int(stages) and int(replicas)):
         raise ConfigError(f"--nodes {text}: write it as STAGESxREPLICAS, such as 3x3")
@@ -74,7 +74,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 
 def run(plan: ChurnPlan) -> dict[str, Any]:
-    """Measure. Returns the figures. Raises LocalError: nodes do not even start."""
+    """Measure, and return the figures. Raises LocalError if nodes do not even start."""
     with tempfile.TemporaryDirectory(prefix="noloco-churn-") as scratch:
         return _measured(plan, Path(scratch))
 
@@ -82,7 +82,7 @@ def run(plan: ChurnPlan) -> dict[str, Any]:
 def _measured(plan: ChurnPlan, scratch: Path) -> dict[str, Any]:
     cold, steps = {}, plan.steps
     if plan.cold or steps is None:
-        # The targets are for both shapes on one machine, so both are measured.
+        # The targets are for both shapes on one machine, so both are measured if the plan has one of them.
         for name in COLD_TARGETS_S if plan.cold and plan.nodes in COLD_TARGETS_S else [plan.nodes]:
             cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
         steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
@@ -112,7 +112,7 @@ def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, *, disturbed:
 
     with plan.fleet(run_dir, steps, seed) as fleet, ProgressLine(position) as shown:
         fleet.start()
-        fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all nodes train", BEGIN_S)
+        fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all nodes to train", BEGIN_S)
         began = time.time()
         disturb = kill_stages if plan.kill_last else kill_nodes
         schedule = disturb(fleet, generator(seed, "", "churn"), plan.kill_every_s)
@@ -132,9 +132,9 @@ def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, *, disturbed:
 
 
 def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
-    """Kill all nodes at once and start them again: the seconds until stage 0 trains, and the speed before.
+    """Kill all nodes at once and restart them: the seconds until stage 0 trains, and the speed before.
 
-    Only the speed if the plan asks for no restart.
+    Only measures the speed if the plan asks for no cold restart.
     """
     what = f"{plan.nodes}: all nodes are killed at once and started again"
     with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet, ProgressLine(lambda: (what, 0.0)):
@@ -146,7 +146,7 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
 
         fleet.wait(settled, "training and a checkpoint of every node", BEGIN_S)
         before, until = fleet.step, time.time() + RATE_S
-        fleet.wait(lambda: time.time() >= until, "the speed", 2 * RATE_S)
+        fleet.wait(lambda: time.time() >= until, "the measurement", 2 * RATE_S)
         reached = fleet.step
         found: dict[str, Any] = {"steps_per_s": (reached - before) / RATE_S}
         if not plan.cold:
@@ -156,7 +156,7 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
         fleet.tick()
         again = time.time()
         fleet.start()
-        fleet.wait(lambda: any(line.at > again for line in fleet.first_stage_lines()), "training after it", BEGIN_S)
+        fleet.wait(lambda: any(line.at > again for line in fleet.first_stage_lines()), "training to go on", BEGIN_S)
         first = min((line for line in fleet.first_stage_lines() if line.at > again), key=lambda line: line.at)
         found |= {"seconds": first.at - again, "target_s": COLD_TARGETS_S.get(plan.nodes)}
         return found | {"killed_at_step": reached, "resumed_at_step": first.step}

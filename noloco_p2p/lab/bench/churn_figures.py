@@ -1,4 +1,4 @@
-"""What killed and hung nodes cost, computed from their steps files, journals and summaries.
+"""What killed and stopped nodes cost, computed from steps files, journals and summaries.
 
 Points in time are Unix seconds. A steps file has a line for each inner step of one replica (ARCHITECTURE.md, "Files").
 """
@@ -17,15 +17,15 @@ from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode, InnerStepLine
 from noloco_p2p.observe.report.recorded_run import read_runs
 
 DEFINITIONS = {
-    "ratio": "validation loss of the disturbed runs over that of undisturbed ones when they had trained on as many "
-    "tokens (linear between evaluations); mean over the seeds",
+    "ratio": "validation loss of the disturbed runs over that of undisturbed ones after as many tokens (interpolated "
+    "linearly between evaluations); mean over the seeds",
     "stall": "longest time without an inner step of any stage-0 replica that began between a disturbance and the next "
     "one; if it began before the disturbance, only the part after it",
     "back_s": "from the start of a killed node's new process to its first inner step",
-    "duplicates": "ids that a replica counted although its weights contained them",
+    "duplicates": "ids that a replica counted although its weights already contained them",
     "hangs": f"nodes without an inner step for {HANG_S:g} s while every stage was served, without a first one "
     f"{BEGIN_S:g} s after their start, or still running {END_S:g} s after the last step",
-    "too_late": "nodes that were killed so shortly before the end that the others had left when they were back",
+    "too_late": "nodes killed so shortly before the end that the others had left by the time they were back",
     "cold_restart": "from the start of the first node, after all were killed at once, to the first inner step of "
     "stage 0",
 }
@@ -35,7 +35,7 @@ Curve = list[tuple[float, float]]
 
 
 class WeightsSource(NamedTuple):
-    """From `began_at` on the replica's weights are those that it took from `source`: `shard`, `peer`, …"""
+    """Where a replica's weights came from, from `began_at` on: `shard`, `peer`, …"""
 
     began_at: float
     source: str
@@ -88,7 +88,7 @@ def _curve(fleet: Fleet, lines: Sequence[InnerStepLine]) -> Curve:
 
 
 def rounds_lost(fleet: Fleet, stage: int, died_at: float) -> dict[str, Any]:
-    """The stage's newest outer round before its last replica died, and the round from which it resumed."""
+    """The stage's newest outer round before its last replica died, and the round that it resumed from."""
     nodes = fleet.of_stage(stage)
     rounds = [int(event.number("round") or 0) for event in fleet.events("outer_round", nodes) if event.at <= died_at]
     before = max(rounds, default=0)
@@ -102,7 +102,7 @@ def rounds_lost(fleet: Fleet, stage: int, died_at: float) -> dict[str, Any]:
 
 
 def loss_ratio(churned: dict[str, Any], calm: dict[str, Any]) -> dict[str, float | None]:
-    """Ratio of the validation loss to that of the undisturbed run: at equal tokens, and at the end (equal steps)."""
+    """Validation loss over that of the undisturbed run: at equal tokens, and at the end (equal steps)."""
     mine, theirs = churned["validation_loss"], calm["validation_loss"]
     curve = [*calm["curve"], *([] if theirs is None else [(float(calm["tokens"]), theirs)])]
     equal = at_tokens(curve, churned["tokens"])
@@ -118,7 +118,8 @@ def loss_ratio(churned: dict[str, Any], calm: dict[str, Any]) -> dict[str, float
 def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource]) -> int:
     """How often one replica counted an id that its weights already contained.
 
-    `lines` are those of one replica in the order of writing. Weights from the replica's own checkpoint contain the
+    `lines` are those of one replica, in the order in which they were written. Weights from the replica's own checkpoint
+    contain the
     steps before that checkpoint; weights from another replica contain none of this replica's steps.
     """
     contained: list[InnerStepLine] = []
@@ -139,7 +140,7 @@ def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource])
 
 
 def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: float) -> list[float]:
-    """For each disturbance: the longest time without a trained token that began before the next one, seconds.
+    """For each disturbance: the longest time without a trained token that began before the next disturbance, seconds.
 
     If that time began before the disturbance, only the part after it counts.
     """
@@ -152,6 +153,6 @@ def stalls(trained_at: Iterable[float], disturbed_at: Sequence[float], until: fl
 
 
 def at_tokens(curve: Curve, tokens: float) -> float | None:
-    """Loss at a number of tokens, interpolated linearly, constant beyond the ends; None without points."""
+    """Loss after a number of tokens, interpolated linearly, constant beyond the ends; None without points."""
     points = sorted(curve)
     return float(np.interp(tokens, [x for x, _ in points], [y for _, y in points])) if points else None

@@ -1,6 +1,6 @@
-"""Which nodes are killed and stopped, and when, from a seed. churn_figures.py computes what it costs.
+"""Decides from a seed which nodes are killed and stopped, and when. churn_figures.py computes what that costs.
 
-A schedule is an iterator that is advanced at every look at the swarm: it does what is due, and yields what it has done.
+A schedule is an iterator that is advanced each time the swarm is polled: it does what is due, and yields what it did.
 """
 
 import time
@@ -12,13 +12,13 @@ from random import Random
 from noloco_p2p.lab.bench.node_fleet import Fleet, FleetNode
 
 PAUSE_S = (2.0, 6.0)
-"""A killed node is restarted after a time in this range."""
+"""A killed node is restarted after a time in this range, seconds."""
 HUNG_S = (5.0, 15.0)
-"""A node is stopped for a time in this range."""
+"""A node is stopped for a time in this range, seconds."""
 KILLS_TO_A_STOP = 3
 """After this many kills another node is stopped as well, half an interval later."""
 ASK_EVERY_S = 1.0
-"""Interval between two readings of the metrics of all nodes."""
+"""Interval between two readings of all nodes' metrics, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Disturbance:
     """`kill` or `stop`."""
     nodes: tuple[str, ...]
     emptied: int | None = None
-    """The stage whose last replicas these nodes were."""
+    """The stage that lost its last replicas with these nodes, if any."""
 
 
 Schedule = Iterator[Disturbance | None]
 
 
 def victim(rng: Random, training: Mapping[int, Sequence[str]]) -> str | None:
-    """A node to disturb such that another one of its stage trains; None: no node can be spared.
+    """A node that can be disturbed because another one of its stage trains; None if no node can be spared.
 
     `training`: the names of the nodes that train now, by stage.
     """
@@ -47,7 +47,7 @@ def victim(rng: Random, training: Mapping[int, Sequence[str]]) -> str | None:
 
 
 def kill_nodes(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
-    """Kill a random node every `every_s` and stop one now and then, but never the last that trains in its stage.
+    """Kill a random node every `every_s` and stop one now and then, but never the last one that trains in its stage.
 
     If no node can be spared, this happens as soon as one can.
     """
@@ -65,7 +65,7 @@ def kill_nodes(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
 
 
 def _spared(fleet: Fleet, rng: Random, due_at: float) -> Generator[None, None, FleetNode]:
-    """Wait until `due_at`, and until there is a node to disturb."""
+    """Wait until `due_at`, and until there is a node that can be spared."""
     while True:
         name = victim(rng, fleet.training()) if time.time() >= due_at else None
         if name is not None:
@@ -76,8 +76,9 @@ def _spared(fleet: Fleet, rng: Random, due_at: float) -> Generator[None, None, F
 def kill_stages(fleet: Fleet, rng: Random, every_s: float) -> Schedule:
     """Kill whole stages for good: all replicas and their directories, so that only guardians have the weights.
 
-    Guardians work while a stage has two replicas or fewer. So the stage is first reduced to two, and once another node
-    holds a newer outer round of it, the rest is killed, at once or one after the other. Then new nodes are started.
+    Guardians work while a stage has two replicas or fewer. So the stage is first reduced to two. Once a node of another
+    stage holds a newer outer round of it, the remaining replicas are killed, together or one after the other. Then new
+    nodes are started.
     """
     while True:
         yield from _pause(every_s)
@@ -116,12 +117,12 @@ def _killed_for_good(fleet: Fleet, nodes: Sequence[FleetNode], emptied: int | No
 
 
 def _guarded_round(fleet: Fleet, stage: int) -> float:
-    """The newest outer round of the stage that a node of another stage holds; 0: none."""
+    """The newest outer round of the stage that any node of another stage holds; 0 if there is none."""
     readings = [node.read_metrics() for node in fleet.nodes.values() if node.stage != stage]
     return max((one.total("guarded_round", stage=str(stage)) for one in readings if one is not None), default=0.0)
 
 
 def _newest_round(fleet: Fleet, stage: int) -> float:
-    """The newest outer round of the stage's training replicas."""
+    """The newest outer round of the stage's training replicas; 0 if there is none."""
     events = fleet.events("outer_round", [node for node in fleet.of_stage(stage) if node.active])
     return max((event.number("round") or 0.0 for event in events), default=0.0)

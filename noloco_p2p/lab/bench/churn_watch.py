@@ -1,4 +1,4 @@
-"""Watches a disturbed swarm: nodes that hang, nodes that crash, and the end of the run."""
+"""Watches a disturbed swarm for nodes that hang or crash, and for the end of the run."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from noloco_p2p.lab.bench.churn_schedule import PAUSE_S
 from noloco_p2p.lab.bench.node_fleet import Fleet
 
 HANG_S = 30.0
-"""A node hangs if it takes no inner step for this long while every stage is served."""
+"""A node counts as hanging if it takes no inner step for this long while every stage is served."""
 BEGIN_S = 180.0
-"""A node hangs if it takes no first inner step for this long after its start."""
+"""A node counts as hanging if it has not taken its first inner step this long after its start."""
 END_S = 120.0
-"""All nodes must have left this long after the run's last step."""
+"""All nodes must have left within this time after the run's last step."""
 LAST_STEPS = 5
-"""A swarm is about to end when a replica starts one of its last steps; the clock may jump over the very last."""
+"""The swarm is about to end once the clock is within this many steps of the last one, which the clock may skip."""
 QUIET_S = 15.0
-"""No node is disturbed any more if the rest of the run is hardly this much longer than a node needs to return."""
+"""Nodes are left alone once the rest of the run is less than this much longer than a node needs to return."""
 RECENT = 3
-"""Latest starts that show how long a node needs to return. The first ones, of all nodes at once, take longer."""
+"""Number of latest starts that tell how long a node needs to return. The first ones, all at once, take longer."""
 RESTART_S = 2.0
 """A crashed node is restarted after this time."""
 
@@ -25,13 +25,13 @@ Say = Callable[[str], None]
 
 
 class ChurnWatch:
-    """Notices nodes that hang, nodes that crash, and the end of the run."""
+    """Notices nodes that hang or crash, and the end of the run."""
 
     def __init__(self, fleet: Fleet, steps: int, say: Say) -> None:
         self.hangs: list[str] = []
         self.crashes: list[str] = []
         self.too_late: list[str] = []
-        """Nodes killed so shortly before the end that the others had left when they were back."""
+        """Nodes killed so shortly before the end that the others had left by the time they were back."""
         self.over = False
         self._fleet = fleet
         self._steps = steps
@@ -41,7 +41,7 @@ class ChurnWatch:
         self._reported: set[tuple[str, float]] = set()
 
     def near_the_end(self, now: float) -> bool:
-        """Whether a node killed now would, at the speed so far, hardly be back before the end."""
+        """Whether a node killed now might, at the speed so far, not be back before the end."""
         step = self._fleet.step
         if self._end_by is not None or step == 0:
             return self._end_by is not None
@@ -71,7 +71,7 @@ class ChurnWatch:
             self.over = True
 
     def _only_latecomers(self) -> bool:
-        """Whether all others have left at the end of the run, and the rest has not trained since it was restarted."""
+        """Whether every node that has not left was killed or has not trained since its restart. If so, notes them."""
         nodes = self._fleet.nodes.values()
         late = [node for node in nodes if node.killed or (node.running and not node.trains)]
         if any(node.running and node not in late for node in nodes):

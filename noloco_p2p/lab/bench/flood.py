@@ -1,7 +1,8 @@
-"""What strangers who flood one node cost a swarm (`floods`), beside a process that takes as much CPU time.
+"""What a stranger that floods one node (`floods`) costs a swarm, compared with a process that uses as much CPU time.
 
-One 2 × 2 swarm, an open run on loopback, trains all the time. A window with a flood is followed by one in which a
-process takes the CPU time that the attacker took: here it shares the swarm's cores, and elsewhere it would not.
+One 2 × 2 swarm, an open run on loopback, trains all the time. Each window with a flood is followed by one in which a
+harmless process uses as much CPU time as the attacker did, because here the attacker shares the swarm's cores, which a
+real one would not.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from noloco_p2p.launch.node_probe import NodeEndpoints
 
 TARGET = 0.95
 VICTIM = "1-0"
-"""A later stage serves the calls that anybody can make."""
+"""The flooded node: one of a later stage, which serves the calls that anybody can make."""
 SETTLE_S = 10.0
-"""From the beginning of a flood to a measurement, and from its end to the next one, seconds."""
+"""Seconds from the beginning of a flood to the measurement, and from its end to the next measurement."""
 TICK_S = 0.01
 PAGE_S = 5.0
 
@@ -38,13 +39,13 @@ class FloodPlan:
 
     kinds: tuple[str, ...]
     pairs: int
-    """Windows with the flood, each followed by one without."""
+    """Number of windows with the flood, each followed by one without."""
     seconds: float
-    """Length of a window."""
+    """Length of a window, seconds."""
 
     @classmethod
     def of(cls, kinds: str, pairs: int, seconds: float) -> "FloodPlan":
-        """Kinds as in --kinds. Raises ConfigError: there is no such kind."""
+        """A plan with the kinds of `--kinds`, separated by commas. Raises ConfigError if there is no such kind."""
         named = tuple(kinds.split(","))
         if not set(named) <= floods.KINDS.keys():
             raise ConfigError(f"--kinds {kinds}: name some of {', '.join(floods.KINDS)}")
@@ -52,7 +53,7 @@ class FloodPlan:
 
 
 def run(plan: FloodPlan) -> dict[str, Any]:
-    """Measure. Returns the figures. Raises LocalError: the swarm fails."""
+    """Measure, and return the figures. Raises LocalError if the swarm fails."""
     with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
         found = {kind: _compare(fleet, kind, plan) for kind in plan.kinds}
     worst = min(one["ratio"] for one in found.values())
@@ -60,14 +61,14 @@ def run(plan: FloodPlan) -> dict[str, Any]:
 
 
 DEFINITIONS = {
-    "ratio": "tokens_per_s, flooded over quiet: the median of the pairs; of all kinds the least",
-    "quiet": "a process takes as much CPU time as the attacker did, and touches nothing",
+    "ratio": "tokens_per_s, flooded over quiet: the median over the pairs; the smallest of all kinds",
+    "quiet": "a process uses as much CPU time as the attacker did, and touches nothing",
     "tokens_per_s": "of the swarm",
     "busy_per_s": "Busy answers that the nodes of stage 0 got",
     "attacker_cores": "CPU seconds of the attacker per second",
     "victim_cores": "the same of the flooded node, with its libp2p daemon",
     "victim_mib": "resident memory of the flooded node at the end of the window",
-    "victim_files": "its open files then",
+    "victim_files": "its open files at the same time",
 }
 
 
@@ -115,7 +116,7 @@ def _cpu_s(pid: int) -> float:
 
 
 async def _take(ready: Callable[[int], None], cores: float) -> None:
-    """Take so much of a core until this process is killed; `ready` gets its process id."""
+    """Use this share of a core (at most 1) until this process is killed; `ready` gets its process id."""
     ready(os.getpid())
     began_at, began_s = time.monotonic(), time.thread_time()
     while True:

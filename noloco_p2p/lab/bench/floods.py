@@ -1,7 +1,7 @@
-"""What a stranger does to a node to keep it from its work: each kind in a process of its own (`flood` measures them).
+"""Floods with which a stranger keeps a node from its work, each in a process of its own. `flood` measures them.
 
-A stranger knows a node's address and the run id, and comes from another loopback address than the nodes: limits for
-each host must not take it for one of them.
+The stranger knows a node's address and the run id. It connects from another loopback address than the nodes, so that
+limits per host do not take it for one of them.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from noloco_p2p.io.transport.peer_links import Links
 STRANGER = "127.0.0.2"
 CONNECTIONS, STREAMS = 4096, 512
 DIALLED = 64
-"""Connections that are begun at once."""
+"""Maximum number of connections being opened at the same time."""
 HANDSHAKES_PER_S = 100.0
 PAUSE_S = 1.0
-"""Between two bytes of somebody slow, and before what the node has ended is tried again, seconds."""
+"""Pause between two bytes of a slow sender, and before retrying what the node has ended, seconds."""
 HELLO = b"\x16\x03\x01\x0f\xff\x01" + bytes(4096)
-"""The beginning of a TLS handshake that never becomes whole."""
+"""The beginning of a TLS handshake that never completes."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How a client begins to speak HTTP/2: RFC 9113, section 3.4."""
+"""A client's connection preface of HTTP/2, with empty settings: RFC 9113, section 3.4."""
 
 
 async def attack(ready: Callable[[int], None], kind: str, address: str, peer: PeerId, run_id: str) -> None:
-    """Do it until this process is killed; `ready` gets its process id once all connections are there."""
+    """Flood until this process is killed; `ready` gets its process id once all connections are open."""
     allow_many_files()
     stranger = Stranger(address, peer, run_id)
     flood = asyncio.create_task(KINDS[kind](stranger))
@@ -56,7 +56,7 @@ async def attack(ready: Callable[[int], None], kind: str, address: str, peer: Pe
 
 
 class Stranger:
-    """Knows a node's `host:port`, its peer id and its run."""
+    """An attacker that knows a node's `host:port`, its peer id and its run."""
 
     def __init__(self, address: str, peer: PeerId, run_id: str) -> None:
         self._host, _, port = address.rpartition(":")
@@ -65,10 +65,10 @@ class Stranger:
         self._dialling = asyncio.Semaphore(DIALLED)
         self._dialled = 0
         self.complete = asyncio.Event()
-        """It has as many connections as it wants."""
+        """Set once it has as many connections as it wants."""
 
     async def silent(self) -> None:
-        """CONNECTIONS that never begin TLS, or whose first message comes byte by byte."""
+        """Open CONNECTIONS that never begin TLS, or whose first message is sent byte by byte."""
 
         async def stay(number: int) -> None:
             reader, writer = await self._dial()
@@ -84,7 +84,7 @@ class Stranger:
         await _for_ever(CONNECTIONS, stay)
 
     async def handshakes(self) -> None:
-        """HANDSHAKES_PER_S, with the certificate of another run."""
+        """Make HANDSHAKES_PER_S handshakes with the certificate of another run."""
         context = _context(self._credentials("0" * 64))
 
         async def shake_hands() -> None:
@@ -104,7 +104,7 @@ class Stranger:
             await asyncio.sleep(1 / HANDSHAKES_PER_S)
 
     async def connections(self) -> None:
-        """CONNECTIONS by an identity of its own, which an open run does not refuse, and no call."""
+        """Open CONNECTIONS under an identity of its own, which an open run does not refuse, and make no call."""
         context = _context(self._credentials(self._run_id))
 
         async def stay(number: int) -> None:
@@ -118,11 +118,11 @@ class Stranger:
         await _for_ever(CONNECTIONS, stay)
 
     async def streams(self) -> None:
-        """STREAMS by such an identity, without a word."""
+        """Open STREAMS calls under such an identity, and send nothing."""
         await self._calls(lambda links, number: b"", lambda call: call.read())
 
     async def bodies(self) -> None:
-        """As many, each with the header of an activation; what the node then asks for comes byte by byte."""
+        """Open as many calls, each with the header of an activation. If the node asks for the body, send it slowly."""
         await self._calls(self._header, _drip)
 
     async def _calls(self, first: Callable[[Links, int], bytes], rest: Callable[[Any], Awaitable[object]]) -> None:
@@ -147,7 +147,7 @@ class Stranger:
             await _for_ever(STREAMS, call)
 
     def _header(self, links: Links, number: int) -> bytes:
-        """Of an activation as `noloco bench pipeline` has them."""
+        """The first message of an activation of a default run: its header alone."""
         run, me = RunManifest(), links.me
         rows = run.microbatch_size, run.sequence_length
         hidden = wire_spec("hidden", run.wire.forward, (*rows, int(str(run.model.config["hidden_size"]))))
@@ -171,7 +171,7 @@ class Stranger:
 
     @asynccontextmanager
     async def _forwarder(self) -> AsyncIterator[str]:
-        """What gRPC dials instead of the node, because it cannot choose its own address."""
+        """A socket that forwards to the node. gRPC dials it because it cannot choose the address that it dials from."""
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await splice(Stream(reader, writer), Stream(*await self._dial()))
@@ -190,7 +190,7 @@ KINDS: dict[str, Callable[[Stranger], Coroutine[Any, Any, None]]] = {
 
 
 async def _for_ever(count: int, do: Callable[[int], Awaitable[None]]) -> None:
-    """So many of these at once, each again after it has ended."""
+    """Keep `count` of these running, and restart each one after it has ended."""
 
     async def repeat(number: int) -> None:
         while True:
@@ -202,7 +202,7 @@ async def _for_ever(count: int, do: Callable[[int], Awaitable[None]]) -> None:
 
 
 def _context(credentials: Credentials) -> ssl.SSLContext:
-    """A client that shows this certificate and takes any."""
+    """The TLS context of a client that presents this certificate and accepts any."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

@@ -1,6 +1,7 @@
-"""Sends random and mutated messages to what strangers can reach of a node: gRPC, HTTP pages, libp2p calls, DHT records.
+"""Sends random and mutated messages to all that strangers can reach: gRPC, HTTP pages, libp2p calls, DHT records.
 
-gRPC and HTTP use loopback. The handlers of libp2p calls and the check of records are called without the daemon.
+gRPC and HTTP use loopback. The handlers of libp2p calls and the validator of records are called directly, without the
+daemon.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ AT_ONCE, CALL_S, TICK_S, KEY = 32, 0.5, 0.001, b"the hash of stage 0"
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """The message with some bytes or parts changed, or cut off; sometimes an entirely different one."""
+    """The message with some bytes or parts changed, or truncated; sometimes an entirely different one."""
     made = bytearray(data if rng.random() < 0.9 else rng.randbytes(rng.randrange(512)))
     for _ in range(rng.choice((0, 1, 1, 2, 8))):
         at, length = rng.randrange(len(made) + 1), rng.choice((1, 1, 4, 64))
@@ -53,7 +54,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 class Target:
-    """A node as strangers see it, and how their messages ended. `crashes` are answers that reveal a bug."""
+    """A node as strangers see it, and how many of their messages ended how. `crashes` are answers that reveal a bug."""
 
     def __init__(self, home: Path, seed: int) -> None:
         self.identity, self.reach = Identity.open(home / "identity.key"), Reach(["127.0.0.1"])
@@ -94,7 +95,7 @@ class Target:
                 self.ends["crashes"] += b" 500 " in answer
 
     async def inside(self) -> None:
-        """Make a libp2p call, and check a record whose signature is right about half of the time. Raises on a bug."""
+        """Make a libp2p call, and validate a record, about half of the time with a right signature. Raises on a bug."""
         from hivemind.dht.validation import DHTRecord
 
         with suppress(PeerError):
@@ -143,7 +144,7 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
 
 
 def run(messages: int = 10_000, seed: int = 0) -> dict[str, float | int]:
-    """Measure. Returns how the messages ended. `stall_ms`: most CPU time of both ends between two ticks of the loop."""
+    """Measure, and return how the messages ended. `stall_ms`: most CPU time between two ticks of the event loop."""
     with tempfile.TemporaryDirectory() as folder:
         figures: dict[str, float | int] = uvloop.run(measure(Path(folder), messages, seed))
         return figures

@@ -1,10 +1,9 @@
-"""Real swarms behind emulated lines, compared with the simulator on the same lines: tokens per second, and bytes per
-token.
+"""Real swarms behind emulated lines, compared with the simulator: tokens per second, and bytes per token.
 
-In each case all nodes have the same line, equal both ways. The swarm's nodes are real processes (`noloco swarm
---link`), observed through their steps files and metrics. The simulator gets their manifest, their message sizes, and
-device seconds: the proportions from the stages measured alone, the level from the run itself, where several nodes share
-a core. It knows nothing else of the run.
+In each case all nodes have the same line, equally fast in both directions. The swarm's nodes are real processes (as of
+`noloco swarm --link`), observed through their steps files and metrics. The simulator gets their manifest, message sizes
+and device seconds: the proportions from the stages measured alone, the level from the run itself, where several nodes
+share a core. It knows nothing else about the run.
 
 The model has hidden states that are large compared with its arithmetic: it is wide, with one layer of one narrow head
 per stage.
@@ -67,7 +66,7 @@ SETTINGS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class LinksPlan:
-    """What is measured."""
+    """What to measure."""
 
     rates: tuple[float, ...]
     """Megabits per second in each direction."""
@@ -88,13 +87,13 @@ class LinksPlan:
         return [*(f"{key}={value}" for key, value in own.items()), *self.sets]
 
     def given(self, codec: str) -> Overrides:
-        """The same with the shape. Raises ConfigError: they are invalid."""
+        """The same with the shape. Raises ConfigError if they are invalid."""
         shape = (f"stages={self.shape[0]}", f"start_replicas={self.shape[1]}")
         return read(None, {}, (*shape, *self.settings(codec)))
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """`50,200` → (50.0, 200.0). Raises ConfigError: one is not a number above 0."""
+    """`50,200` → (50.0, 200.0). Raises ConfigError unless all are numbers above 0."""
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -105,9 +104,9 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def run(plan: LinksPlan) -> dict[str, Any]:
-    """Measure. Returns the figures. After each case it also writes a page and a plot to `plan.out`.
+    """Measure, and return the figures. Also write a page and a plot to `plan.out` after each case.
 
-    Raises ConfigError; LocalError: a swarm fails, or the page cannot be written.
+    Raises ConfigError if settings are invalid, and LocalError if a swarm fails or the page cannot be written.
     """
     runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
@@ -136,10 +135,10 @@ def run(plan: LinksPlan) -> dict[str, Any]:
 
 DEFINITIONS = {
     "ratio": "the largest of all tokens_off and bytes_off",
-    "tokens_off": "simulated over real `tokens` (per second), less 1",
-    "bytes_off": "simulated over real `bytes`, less 1",
+    "tokens_off": "simulated over real `tokens` (per second), minus 1",
+    "bytes_off": "simulated over real `bytes`, minus 1",
     "bytes": "of tensors that all nodes sent, for each token that stage 0 trained on",
-    "line_bytes": "the same as the relay carried it: with what gRPC adds, and control messages",
+    "line_bytes": "the same as the relay carried it: with what gRPC adds, and with control messages",
     "line_use": "of the busiest direction of a line: bytes per second over its rate",
     "device_factor": "by stage: seconds that devices worked over what the same work takes alone on a core",
     "over_bfloat16": "tokens per second over those with bfloat16 on the same line, real and simulated",
@@ -150,7 +149,7 @@ DEFINITIONS = {
 
 
 def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
-    """Measure a real swarm behind lines in its steady state. Raises LocalError: it does not get there."""
+    """Measure a real swarm behind lines in its steady state. Raises LocalError if it does not get there."""
     with tempfile.TemporaryDirectory(prefix="noloco-links-") as scratch:
         run_dir = Path(scratch) / "run"
         sets = (*plan.settings(codec), f"audit.dir={run_dir / 'audit'}")
@@ -189,7 +188,7 @@ def real_figures(
 
     kinds = {kind: sum(grown(name, "bytes_total", direction="out", kind=kind) for name in names) for kind in KINDS}
     if not any(kinds.values()):
-        raise LocalError("nothing was sent in the time of the measurement: give more --nodes or --seconds")
+        raise LocalError("nothing was sent during the measurement: give more --nodes or --seconds")
     work = [
         {
             metric: sum(grown(name, f"{metric}_total") for name in names if name.startswith(f"{stage}-"))
@@ -215,16 +214,16 @@ def real_figures(
 def rate_of(lines: Sequence[InnerStepLine]) -> float:
     """Tokens per second of all peers, each from its first to its last inner step in these lines.
 
-    Raises LocalError: a peer has fewer than two.
+    Raises LocalError if a peer has fewer than two.
     """
     total = 0.0
     for peer in sorted({line.peer for line in lines}):
         own = sorted((line for line in lines if line.peer == peer), key=lambda line: line.at)
         if len(own) < 2:
-            raise LocalError("too few inner steps in the time of the measurement: give more --seconds")
+            raise LocalError("too few inner steps during the measurement: give more --seconds")
         total += sum(line.tokens for line in own[1:]) / (own[-1].at - own[0].at)
     if not total:
-        raise LocalError("no inner step in the time of the measurement: give more --seconds")
+        raise LocalError("no inner step during the measurement: give more --seconds")
     return total
 
 
@@ -244,14 +243,14 @@ def measure_stages(manifest: RunManifest) -> StageCosts:
 def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> list[float]:
     """By stage: the time that its devices worked, divided by the time that the same work takes on idle cores.
 
-    Raises LocalError: a stage did nothing.
+    Raises LocalError if a stage did nothing.
     """
     factors = []
     for done, costs in zip(work, stages, strict=True):
         each = costs["forward_s"] + costs["backward_s"], costs["inner_step_s"], costs["snapshot_s"] + costs["merge_s"]
         alone_s = sum(done[metric] * cost_s for metric, cost_s in zip(WORK, each, strict=False))
         if not alone_s:
-            raise LocalError("a stage took no inner step in the time of the measurement: give more --seconds")
+            raise LocalError("a stage took no inner step during the measurement: give more --seconds")
         factors.append(done["device_seconds"] / alone_s)
     return factors
 
@@ -259,7 +258,7 @@ def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> l
 def scenario(
     manifest: RunManifest, local: NodeConfig, line: LineSpec, stages: StageCosts, factors: Sequence[float]
 ) -> Scenario:
-    """The same swarm for the simulator. The device seconds of each stage are `factors` times those measured alone."""
+    """The same swarm as a scenario. The device seconds of each stage are `factors` times those measured alone."""
     run = manifest.model_dump(mode="json", include=set(RunSettings.model_fields))
     costs = {
         name: [

@@ -18,7 +18,7 @@ DESCRIPTION = (
 
 
 def add_gains(cases: Sequence[dict[str, Any]]) -> None:
-    """Add `over_bfloat16` to every case for which that codec was measured on the same line."""
+    """Add `over_bfloat16` to every case of another codec if bfloat16 was measured on the same line."""
     plain = {(case["mbit_per_s"], case["delay_ms"]): case for case in cases if case["codec"] == "bfloat16"}
     for case in cases:
         base = plain.get((case["mbit_per_s"], case["delay_ms"]))
@@ -29,7 +29,7 @@ def add_gains(cases: Sequence[dict[str, Any]]) -> None:
 
 
 def row_text(case: Mapping[str, Any]) -> str:
-    """One line about a case."""
+    """A case in one line."""
     name = f"{case['mbit_per_s']:g} Mbit/s, {case['delay_ms']:g} ms, {case['codec']}"
     real, simulated = case["real"]["tokens"], case["simulated"]["tokens"]
     return f"{name}: {real:,.0f} tokens/s, simulated {simulated:,.0f}; the line is used {case['real']['line_use']:.0%}"
@@ -42,7 +42,7 @@ COLUMNS = (
 
 
 def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> None:
-    """Write the table and the plot to a directory, which is created. Raises LocalError: that fails."""
+    """Write the table and the plot to a directory, which is created if needed. Raises LocalError if that fails."""
     rows = []
     for case in cases:
         real, simulated = case["real"], case["simulated"]

@@ -27,18 +27,19 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 TARGET = 0.01
 READ_EVERY_S = {"/metrics": 5.0, "/sd": 5.0, "/status": 2.0}
-"""As Prometheus (docker/prometheus/prometheus.yml) and `noloco top` do."""
+"""Intervals as those of Prometheus (docker/prometheus/prometheus.yml) and `noloco top`."""
 TIMEOUT_S = 5.0
 SIMULATED_STEPS = 100
 WAITS = 12
-"""Most named waits of a microbatch on its way through two stages and back."""
+"""Maximum number of named waits of a microbatch on its way through two stages and back."""
 BYTES_EVENTS = 4
-"""Per microbatch between two real nodes: its activation and its gradient, out and in. The simulator has none."""
+"""Number of `bytes` events per microbatch between two real nodes: its activation and its gradient, out and in. The
+simulator has none."""
 REPEATS = 5
 
 
 def run(pairs: int, window_s: float) -> dict[str, Any]:
-    """Measure. Returns the figures. Raises LocalError: the swarm fails."""
+    """Measure, and return the figures. Raises LocalError if the swarm fails."""
     instruments = instruments_us()
     with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
         unread, read = [], []
@@ -63,7 +64,7 @@ def run(pairs: int, window_s: float) -> dict[str, Any]:
 DEFINITIONS = {
     "ratio": "instruments_us.total over microbatch_core_us: the share of the swarm's cores that the instruments take",
     "instruments_us": "microseconds of one microbatch through two stages, outer rounds and membership included: events "
-    "given to metrics, totals, log and journal; waits named; the best of five repeats",
+    "given to metrics, totals, log and journal, and naming of waits; the best of five repeats",
     "microbatch_core_us": "microseconds of all cores for one microbatch in the swarm of this measurement",
     "readers_cost": "1 - tokens/s while /metrics and /sd of all nodes are read every 5 s and /status every 2 s, over "
     "tokens/s of the window before, without readers",

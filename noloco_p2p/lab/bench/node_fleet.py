@@ -1,4 +1,4 @@
-"""Node processes for measurements: killed, restarted, stopped and continued. None of them outlives the `with`.
+"""Node processes for measurements, which can be killed, restarted, stopped and continued. None outlives the `with`.
 
 The nodes are observed from outside: through their growing steps files, journals, metrics and summaries.
 """
@@ -26,15 +26,15 @@ from noloco_p2p.observe.report.journals import JournalEvent, read_processes
 START_S = 240.0
 """Longest wait for the first node to be reachable, and for a swarm to train."""
 ENDLESS_STEPS = 1_000_000
-"""More than any measurement takes."""
+"""More steps than any measurement takes."""
 TICK_S = 0.1
 JOINED = 2
-"""A restarted node gets this many others to join, because one of them may be about to die."""
+"""Number of peers that a starting node is told to join, because one of them may be about to die."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerStepLine:
-    """One inner step of one replica, as in its steps file (ARCHITECTURE.md, "Files")."""
+    """One inner step of one replica, as recorded in its steps file (ARCHITECTURE.md, "Files")."""
 
     peer: str
     at: float
@@ -47,7 +47,7 @@ class InnerStepLine:
 
 
 def parsed(peer: str, text: str) -> InnerStepLine | None:
-    """A line of a steps file; None: a killed node did not finish it."""
+    """A line of a steps file; None if it is malformed, such as when a killed node did not finish it."""
     try:
         found = json.loads(text)
         served = found["microbatches"]
@@ -68,11 +68,11 @@ class FleetNode(NodeProcess):
         self.trains = False
         """Whether its current process has taken an inner step."""
         self.killed = False
-        """Whether we killed its last process."""
+        """Whether the fleet killed its newest process."""
         self.stopped_until: float | None = None
         self.restart_at: float | None = None
         self.dirs = [self.dir]
-        """Directories of all nodes that were in this place, oldest first; its own is the last."""
+        """Directories of all nodes that were in this place, oldest first; the current one is the last."""
 
     @property
     def peer(self) -> str | None:
@@ -81,21 +81,21 @@ class FleetNode(NodeProcess):
 
     @property
     def active(self) -> bool:
-        """Whether it trains and is neither stopped nor gone."""
+        """Whether it trains, and is running and not stopped."""
         return self.trains and self.stopped_until is None and self.running
 
     def set_aside(self) -> None:
-        """Rename its directory, so that the next process here is a new node; only its journal is still read."""
+        """Rename its directory, so that the next process is a new node. The journal in the old one is still read."""
         old = self.dir.with_name(f"{self.name}.{len(self.dirs)}")
         self.dir.rename(old)
         self.dirs.insert(-1, old)
 
 
 class Fleet:
-    """All nodes of one run below `run_dir`. Use it in a `with`; no process is left afterwards.
+    """All nodes of one run, with their directories below `run_dir`. Use it in a `with`, which leaves no process behind.
 
-    `shape`: stages and replicas; `settings` of all nodes, `key=value`; `link` as for `noloco swarm --link`. Raises
-    ConfigError: settings or link are invalid.
+    `shape`: stages and replicas; `settings`: those of all nodes, `key=value`; `link`: as for `noloco swarm --link`.
+    Raises ConfigError if settings or link are invalid.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Fleet:
         self.step = 0
         """The highest clock in any line."""
         self.back_s: list[float] = []
-        """Time from the start of each process to its first inner step, seconds."""
+        """For each process that got there, seconds from its start to its first inner step."""
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
         self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
         self._plan = make_plan(read(None, {}, (*own, *settings)), None)
@@ -138,14 +138,14 @@ class Fleet:
         if self.relay is not None:
             self.relay.close()
 
-    # --- what is done to them -----------------------------------------------------------------------------------------
+    # --- starting and disturbing --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all nodes: the first one, and the others once it is reachable. Raises LocalError: it fails."""
+        """Start all nodes: the first one, and the others once it is reachable. Raises LocalError if it fails."""
         first, *others = self.nodes.values()
-        self.wait(lambda: self._server.ready, "torch is imported", START_S)
+        self.wait(lambda: self._server.ready, "the import of torch", START_S)
         self._start(first)
-        self.wait(lambda: first.endpoints is not None, f"node {first.name} can be reached", START_S)
+        self.wait(lambda: first.endpoints is not None, f"node {first.name} to be reachable", START_S)
         for node in others:
             self._start(node)
 
@@ -159,7 +159,7 @@ class Fleet:
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 
     def kill(self, node: FleetNode, restart_in_s: float | None, *, fresh: bool = False) -> None:
-        """Send SIGKILL to the node and what it started. With `fresh` it comes back as a new node without files."""
+        """Send SIGKILL to the node and all that it started. With `fresh` it comes back as a new node without files."""
         node.kill()
         node.trains, node.killed, node.stopped_until = False, True, None
         node.restart_at = None if restart_in_s is None else time.time() + restart_in_s
@@ -167,8 +167,8 @@ class Fleet:
             node.set_aside()
 
     def stop(self, node: FleetNode, seconds: float) -> None:
-        """Send SIGSTOP to the node and what it started, and SIGCONT after `seconds`, even if this program has ended."""
-        assert node.endpoints is not None, "only a node that trains is stopped"
+        """Send SIGSTOP to the node and all that it started, and after `seconds` SIGCONT, even if this program ends."""
+        assert node.endpoints is not None, "only a node that trains can be stopped"
         pid = node.endpoints.pid
         os.killpg(pid, signal.SIGSTOP)
         node.stopped_until = time.time() + seconds
@@ -183,7 +183,7 @@ class Fleet:
             self.lines.append(line)
             self.step = max(self.step, line.step)
             node = by_peer.get(line.peer)
-            # New lines of a killed node may be from just before: they belong to its old process.
+            # New lines of a killed node may be from just before it was killed: they belong to its old process.
             if node is not None and not node.killed and line.at >= node.started_at:
                 if not node.trains:
                     self.back_s.append(line.at - node.started_at)
@@ -206,7 +206,7 @@ class Fleet:
             yield from (line for line in lines if line is not None)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float, every_s: float = TICK_S) -> None:
-        """Tick until a condition holds. Raises LocalError: it does not in time, or a node has crashed."""
+        """Tick until a condition holds. Raises LocalError if it does not in time, or if a node or the relay dies."""
         give_up_at = time.monotonic() + seconds
         while not holds():
             for node in self.crashed():
@@ -215,31 +215,31 @@ class Fleet:
             if self.relay is not None and not self.relay.running:
                 raise LocalError(f"the relay of {self.relay.link} has died")
             if time.monotonic() >= give_up_at:
-                raise LocalError(f"not within {seconds:g} s: {what}")
+                raise LocalError(f"timed out after {seconds:g} s waiting for {what}")
             self.tick()
             time.sleep(every_s)
 
-    # --- what they did ------------------------------------------------------------------------------------------------
+    # --- observing ----------------------------------------------------------------------------------------------------
 
     def of_stage(self, stage: int) -> list[FleetNode]:
         """The nodes of a stage."""
         return [node for node in self.nodes.values() if node.stage == stage]
 
     def training(self) -> dict[int, list[str]]:
-        """By stage: the names of the nodes that train now and are not stopped."""
+        """By stage: the names of the nodes that train now."""
         return {stage: [node.name for node in self.of_stage(stage) if node.active] for stage in range(self.stages)}
 
     def crashed(self) -> list[FleetNode]:
-        """The nodes that ended with an error and were not killed by us."""
+        """The nodes that ended with an error and that the fleet did not kill."""
         return [node for node in self.nodes.values() if not node.killed and node.exit_code not in (None, 0)]
 
     def first_stage_lines(self) -> list[InnerStepLine]:
-        """The inner steps of stage 0 that had tokens, in the order of reading."""
+        """The inner steps of stage 0 that had tokens, in the order in which they were read."""
         peers = set(self.peer_ids(self.of_stage(0)))
         return [line for line in self.lines if line.peer in peers and line.tokens]
 
     def events(self, kind: str, nodes: Iterable[FleetNode] | None = None) -> Iterator[JournalEvent]:
-        """The events of a kind in the journals of these nodes, node by node; without `nodes`, of all."""
+        """The events of a kind in the journals of these nodes (by default all), node by node."""
         for node in self.nodes.values() if nodes is None else nodes:
             processes = (process for directory in node.dirs for process in read_processes(directory))
             yield from (event for process in processes for event in process if event.kind == kind)

@@ -1,8 +1,8 @@
-"""One outer round of one replica: freeze, pull a peer's snapshot over real gRPC, merge. Seconds and bytes.
+"""Seconds and bytes of one replica's outer round: freeze, pull a peer's snapshot over real gRPC, merge.
 
-Two processes on loopback: the far one keeps its snapshot, like a replica; the near one does the round. The bytes are
-counted on the connection itself, in an additional pull through a counting forwarder. The minimum is what the method
-moves: u of every parameter once (METHOD.md, "Outer round").
+Two processes on loopback: the far one serves its snapshot, like a replica; the near one does the round. The bytes are
+counted on the connection itself, in an additional pull through a counting forwarder. The minimum is u of every
+parameter, once (METHOD.md, "Outer round").
 """
 
 import asyncio
@@ -34,7 +34,7 @@ REQUEST = SnapshotRequest(1, 1)
 
 
 def replica(size: str, seed: int) -> OuterState:
-    """φ = θ of a stage of this size, with θ moved a little afterwards, so that Δ is not zero."""
+    """The weights of a stage of this size, with θ moved a little away from φ, so that Δ is not zero."""
     count, side = SHAPES[size]
     generator = torch.Generator().manual_seed(seed)
     fast = {f"layers.{n}.weight": torch.randn(side, side, generator=generator) for n in range(count)}
@@ -45,7 +45,7 @@ def replica(size: str, seed: int) -> OuterState:
 
 
 def specs(weights: OuterState) -> tuple[TensorSpec, ...]:
-    """What travels: u only, because the sample beside it is negligible."""
+    """What is transferred: only u, because the sample sent with it is negligible."""
     return (TensorSpec("vector", "float32", (weights.count,)),)
 
 
@@ -63,7 +63,7 @@ async def serve(ready: Callable[[int], None], size: str) -> None:
 
 
 async def rounds(size: str, port: int) -> dict[str, Any]:
-    """Medians of ROUNDS outer rounds after one for warm-up, then the bytes of one pull."""
+    """Medians of ROUNDS outer rounds after one warm-up round, then the bytes of one pull."""
     mine = make_transport(NEAR)
     weights = replica(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
@@ -113,7 +113,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
 
 
 def run() -> dict[str, Any]:
-    """Measure. Returns the figures of both sizes; `ratio` is the larger one of bytes to minimum. Raises LocalError."""
+    """Measure both sizes, and return the figures; `ratio`: the larger of bytes over the minimum. Raises LocalError."""
     tune_allocator()
     torch.set_num_threads(1)
     stages = {}

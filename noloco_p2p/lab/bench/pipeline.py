@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 TARGET = 0.80
 SHAPE = (2, 2)
 MICROBATCHES = 4
-"""Per stage-0 replica and inner step, where nothing else is asked for."""
+"""Default number of microbatches per stage-0 replica and inner step."""
 STEADY_STEPS = 30
-"""The measurement starts when every stage-0 replica has done this many inner steps."""
+"""Inner steps that every stage-0 replica takes before the measurement starts."""
 START_S = 180.0
 SETTINGS = ("steps=1000000", "evaluation.every_steps=null", "inner.optimizer=adamw", "outer.rule=noloco")
-"""An endless run with the optimizer of the single process, and few rounds."""
+"""An endless run with the single process's optimizer, and few outer rounds."""
 BASELINE_S = 10.0
 WARM_UP_S = 2.0
 BATCHES = 64
-"""Microbatches that the baseline reads beforehand and uses again and again."""
+"""Number of microbatches that the baseline reads in advance and uses again and again."""
 METRICS_TIMEOUT_S = 5.0
 
 
@@ -59,7 +59,7 @@ Samples = Mapping[str, NodeSample]
 
 
 def run(microbatches: int, seconds: float) -> dict[str, Any]:
-    """Measure. Returns the figures. Raises LocalError: the swarm or the baseline fails."""
+    """Measure, and return the figures. Raises LocalError if the swarm or the baseline fails."""
     before = baseline(microbatches, BASELINE_S)
     with steady_swarm(microbatches) as fleet:
         begin = sample_nodes(fleet)
@@ -90,7 +90,7 @@ DEFINITIONS = {
 
 @contextmanager
 def steady_swarm(microbatches: int) -> Iterator[Fleet]:
-    """A swarm that trains in its steady state, without evaluations. Raises LocalError: it does not get there."""
+    """A swarm that trains in its steady state, without evaluations. Raises LocalError if it does not get there."""
     settings = (f"microbatches_per_step={microbatches}", *SETTINGS)
 
     def steady() -> bool:
@@ -107,7 +107,7 @@ def steady_swarm(microbatches: int) -> Iterator[Fleet]:
 
 
 def sample_nodes(fleet: Fleet) -> dict[str, NodeSample]:
-    """A sample of all nodes now, by name. Raises LocalError: one cannot be reached or does not answer."""
+    """A sample of all nodes now, by name. Raises LocalError if one cannot be reached or does not answer."""
     samples = {}
     for name, node in fleet.nodes.items():
         if node.endpoints is None:
@@ -125,7 +125,7 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
     def grown(name: str, metric: str) -> float:
-        """Growth of a counter per second."""
+        """A counter's increase per second."""
         return (end[name].metrics.total(metric) - begin[name].metrics.total(metric)) / windows[name]
 
     first = [name for name in begin if name.startswith("0-")]
@@ -146,7 +146,7 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
 
 
 def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float] | None:
-    """The nodes' CPU seconds as shares of all core-seconds; None: the system does not report them."""
+    """The nodes' CPU seconds as shares of all core-seconds; None if the system does not report them."""
     whole = cpu.cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
@@ -161,11 +161,11 @@ def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, floa
     return {**shares, "idle": 1.0 - sum(shares.values())}
 
 
-# --- the one process --------------------------------------------------------------------------------------------------
+# --- the single process -----------------------------------------------------------------------------------------------
 
 
 def baseline(microbatches: int, seconds: float) -> float:
-    """Tokens/s, measured in a separate process with one thread. Raises LocalError: that process dies."""
+    """Tokens/s, measured in a separate process with one thread. Raises LocalError if that process dies."""
     with workers(1, OMP_NUM_THREADS="1") as pool:
         return pool.submit(train_alone, RunManifest(microbatches_per_step=microbatches), seconds).result()
 
@@ -219,7 +219,7 @@ async def _first_batches(manifest: RunManifest) -> list[list["Tensor"]]:
 
     from noloco_p2p.io.data.threaded_batches import make_batches
 
-    # The data stream depends on seed and peer; any name gives one like a node's.
+    # The data stream depends on the seed and the peer; any name yields one like a node's.
     batches = make_batches(manifest, NodeConfig(), "baseline")
     read = [await batches.next() for _ in range(BATCHES)]
     batches.close()

@@ -1,6 +1,6 @@
-"""`noloco bench stage`: what the stages of a run cost on a device, and how far they are from the CPU in float32.
+"""`noloco bench stage`: what a run's stages cost on a device, and how far their results are from float32 on the CPU.
 
-Both are measured on the stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the unsplit
+Both are measured on stages as nodes use them: host buffers in, host buffers out. `ratio` is the time of the unsplit
 model in plain torch divided by the time of all stages together, for the forward and backward pass of a microbatch.
 """
 
@@ -27,15 +27,16 @@ from noloco_p2p.lab.sample_stats import Stopwatch
 TARGET = 0.95
 WARM_UP = 3
 COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
-"""The values of each stage in `costs`."""
+"""The keys of each stage in the result of `costs`."""
 
 
 def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
-    """Measure the stages of `manifest` (default: the default run) one after the other on one device.
+    """Measure the stages of `manifest` (None: the default run), one after the other, on one device.
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
-    and per inner step of all stages (`step_s`). `stages_costs` has those of each stage alone, see `costs`: what the
-    simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32. Raises
+    and per inner step of all stages (`step_s`). `stages_costs` has those of each single stage (see `costs`), which is
+    what the simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
+    Raises
     ConfigError and LocalError as `make_torch_stage`.
     """
     manifest = manifest or RunManifest()
@@ -74,7 +75,7 @@ def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: i
 def measure(
     stages: Sequence[TorchStage], batch: Batch, plain: Callable[[], None], device: torch.device, repeats: int
 ) -> Stopwatch:
-    """Repeatedly: a microbatch through all stages and the plain model, then each stage's step, snapshot and merge.
+    """Repeatedly time a microbatch in all stages and in the plain model, then each stage's step, snapshot and merge.
 
     Stages and plain model take turns, so that both see the machine in the same state.
     """

@@ -1,9 +1,9 @@
-"""How fast tensors go from one node to another, compared with the least that the machine needs for it.
+"""How fast tensors travel from one node to another, compared with the least that the machine needs for it.
 
-Two processes on loopback. The real transport carries 64 MiB tensors both as an activation with its gradient and as a
-snapshot, and the full state of a replica, with digests checked, into torch tensors. The bytes of an activation also go
-over a bare asyncio TCP connection and over gloo's send and receive. All take turns, so that they see the machine in the
-same state. Figures are MiB per second of tensor bytes.
+Two processes on loopback. The real transport carries an activation and its gradient, a snapshot, and the full state of
+a replica, with digests checked, into torch tensors. The bytes of an activation also travel both ways over a bare TCP
+connection; these four take turns, so that they see the machine in the same state. Before that, gloo sends them both
+ways. Figures are MiB per second of tensor bytes.
 """
 
 import asyncio
@@ -39,21 +39,21 @@ MIB = 1 << 20
 TENSOR_BYTES = 64 * MIB
 SNAPSHOT_BYTES = 4 * TENSOR_BYTES
 TARGET = 0.26
-"""Lowest share of the bare TCP rate, node to node with digests checked: 0.4 without TLS, and 0.65 of that with it."""
+"""Lowest share of the bare TCP rate, from node to node with digests checked: 0.4, times 0.65 for TLS."""
 STATE_PARAMETERS = 6
 STATE_TENSOR_BYTES = 16 * MIB
-"""A state of six parameters and everything that belongs to them: 503 MB."""
+"""A state of six parameters and everything that is kept for each: 503 MB."""
 STATE_TARGET = 0.5
 """Lowest rate of a state's transfer, as a share of the transport's own fastest one."""
 RUN = "be" * 32
 WAIT_S = 60.0
-"""Longest time for any one step."""
+"""Longest time for any single step, seconds."""
 FAR, NEAR = "far", "near"
 """The names of the two nodes."""
 
 
 def identity(name: str) -> Identity:
-    """A key that is always the same for this name."""
+    """An identity whose key depends only on the name."""
     seed = hashlib.sha256(name.encode()).digest()
     return Identity(Path(name), Ed25519PrivateKey.from_private_bytes(seed), -1)
 
@@ -80,11 +80,11 @@ MOVED_BYTES = {
     "state": sum(spec.nbytes for spec in STATE_SPECS),
     "tcp": 2 * TENSOR_BYTES,
 }
-"""Tensor bytes of one transfer of each kind; there and back for `propagate` and `tcp`."""
+"""Tensor bytes of one transfer of each kind; in both directions for `propagate` and `tcp`."""
 
 
 class BenchPeer:
-    """The far node: what arrives is put into torch tensors and sent back; weights are the same at every call."""
+    """The far node: puts what arrives into torch tensors and sends it back; weights are the same in every call."""
 
     def __init__(self, snapshot: Snapshot, state: ReplicaState | None = None) -> None:
         self._snapshot = snapshot
@@ -120,7 +120,7 @@ class BenchPeer:
 
 
 def make_transport(name: str, largest_bytes: int = 1 << 20) -> GrpcTransport:
-    """The transport of the node of this name in the bench's run."""
+    """The transport of the node with this name in the bench's run."""
     return GrpcTransport(open_links(identity(name), RUN), ListenSettings(), NullTelemetry(), largest_bytes)
 
 
@@ -141,7 +141,7 @@ async def serve(ready: Callable[[tuple[Advert, int]], None]) -> None:
 
 
 async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[str, float]:
-    """All figures except gloo's, against a far process at these addresses (gRPC, port of bare TCP)."""
+    """All figures except gloo's, measured against a far process at these addresses (gRPC, port of bare TCP)."""
     mine = make_transport(NEAR, 2 * TENSOR_BYTES)
     far, port = places
     view = tensor_bytes(TENSOR_BYTES)
@@ -173,12 +173,12 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[s
 
 
 def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
-    """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of ours over bare TCP) with
-    `target`.
+    """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of propagate and snapshot, over
+    bare TCP) with `target`.
 
     `state_ratio` is the state's rate divided by the faster of propagate's and the snapshot's, with `state_target`.
 
-    Takes about twenty seconds. Raises LocalError: the far process does not start.
+    Takes about twenty seconds. Raises LocalError if the far process does not start.
     """
     gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
@@ -199,7 +199,7 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
 
 
 async def receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fill the buffer from the connection. False: it was closed before."""
+    """Fill the buffer from the connection. Returns False if it is closed before."""
     loop = asyncio.get_running_loop()
     filled = 0
     while filled < len(into):
@@ -216,7 +216,7 @@ def tensor_bytes(size: int) -> memoryview:
 
 
 async def echo(listener: socket.socket, size: int) -> None:
-    """Receive `size` bytes into a torch tensor and send them back, until the only caller closes its connection."""
+    """Receive `size` bytes into a torch tensor and send them back, until the only client closes its connection."""
     loop = asyncio.get_running_loop()
     view = tensor_bytes(size)
     connection, _ = await loop.sock_accept(listener)
@@ -227,7 +227,7 @@ async def echo(listener: socket.socket, size: int) -> None:
 
 
 def gloo_mib_per_s(size: int, rounds: int) -> float | None:
-    """MiB/s of a tensor sent there and back by gloo between two processes; None: gloo is missing or fails."""
+    """MiB/s of a tensor that gloo sends both ways between two processes; None if gloo is missing or fails."""
     if not torch.distributed.is_gloo_available():
         return None
     try:
