@@ -133,7 +133,8 @@ class Membership:
         """Update `deserted`. Report the stages that have been deserted for DESERTED_S when they change, and again at
         each `reading` while there are any."""
         node, now = self._node, self._node.now()
-        found = self.members.deserted(node.manifest.stages, node.index) if node.advert.state == "training" else []
+        looks = node.advert.state in ("syncing", "training")  # Who syncs may have only this to tell it of the end.
+        found = self.members.deserted(node.manifest.stages, node.index) if looks else []
         changed = found != sorted(self.deserted)
         self.deserted = {stage: self.deserted.get(stage, now) for stage in found}
         lasting = {stage: now - since for stage, since in self.deserted.items() if now - since >= DESERTED_S}

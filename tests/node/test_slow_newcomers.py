@@ -41,3 +41,12 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
     assert not node.trace.of("resumed")
     assert not late.disks["s1r3"].held()
     assert said(node) == COMPLETE
+
+
+def test_a_newcomer_that_has_only_read_that_stage_0_left_at_the_end_ends_too() -> None:
+    """It was cut off from stage 0, and when the line was back nobody was there: it waited for ever."""
+    cuts = [Fault(8.0, "cut", ("s1r2", peer), 60.0) for peer in ("s0r0", "s0r1")]
+    late = swarm(Fault(6.0, "arrive", ("s1r2",)), *cuts, state_s=200.0)
+    node = check(late).nodes["s1r2"]
+    assert not node.trace.of("resumed")
+    assert said(node) == COMPLETE
