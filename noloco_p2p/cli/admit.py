@@ -1,4 +1,4 @@
-"""`noloco key`, `noloco invite` and `noloco revoke`: who may take part in a members-only run."""
+"""`noloco key`, `noloco invite` and `noloco revoke`: decide who may take part in a members-only run."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from noloco_p2p.cli.options import WithArguments
 from noloco_p2p.errors import ConfigError
 
 keys = Typer(help="The key of a members-only run.", rich_markup_mode=None, no_args_is_help=True)
-KeyFile = Annotated[Path | None, Option(metavar="FILE", help="The run's key; default: root.key beside or above --dir.")]
+KeyFile = Annotated[Path | None, Option(metavar="FILE", help="The run's key; default: root.key in or above --dir.")]
 UNITS_S = {"m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
@@ -33,10 +33,10 @@ def invite_others(
     dir: Annotated[
         Path,
         Option(
-            metavar="DIR", help="Directory of the node that others will join, which has the key, or of noloco swarm."
+            metavar="DIR", help="Directory of the node that others will join and that has the key, or of noloco swarm."
         ),
     ],
-    uses: Annotated[int, Option(min=1, metavar="N", help="How many peers it admits.")] = 1,
+    uses: Annotated[int, Option(min=1, metavar="N", help="How many peers the invitation admits.")] = 1,
     lasts: Annotated[
         str, Option("--for", metavar="TIME", help="Valid for minutes (m), hours (h) or days (d).")
     ] = "24h",
@@ -45,7 +45,7 @@ def invite_others(
     ] = None,
     key: KeyFile = None,
 ) -> None:
-    """Print the command with which others join a members-only run, with an invitation in its address."""
+    """Invite others to a members-only run. Prints the command with which they join; its address has the invitation."""
     from noloco_p2p.launch import run_key
 
     found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", lasts)
@@ -63,8 +63,9 @@ def revoke_peers(
     ],
     key: KeyFile = None,
 ) -> None:
-    """Expel peers from a members-only run, and whom they have admitted: their calls end within a minute, everywhere."""
+    """Expel peers from a members-only run. Peers that they have admitted are expelled, too. Within a minute all their
+    calls end."""
     from noloco_p2p.launch import run_key
 
     made = run_key.revoke(dir, key, peers)
-    print(f"revoked in all: {len(made.peers)} (list {made.number}); the node of {dir} tells the others")
+    print(f"{len(made.peers)} revoked in total (list {made.number}); the node in {dir} tells the others")

@@ -1,4 +1,4 @@
-"""`noloco bench`: measurements that a user can repeat. What is heavy is imported inside the commands."""
+"""`noloco bench`: measurements that users can repeat. Heavy imports are inside the commands."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Json, Settings
+from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Device, Json, Settings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.errors import ConfigError
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
 Measure = Callable[[], Mapping[str, Any]]
-"""Gives the figures."""
+"""A measurement; returns its figures."""
 
 
 @bench.command("pipeline")
@@ -26,7 +26,8 @@ def bench_pipeline(
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of the measurement.")] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Tokens/s of a 2 x 2 swarm over twice those of one process with one thread."""
+    """Measure a 2 x 2 swarm against single processes. The figure is its tokens/s over twice those of one process with
+    one thread."""
     from noloco_p2p.lab.bench import pipeline
 
     _report(lambda: pipeline.run(microbatches, seconds), as_json, seconds + 2 * pipeline.BASELINE_S)
@@ -34,7 +35,7 @@ def bench_pipeline(
 
 @bench.command("transport")
 def bench_transport(as_json: Json = False) -> None:
-    """MiB/s of the transport over raw TCP and gloo, and the latency of a small call."""
+    """Measure the transport against raw TCP and gloo. The figures are MiB/s, and the latency of a small call."""
     from noloco_p2p.lab.bench import transport
 
     _report(transport.run, as_json)
@@ -52,11 +53,11 @@ def bench_baseline(
     set: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """What users would otherwise run, beside a swarm of as many processes: tokens/s and loss at equal steps and data.
+    """Compare a swarm with what you would otherwise run.
 
-    Data parallel, sharded data parallel, or DiLoCo with an outer step every outer.inner_steps, by an all-reduce or, as
-    in OpenDiLoCo, by hivemind's averager. Both sides train with AdamW, and the swarm by the rule noloco unless
-    outer.rule is set.
+    The baseline has as many processes: data parallel, sharded data parallel, or DiLoCo with an outer step every
+    outer.inner_steps, by an all-reduce or, as in OpenDiLoCo, by hivemind's averager. The figures are tokens/s, and the
+    loss at equal steps and data. Both sides train with AdamW. The swarm uses the rule noloco unless outer.rule is set.
     """
     from noloco_p2p.lab.bench import baseline
     from noloco_p2p.launch import settings
@@ -69,14 +70,15 @@ def bench_baseline(
 
 @bench.command("stage")
 def bench_stage(
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if any.")] = "auto",
+    device: Device = "auto",
     config: ConfigFile = None,
     set: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Seconds per microbatch of the stages of a run, deviation from the CPU, peak memory.
+    """Measure the stages of a run on one device.
 
-    Default: the run of noloco swarm. `stages_costs` of the JSON object is what `compute` of a scenario may name.
+    Seconds per microbatch, deviation from the CPU's results, peak memory. Default: the run of noloco swarm.
+    `compute.measured` of a scenario may name a file with the JSON object.
     """
     from noloco_p2p.lab.bench import stage
     from noloco_p2p.launch import settings
@@ -87,7 +89,7 @@ def bench_stage(
 
 @bench.command("outer")
 def bench_outer(as_json: Json = False) -> None:
-    """Seconds and bytes of an outer round of a 1M- and a 50M-parameter stage."""
+    """Measure an outer round: seconds and bytes. The stages have 1M and 50M parameters."""
     from noloco_p2p.lab.bench import outer
 
     _report(outer.run, as_json)
@@ -95,11 +97,12 @@ def bench_outer(as_json: Json = False) -> None:
 
 @bench.command("monitoring")
 def bench_monitoring(
-    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Windows with readers and without.")] = 6,
+    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs of windows, with and without readers.")] = 6,
     seconds: Annotated[float, typer.Option(metavar="X", min=5, help="Length of a window.")] = 15.0,
     as_json: Json = False,
 ) -> None:
-    """What a node's instruments, and the programs that read them, take from its training."""
+    """Measure what monitoring costs a node's training. This is the cost of its instruments, and of the programs that
+    read them."""
     from noloco_p2p.lab.bench import monitoring
 
     _report(lambda: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
@@ -107,11 +110,12 @@ def bench_monitoring(
 
 @bench.command("fuzz")
 def bench_fuzz(
-    messages: Annotated[int, typer.Option(metavar="N", min=100, help="Messages in all.")] = 10_000,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the messages.")] = 0,
+    messages: Annotated[int, typer.Option(metavar="N", min=100, help="Total number of messages.")] = 10_000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the messages.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Random and mutated messages at what strangers reach of a node: crashes, stalls, growth of memory."""
+    """Send random and mutated messages to a node. They go to whatever strangers can reach of it; counts crashes, stalls
+    and memory growth."""
     from noloco_p2p.lab.bench import fuzz
 
     _report(lambda: fuzz.run(messages, seed), as_json)
@@ -120,7 +124,7 @@ def bench_fuzz(
 @bench.command("flood")
 def bench_flood(
     pairs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How often each kind of flood is compared with none.")
+        int, typer.Option(metavar="N", min=1, help="How often each kind of flood is compared with no flood.")
     ] = 3,
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of a window.")] = 20.0,
     kinds: Annotated[
@@ -128,7 +132,8 @@ def bench_flood(
     ] = ("silent,handshakes,connections,streams,bodies"),
     as_json: Json = False,
 ) -> None:
-    """What strangers who flood one node take from a swarm: connections, handshakes, calls, and dripping bodies."""
+    """Measure what flooding one node costs the swarm. Strangers flood it with connections, handshakes, calls and slow
+    bodies."""
     from noloco_p2p.lab.bench import flood
 
     plan = flood.FloodPlan.of(kinds, pairs, seconds)
@@ -146,13 +151,14 @@ def bench_churn(
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K consecutive seeds.")] = 1,
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Length of the runs; default: what a swarm does in M minutes."),
+        typer.Option(metavar="N", min=1, help="Length of the runs in steps; default: what a swarm does in M minutes."),
     ] = None,
-    cold: Annotated[bool, typer.Option(help="Measure restarts of all nodes, in 2x2 and 3x3.")] = True,
+    cold: Annotated[bool, typer.Option(help="Also measure restarts of all nodes, with 2x2 and 3x3.")] = True,
     set: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """What killing and stopping nodes costs a real swarm: stalls, losses, and the loss beside an undisturbed run's."""
+    """Measure what killing and stopping nodes costs a real swarm. The figures are stalls, lost work, and the loss
+    against an undisturbed run."""
     from noloco_p2p.lab.bench import churn
 
     sets = tuple(set or ())
@@ -165,18 +171,19 @@ def bench_links(
     rates: Annotated[str | None, typer.Option(metavar="MBIT,...", help="Line rates, Mbit/s each way.")] = None,
     delays: Annotated[str | None, typer.Option(metavar="MS,...", help="One-way latencies, milliseconds.")] = None,
     codecs: Annotated[
-        str, typer.Option(metavar="CODEC,...", help="Codec of hidden states and gradients, next to bfloat16.")
+        str, typer.Option(metavar="CODEC,...", help="Codecs of hidden states and gradients to measure.")
     ] = "bfloat16",
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of each measurement.")] = 30.0,
-    quick: Annotated[bool, typer.Option("--quick", help="50 Mbit/s with 10 and 50 ms, where not given.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only 50 Mbit/s with 10 and 50 ms, unless given.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
     set: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Real swarms behind emulated lines, and the simulator on the same lines: tokens/s, and bytes per token.
+    """Compare swarms behind emulated lines with the simulator.
 
-    Default: 50, 200 and 1,000 Mbit/s, 10, 50 and 100 ms.
+    Tokens/s and bytes per token of real swarms, and of simulated ones on the same lines. Default: 50, 200 and 1,000
+    Mbit/s, 10, 50 and 100 ms.
     """
     from noloco_p2p.lab.bench import links
     from noloco_p2p.lab.bench.churn import shape_of
@@ -191,7 +198,7 @@ def bench_links(
 
 
 def _codecs(text: str) -> tuple[str, ...]:
-    """As in --codecs. Raises ConfigError: one is no codec."""
+    """Parse --codecs. Raises ConfigError if one is not a codec."""
     found, known = tuple(text.split(",")), get_args(WireCodec)
     if not set(found) <= set(known):
         raise ConfigError(f"--codecs {text}: name some of {', '.join(known)}")
@@ -199,9 +206,9 @@ def _codecs(text: str) -> tuple[str, ...]:
 
 
 def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool = False) -> None:
-    """Measure and print. `least_s`: what it takes at least, which is said before if it is more than a minute.
+    """Measure and print the figures. `least_s` is the least time that this takes; more than a minute is announced.
 
-    `says`: it says itself how far it is.
+    `says`: the measurement reports its progress itself.
     """
     from noloco_p2p.humanize import duration
     from noloco_p2p.launch.progress_line import ProgressLine
@@ -215,7 +222,7 @@ def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool
 
 
 def _lines(figures: Mapping[str, Any], indent: str) -> list[str]:
-    """The same figures for a person, nested ones indented."""
+    """The figures as lines to read, nested ones indented."""
     lines: list[str] = []
     for name, value in figures.items():
         if isinstance(value, dict):

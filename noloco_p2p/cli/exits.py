@@ -1,4 +1,4 @@
-"""How a command ends: one line and exit code 2 for what the user can put right, a traceback only with --debug."""
+"""How a command ends: one line and exit code 2 for what the user can fix, a traceback only with --debug."""
 
 import io
 import os
@@ -19,20 +19,21 @@ DEBUG = "--debug"
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
 LACKING = "strict", "surrogateescape"
-"""How Python's stdout treats letters that the locale lacks; the second one in the locale C."""
+"""Python's error handlers for characters that stdout's encoding lacks; the second one is that of the C locale."""
 
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
-    """Run a command line to the end of the process. `--debug` may stand anywhere on it."""
-    # Typer's own copy of click has no public name; UsageError is what BadParameter is made from.
+    """Run a command line, and then exit the process. `--debug` may appear anywhere on it."""
+    # Typer's own copy of click has no public name; UsageError is the base class of BadParameter.
     usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # a standard file is closed: another would take its number
+    # If a standard stream is closed, some other file would get its number.
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:
-        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack letters that we print
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack characters that we print
     try:
         code = app(prog_name=name, args=[a for a in arguments if a != DEBUG], standalone_mode=False)
     except NolocoError as error:
@@ -41,14 +42,14 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         fail(str(error), USER_ERROR)
     except usage_error as error:
         text = str(getattr(error, "format_message", error.__str__)())
-        if text.startswith("Usage:"):  # a group of commands without one: this is its help
+        if text.startswith("Usage:"):  # a command group without a command: this is its help
             print(text)
             sys.exit(0)
         place = getattr(getattr(error, "ctx", None), "command_path", name)
         fail(f"{text.rstrip('.').replace('Value error, ', '')}; see {place} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
-    except Exception as error:  # the last resort: a bug ends with one line, or a traceback with --debug
+    except Exception as error:  # the last resort: a bug ends in one line, or a traceback with --debug
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in FULL:
@@ -59,9 +60,11 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does: no process, and no half-written directory, is left.
+    """Let SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process and no half-written
+    directory
+    is left behind.
 
-    What is ignored (a hangup, by nohup) stays so.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -75,6 +78,6 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """End the process with one line on stderr."""
+    """Exit with an error message on stderr."""
     print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`noloco finetune` and `noloco tasks`. What is heavy is imported inside the commands."""
+"""`noloco finetune` and `noloco tasks`. Heavy imports are inside the commands."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,18 +16,19 @@ def finetune_model(
     out: Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; it must be new, or empty.")],
     learning_rate: Annotated[
         float | None,
-        Option(metavar="X", min=0, help="Peak after the warm-up; default: the run's / 10, 1e-4 after muon."),
+        Option(metavar="X", min=0, help="Peak after the warm-up; default: a tenth of the run's, 1e-4 after muon."),
     ] = None,
     batch_size: Annotated[int, Option(metavar="N", min=1, help="Examples per optimizer step.")] = 32,
     epochs: Annotated[int, Option(metavar="N", min=1, help="Passes over the examples.")] = 3,
     steps: Annotated[int | None, Option(metavar="N", min=1, help="Optimizer steps, instead of --epochs.")] = None,
-    held_out: Annotated[float, Option(metavar="X", min=0, max=0.9, help="Share of examples to hold out.")] = 0.05,
+    held_out: Annotated[float, Option(metavar="X", min=0, max=0.9, help="Fraction of examples to hold out.")] = 0.05,
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of the order and of the held-out examples.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Train an exported model on prompts and their completions, on this machine, and write it as another one.
+    """Train an exported model on prompts and their completions.
 
-    The loss counts the completions only. The optimizer's other settings are those of the run.
+    This runs on this machine, and writes the result as a new model. Only the completions count towards the loss. The
+    optimizer's other settings are those of the run.
     """
     from noloco_p2p.launch.finetuning import Recipe, run_finetune
 
@@ -44,7 +45,8 @@ def make_tasks(
     train: Annotated[int, Option(metavar="N", min=1, max=5000, help="Items per task for noloco finetune.")] = 2000,
     test: Annotated[int, Option(metavar="N", min=1, max=1000, help="Items per task for noloco eval --tasks.")] = 200,
 ) -> None:
-    """Make five small tasks: addition, sorting, brackets, copying, recall."""
+    """Make five small tasks for noloco finetune and noloco eval. They are addition, sorting, brackets, copying and
+    recall."""
     from noloco_p2p.lab.made_tasks import TRAIN, write_tasks
 
     print(f"{out}: {TRAIN}, and for noloco eval the tasks {', '.join(write_tasks(out, seed, train, test))}, *_choice")

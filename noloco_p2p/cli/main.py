@@ -1,4 +1,4 @@
-"""`noloco`: a swarm on this machine, and measurements. What is heavy is imported inside the commands."""
+"""`noloco`: every command except `noloco-node`. Heavy imports are inside the commands."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def noloco(
 def swarm(
     config: ConfigFile = None,
     stages: Annotated[int | None, Option(metavar="N", min=1, help="Pipeline stages.")] = None,
-    replicas: Annotated[int | None, Option(metavar="N", min=1, help="Nodes of each stage.")] = None,
+    replicas: Annotated[int | None, Option(metavar="N", min=1, help="Nodes per stage.")] = None,
     steps: Annotated[int | None, Option(metavar="N", min=1, help="Length of the run in steps.")] = None,
     dir: Annotated[Path | None, Option(metavar="DIR", help="Directory; default: a fresh noloco-runs/NAME-N.")] = None,
     set: Settings = None,
@@ -63,7 +63,7 @@ def swarm(
         str | None,
         Option(
             metavar="DOWN[/UP]mbit[,MS[,JITTER]]",
-            help="Every node behind an emulated line of its own, such as 200mbit,25ms or 200/20mbit,25ms,3ms: megabits"
+            help="Put every node behind its own emulated line, such as 200mbit,25ms or 200/20mbit,25ms,3ms: megabits"
             " per second down and up, one-way latency between two nodes, its standard deviation.",
         ),
     ] = None,
@@ -76,9 +76,10 @@ def swarm(
         Tracker | None, Option(metavar=TRACKERS, help="Also write the swarm's figures there, as one run.")
     ] = None,
 ) -> None:
-    """Start a swarm on this machine: STAGES x REPLICAS node processes on loopback; summary.json in its directory.
+    """Run a swarm on this machine.
 
-    With the --dir of a run that has not ended, that run goes on, with the settings it had; --link is given anew.
+    It has STAGES x REPLICAS node processes on loopback. The final figures are in summary.json of its directory. With
+    the --dir of an unfinished run, that run continues with its own settings; only --link must be given again.
     """
     print(f"noloco {__version__}: a swarm on this machine, in {dir or 'a fresh noloco-runs/NAME-N'}", flush=True)
     from noloco_p2p.launch import settings
@@ -97,7 +98,7 @@ def swarm(
 
 @app.command()
 def pause(dir: NodeDir) -> None:
-    """Pause a running node: it keeps its state and leaves the routes, so that its device is free for others."""
+    """Pause a running node. It keeps its state but takes no microbatches, so that its device is free for other use."""
     from noloco_p2p.launch import node_probe
 
     print("\n".join(f"asked to pause: {node}" for node in node_probe.send_signal(dir, node_probe.PAUSE)))
@@ -105,7 +106,7 @@ def pause(dir: NodeDir) -> None:
 
 @app.command()
 def resume(dir: NodeDir) -> None:
-    """Let a paused node go on; it catches up with the others first."""
+    """Let a paused node continue. It catches up with the others first."""
     from noloco_p2p.launch import node_probe
 
     print("\n".join(f"asked to resume: {node}" for node in node_probe.send_signal(dir, node_probe.RESUME)))
@@ -113,9 +114,9 @@ def resume(dir: NodeDir) -> None:
 
 @app.command(cls=WithArguments)
 def configs(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Which one to print; without a name: the list.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one to print; default: list them all.")] = None,
 ) -> None:
-    """The configurations that come with the package: by their names for --config and noloco sim."""
+    """List the configurations of the package, or print one. --config and noloco sim accept their names."""
     from noloco_p2p.launch import named_configs
 
     print(named_configs.text(name) if name is not None else "\n".join(named_configs.listing()))
@@ -123,7 +124,7 @@ def configs(
 
 @app.command(hidden=True)
 def docs() -> None:
-    """Write the generated tables in the repository's READMEs again; run it in the root of the repository."""
+    """Regenerate the tables in the repository's READMEs; run it in the root of the repository."""
     from noloco_p2p.launch.reference import update_files
 
     print("\n".join(f"wrote {path}" for path in update_files(Path())) or "the tables are up to date")
@@ -135,26 +136,26 @@ def export_model(
     join: SwarmAddresses = None,
     from_: Annotated[
         list[Path] | None,
-        Option("--from", metavar="DIR", help="Directory of a run or a node, with its checkpoints; repeatable."),
+        Option("--from", metavar="DIR", help="Directory of a run or of a node, with checkpoints; repeatable."),
     ] = None,
     merge: Annotated[
         Literal["mean", "trimmed", "one"],
         Option(
             metavar="mean|trimmed|one",
-            help="Of each stage: the mean of all replicas, that without the outermost quarters, or one replica.",
+            help="For each stage: the mean of all replicas, the mean without the outermost quarters, or one replica.",
         ),
     ] = "mean",
     replicas: Annotated[
         bool, Option("--replicas/--no-replicas", help="With a mean, also write each replica, for noloco eval.")
     ] = True,
     tokenizer_dir: Annotated[
-        str | None, Option(metavar="DIR", help="Directory of the tokenizer's files, instead of the hub.")
+        str | None, Option(metavar="DIR", help="Directory with the tokenizer's files, to use instead of the hub.")
     ] = None,
 ) -> None:
-    """Write the model as a Hugging Face directory, from the newest outer round that every stage has.
+    """Write the model as a Hugging Face directory.
 
-    From directories: the weights after that round's merge. From a running swarm: those that the replicas brought into
-    the round, before they merged.
+    It is taken from the newest outer round that every stage has. From directories: the weights after that round's
+    merge. From a running swarm: the weights with which the replicas entered the round, before the merge.
     """
     from noloco_p2p.launch.export import run_export
 
@@ -169,7 +170,7 @@ def evaluate_model(
         Option(metavar="DATA", help="stdlib, text files or globs; repeatable. Default: the run's held-out data."),
     ] = None,
     held_out: Annotated[
-        bool, Option("--held-out", help="With files: only the part that a run over them holds out.")
+        bool, Option("--held-out", help="With files: only the part that a run on them would hold out.")
     ] = False,
     microbatches: Annotated[int | None, Option(metavar="N", min=1, help="Evaluate at most N microbatches.")] = None,
     tasks: Annotated[
@@ -179,7 +180,8 @@ def evaluate_model(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Loss, perplexity and bits per byte of an exported model, and the mean over its single replicas."""
+    """Evaluate an exported model: loss, perplexity, bits per byte. Also prints the mean over its individual
+    replicas."""
     if tasks is not None:
         from noloco_p2p.launch import task_evaluation
 
@@ -197,13 +199,14 @@ def evaluate_model(
 def generate_text(
     out: ExportDir,
     prompt: Annotated[str, Option(metavar="TEXT", help="The text to continue.")],
-    chat: Annotated[bool, Option("--chat", help="Answer the prompt, by the tokenizer's chat template.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Answer the prompt, with the tokenizer's chat template.")] = False,
     tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
     temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Print what an exported model says after a prompt, as it says it; to a terminal without control characters."""
+    """Continue a prompt with an exported model. Text is printed as it is generated; on a terminal without control
+    characters."""
     from noloco_p2p.launch.evaluation import run_generate
 
     def say(piece: str) -> None:
@@ -229,11 +232,12 @@ def simulate(
     ] = None,
     check: Annotated[bool, Option("--check", help="Run twice, in two processes; show the first difference.")] = False,
     plots: Annotated[Path | None, Option(metavar="DIR", help="Draw the run as SVG files.")] = None,
-    jobs: Annotated[int, Option(metavar="N", min=1, help="With --seeds: runs at once.")] = 2,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="With --seeds: parallel runs.")] = 2,
 ) -> None:
-    """Simulate a swarm: real nodes in one process under virtual time, with a network, faults, and a seed.
+    """Simulate a swarm.
 
-    Exit code 1 when a law that must hold in every run does not, or two runs differ.
+    Real nodes run in one process under virtual time, with a network, faults, and a seed. Exit code 1 if a law that must
+    hold in every run is broken, or if the two runs of --check differ.
     """
     from noloco_p2p.lab.sim_command import SimOptions, run_sim
 
@@ -243,14 +247,15 @@ def simulate(
 
 @app.command(cls=WithArguments)
 def experiment(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Which one; without a name, list them.")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Which one; default: list them all.")] = None,
     out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
     quick: Annotated[bool, Option("--quick", help="A smaller version that takes minutes.")] = False,
-    jobs: Annotated[int, Option(metavar="N", min=1, help="Cases measured at once, each with one thread.")] = 2,
+    jobs: Annotated[int, Option(metavar="N", min=1, help="Parallel cases, each with one thread.")] = 2,
 ) -> None:
-    """Answer one of the questions about the method: a report with figures, plots, and every run with its seed.
+    """Answer one of the questions about the method.
 
-    A run that was stopped goes on where it was when the same command is given again.
+    The result is a report with figures, plots, and every run with its seed. If it is stopped, the same command
+    continues where it left off.
     """
     from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
 

@@ -1,4 +1,4 @@
-"""`noloco-node`: one node of a swarm. Heavy imports happen once the options are known to be right."""
+"""`noloco-node`: runs one node of a swarm. Heavy imports wait until the options have been checked."""
 
 import gc
 import os
@@ -34,14 +34,14 @@ def node(
     ] = None,
     run: Annotated[str | None, Option(metavar="ID", help="Refuse any run but the one with this id.")] = None,
     key: Annotated[
-        Path | None, Option(metavar="FILE", help="Key of a members-only run, made if missing: this node admits others.")
+        Path | None, Option(metavar="FILE", help="Key of a members-only run, made if missing; this node admits others.")
     ] = None,
     stage: Annotated[int | None, Option(metavar="N", min=0, help="Stage; default: as before, or the neediest.")] = None,
     dir: Annotated[
         Path | None, Option(metavar="DIR", help="This node's directory: identity, peers, checkpoints, run.")
     ] = None,
     set: Settings = None,
-    log_json: Annotated[bool, Option("--log-json", help="Log JSON lines.")] = False,
+    log_json: Annotated[bool, Option("--log-json", help="Log as JSON lines.")] = False,
     describe: Annotated[bool, Option("--describe", help="Print the sizes of all stages and exit.")] = False,
     debug: Annotated[bool, Option(DEBUG, help="Show a traceback on errors.")] = False,
     watch_stdin: Annotated[bool, Option("--watch-stdin", hidden=True)] = False,
@@ -49,7 +49,7 @@ def node(
 ) -> None:
     """Run one node: train a language model together with others.
 
-    Without --join it begins a swarm, and prints the command with which others join it.
+    Without --join it starts a new swarm, and prints the command with which others join it.
     """
     if context.invoked_subcommand is not None:
         return
@@ -76,7 +76,9 @@ def node(
 
 
 def _ran(options: "NodeOptions", json_lines: bool, *, first: bool) -> bool:
-    """Run the node to its end; False when its directory is of another run, and was only the `first` that was free."""
+    """Run the node until it ends. Returns False if its directory belongs to another run, and was merely the `first`
+    that
+    was free."""
     from noloco_p2p.launch import run_files
     from noloco_p2p.launch.compose import run_to_end
 
@@ -99,9 +101,9 @@ def health(
     ] = None,
     url: Annotated[str | None, Option(metavar="URL", help="A node's metrics address, instead of --dir.")] = None,
 ) -> None:
-    """Ask a running node whether it is well.
+    """Ask a running node whether it is healthy.
 
-    Prints ok, or what is wrong and ends with exit code 1.
+    Prints ok, or what is wrong, with exit code 1.
     """
     from noloco_p2p.observe.health_check import ask
 
@@ -112,7 +114,7 @@ def health(
 
 
 def _describe(overrides: "Overrides") -> None:
-    """Sizes of the model and its stages, without allocating the weights."""
+    """Print the sizes of the model and its stages, without allocating the weights."""
     from noloco_p2p.compute.factory import stage_sizes
 
     manifest = overrides.manifest()
@@ -128,22 +130,22 @@ def _describe(overrides: "Overrides") -> None:
 
 
 def _stopped(number: int, frame: FrameType | None) -> None:
-    """SIGTERM while the node still imports what it needs: nothing has begun, so there is nothing to report."""
+    """Handles SIGTERM while the node is still importing: nothing has begun, so there is nothing to report."""
     raise SystemExit(0)
 
 
 def main() -> None:
     """The command `noloco-node`."""
-    # Importing makes hardly any garbage; looking for it took a fifth of the time. `bootstrap.check_model` ends this.
+    # Imports create hardly any garbage, but collecting took a fifth of their time. `bootstrap.check_model` enables it.
     gc.disable()
-    # As the first process of a container it would ignore a signal for which it has no handler.
+    # The first process of a container ignores signals for which it has no handler.
     before = signal.signal(signal.SIGTERM, _stopped)
     try:
         run_app(app, "noloco-node")
     except SystemExit as end:
         if "torch" not in sys.modules:
             raise
-        # Everything is closed and written. An orderly end of the interpreter and its libraries would take seconds more.
+        # Everything is closed and written. An orderly exit of the interpreter and its libraries would take seconds.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)

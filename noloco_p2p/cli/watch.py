@@ -1,4 +1,4 @@
-"""`noloco top`, `doctor`, `track` and `report`: what is seen of a run. Heavy imports are inside the commands."""
+"""`noloco top`, `doctor`, `track` and `report`: ways to observe a run. Heavy imports are inside the commands."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,8 @@ def write_report(
     out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
     csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
 ) -> None:
-    """One page about a run, or several to compare, from what the nodes wrote, also while it goes on or after kills."""
+    """Write a page about a run, or one that compares several. It reads the nodes' own files: also during a run, and
+    after kills."""
     from noloco_p2p.observe.report import page, series
 
     print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")
@@ -28,11 +29,11 @@ def diagnose_machine(
     config: ConfigFile = None,
     set: Settings = None,
     dir: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory of a node or swarm: check it and its swarm.")
+        Path | None, Option(metavar="DIR", help="Directory of a node or a swarm: check it and its swarm.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Is this machine fit to join, and what holds the swarm up? Exit code 0: all is well, 1: warnings, 2: errors."""
+    """Check this machine, and find out what holds the swarm up. Exit code 0: all is well, 1: warnings, 2: errors."""
     from noloco_p2p.launch import settings
     from noloco_p2p.observe.doctor.examination import run_doctor
 
@@ -47,21 +48,22 @@ def watch(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and exit.")] = False,
     interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
 ) -> None:
-    """Watch the whole swarm: stages, nodes, what each waits for, and on top one sentence that says how it is."""
+    """Watch the whole swarm: stages, nodes, what each waits for. One sentence at the top says how the swarm is
+    doing."""
     from noloco_p2p.observe.top import run_top
 
     run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)
 
 
 def track_run(
-    to: Annotated[Tracker, Option(metavar=TRACKERS, help="Its package is needed: pip install tensorboard, or wandb.")],
+    to: Annotated[Tracker, Option(metavar=TRACKERS, help="Needs its package: pip install tensorboard, or wandb.")],
     join: SwarmAddresses = None,
     url: NodeUrl = None,
     dir: Annotated[Path | None, Option(metavar="DIR", help="Directory; default: noloco-track/NAME-RUN.")] = None,
 ) -> None:
-    """Write the figures of a running swarm, as one run, to TensorBoard or Weights & Biases, until it ends or Ctrl-C.
+    """Write a swarm's figures to TensorBoard or Weights & Biases.
 
-    Any one observer can do this; no node knows of it.
+    They form one run there, until the swarm ends or Ctrl-C. Any observer can do this; no node knows of it.
     """
     from noloco_p2p.observe.track import run_track
 

@@ -95,7 +95,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         again.wait_for_steps(1)
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
         printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))
-        assert "revoked in all: 1" in printed
+        assert "1 revoked in total" in printed
         assert "was revoked: ask for a new invitation" in refused(again)
         assert "was revoked" in refused(nodes.start("--join", words[2], own_dir="invited"))
 
