@@ -1,7 +1,7 @@
-"""Which stage a node should hold: the choice of a newcomer, and the move of a node that trains.
+"""Which stage a node should hold: a newcomer's choice, and moves of nodes that already train.
 
-ARCHITECTURE.md, "Rebalancing". Every microbatch passes every stage once, so the swarm is as fast as its slowest stage.
-The capacity of a stage is the sum over its replicas of the microbatches per second that their devices can do.
+ARCHITECTURE.md, "Rebalancing". Every microbatch passes through every stage once, so the swarm is as fast as its slowest
+stage. The capacity of a stage is the sum over its replicas of the microbatches per second that their devices can do.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,26 +15,26 @@ from noloco_p2p.core.messages import NO_STAGE, Advert
 
 LEAST_GAIN = 1.2
 """A move must raise the slower of the two stages by a fifth: measured speeds vary by about a tenth from one reading to
-the next, and a move costs the device time of a drain and of a transfer."""
+the next, and a move costs the device time for a drain and a transfer."""
 LEAST_ROUNDS = 4.0
-"""Outer rounds that must be left: a mover is no partner before its first whole outer interval, and should then stay
-for longer than it took to come."""
+"""Outer rounds that must remain: a node that moves is no partner before its first complete outer interval, and should
+then stay for longer than the move took."""
 OTHERS_LEFT = 2
-"""Other replicas in training that a mover must leave behind: the death of a single one would lose the stage. One is
-enough for a stage that nobody holds, without which the swarm stands still."""
+"""Other training replicas that a move must leave behind: if there were only one, its death would lose the stage. One is
+enough for a move to a stage that nobody holds, because the swarm stands still without it."""
 
 COUNTED = PRESENT - {"paused"}
-"""Nodes in these states work at their stage or will soon."""
+"""Nodes in these states work at their stage, or soon will."""
 ON_THE_WAY = frozenset({"starting", "waiting"})
 UNSETTLED = frozenset({"syncing", "draining"})
 
 ROUNDING = 1e-9
-"""Capacities that differ by less than this fraction are sums of the same numbers in another order."""
+"""Capacities that differ by less than this fraction count as equal: they may be the same sum in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCapacities:
-    """What each stage can do, and what one more replica of it is expected to do, in microbatches per second."""
+    """The capacity of each stage, and the expected speed of one more replica of it, in microbatches per second."""
 
     of_stage: tuple[float, ...]
     replicas: tuple[int, ...]
@@ -42,7 +42,7 @@ class StageCapacities:
     """Mean of the measured replicas of the stage, else of all measured ones, else 1.0."""
 
     def slowest(self) -> int:
-        """The stage of least capacity (of those the one with the fewest replicas, then the first)."""
+        """The stage of least capacity; among equals the one with the fewest replicas, then the first."""
         return min(range(len(self.of_stage)), key=lambda s: (self.of_stage[s], self.replicas[s], s))
 
 
@@ -51,7 +51,7 @@ def _measured(advert: Advert) -> bool:
 
 
 def _sum(values: Iterable[float]) -> float:
-    """The same under every Python: `sum` rounds in another way from 3.12 on."""
+    """The same in every version of Python: `sum` rounds differently from 3.12 on."""
     return reduce(add, values, 0.0)
 
 
@@ -74,11 +74,11 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
 
 
 def choose_stage(me: Advert, others: Sequence[Advert], stages: int) -> int:
-    """The stage that `me` should hold before it has made its weights: the same answer for the same view everywhere.
+    """The stage that `me`, which has not made its weights yet, should hold. Nodes with the same view agree.
 
-    A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. Then, starting from
-    everybody's present stage, the largest peer id that may still choose moves from the strongest stage to the weakest
-    one, as long as the weaker of the two gains by it. Nodes that are settled never move.
+    A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. After that, starting from everybody's
+    present stage, the largest peer id that may still choose moves from the strongest stage to the weakest, again and
+    again while the weaker of the two gains by it. Settled nodes never move.
     """
     placed = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
     if me.stage == NO_STAGE:
@@ -103,28 +103,28 @@ def choose_stage(me: Advert, others: Sequence[Advert], stages: int) -> int:
 
 
 def may_move(me: Advert, others: Iterable[Advert]) -> bool:
-    """Of several nodes that announce a move, the one with the lowest id moves, and the others give up theirs."""
+    """Whether `me` may make the move that it announced: of several such nodes only the one with the lowest id moves."""
     return all(a.peer_id > me.peer_id for a in others if a.moving_to is not None)
 
 
 def others_left(adverts: Iterable[Advert], target: int) -> int:
-    """How many other replicas a node must leave behind that moves to `target`."""
+    """How many other replicas a node that moves to `target` must leave behind."""
     return OTHERS_LEFT if any(a.stage == target for a in adverts) else 1
 
 
 def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
-    """The stage that this node should leave its own for while it trains, None to stay; and why.
+    """The stage to which this node should move while it trains, or None to stay; and the reason.
 
-    Equal for everybody with the same view: one node of the whole swarm moves at a time, to the slowest stage, from the
-    strongest one that can spare a replica, and of that one's replicas the one with the lowest id that can be spared. It
-    is asked again until the node moves: with `me.moving_to` set it is the reason to keep to the announced move, unless
-    a node with a lower id announced one too. `rounds_left`: outer rounds until the run ends.
+    Nodes with the same view agree. In the whole swarm one node moves at a time: to the slowest stage, from the
+    strongest stage that can spare a replica, and there the replica with the lowest id that can be spared. Call it again
+    until the node moves: with `me.moving_to` set, the result shows whether the announced move still stands. It does not
+    if a node with a lower id has announced one, too. `rounds_left`: outer rounds until the run ends.
 
-    With fixed speeds, moves come to an end: the slowest stage gains, and no other one falls as low as it was, so
+    With fixed speeds, moves come to an end: the slowest stage gains, and no other stage becomes as slow as it was, so
     the sorted capacities grow with every move.
     """
     if stages < 2 or me.state != "training":
-        return None, "not for this node"
+        return None, "this node does not train, or has nowhere to go"
     everybody = [*others, me]
     now = capacities(everybody, stages)
     target = now.slowest()
@@ -132,23 +132,23 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
     if (rounds_left < LEAST_ROUNDS and not lost) or any(a.state == "finished" for a in others):
         return None, "the run is near its end"
     if not may_move(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
-        return None, "somebody else moves"
+        return None, "another node moves"
     if any(a.state in UNSETTLED or (a.state == "starting" and not a.settled) for a in others):
-        return None, "somebody is on the way"
+        return None, "another node is on its way"
     if any(a.state in ON_THE_WAY and a.stage == target for a in others):
-        return None, "somebody is on the way"
+        return None, "another node is on its way"
     if now.of_stage[target] > 0 and not all(_measured(a) for a in everybody if a.state == "training"):
-        return None, "not everybody has measured its speed"
+        return None, "not every node has measured its speed"
     mover = _mover(everybody, now, target)
     if mover is None:
-        return None, "nobody can be spared"
+        return None, "no node can be spared"
     if mover.peer_id != me.peer_id:
-        return None, "somebody else can be spared"
+        return None, "another node can be spared"
     return target, f"stage {target} can do {now.of_stage[target]:.3g} microbatches/s, mine {now.of_stage[me.stage]:.3g}"
 
 
 def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Advert | None:
-    """The node that should move to `target`: none, unless both stages are then well above what `target` is now."""
+    """The node that should move to `target`; None unless both stages would then be well above what `target` is now."""
     wanted = LEAST_GAIN * now.of_stage[target]
     if now.of_stage[target] + now.one_more[target] < wanted:
         return None

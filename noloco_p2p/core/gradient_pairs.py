@@ -1,6 +1,7 @@
-"""Which microbatches go out twice, and whose gradients are not those of the others (METHOD.md, "The same data twice").
+"""Which data is sent twice, and which replica's gradients differ from the others' (METHOD.md, "The same data twice").
 
-Pure. One object belongs to one node of stage 0, which compares what came back of the same data over two routes.
+Pure. Each stage-0 node has one `GradientPairs`, with which it compares what came back for the same data over two
+routes.
 """
 
 from collections import deque
@@ -12,22 +13,24 @@ from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.core.seeds import generator
 
 EARLY, CALM, SUSPICIOUS = 1 / 10, 1 / 100, 1 / 2
-"""Share of the microbatches that go out twice: at first, usually, and with an outlier among the last pairs."""
+"""Share of the microbatches whose data is sent twice: for the first EARLY_PAIRS pairs, usually, and while one of the
+last SUSPICIOUS_PAIRS pairs is an outlier."""
 EARLY_PAIRS, SUSPICIOUS_PAIRS = 32, 16
 LEAST, FACTOR = 0.9, 3.0
-"""An outlier is further apart than LEAST, and than FACTOR times what honest pairs are. Figures: METHOD.md."""
+"""An outlier is further apart than LEAST, and than FACTOR times the distance of honest pairs. Figures: METHOD.md."""
 COMPARED = 64
-"""Honest pairs are as far apart as the lower quartile of so many: it holds while up to three quarters have a liar."""
+"""The distance of honest pairs is the lower quartile of this many pairs: right while at most three quarters include a
+liar."""
 REMEMBERED, RECENT = 1024, 16
-"""Pairs in all, and of one replica: those before tell nothing of what it does now."""
+"""How many pairs count in all, and of one replica: older ones say nothing about what it does now."""
 FEWEST, OTHERS, SHARE, CHANCE = 4, 3, 0.5, 1e-5
-"""A replica dissents if at least FEWEST and SHARE of its recent pairs are outliers, with at least OTHERS others, and so
-many would come by chance with at most this probability, were it like the others. These may have outliers, too: what
-comes back has also passed through later stages."""
+"""A replica dissents if at least FEWEST, and a share of at least SHARE, of its recent pairs are outliers, with at least
+OTHERS different other replicas, and if a replica like the others would have so many with a probability of at most
+CHANCE. Honest replicas have outliers, too: a gradient has also passed through later stages."""
 
 
 class GradientLikeness(NamedTuple):
-    """Two gradients with respect to the same hidden states, held against each other."""
+    """A comparison of two gradients with respect to the same hidden states."""
 
     norms: tuple[float, float]
     cosine: float
@@ -51,7 +54,7 @@ class GradientLikeness(NamedTuple):
 
 
 Route = tuple[PeerId, ...]
-"""Who served a microbatch, from stage 1 on."""
+"""The replicas that served a microbatch, from stage 1 on."""
 
 
 class _Pair(NamedTuple):
@@ -59,18 +62,18 @@ class _Pair(NamedTuple):
     outlier: bool
 
     def at(self, hop: int) -> tuple[PeerId, ...]:
-        """Who served the two at a hop, where 0 is stage 1; nobody: one replica served both, so it tells nothing."""
+        """The two replicas at a hop, where hop 0 is stage 1; empty if one served both: then the pair shows nothing."""
         peers = tuple(route[hop] for route in self.routes if len(route) > hop)
         return peers if len(set(peers)) == 2 else ()
 
     def before(self, hop: int, peer: PeerId) -> PeerId | None:
-        """Who called a peer that served one of the two at this hop; None: I did."""
+        """The replica that called `peer` at this hop; None if the origin did."""
         return self.routes[self.at(hop).index(peer)][hop - 1] if hop else None
 
 
 class GradientPairs:
-    """What one node has seen. `secret` is known to nobody else, so nobody can foresee what goes out twice; with None
-    nothing does."""
+    """The pairs that one node has seen. Nobody else knows `secret`, so nobody can foresee which data is sent twice;
+    with None, no data is."""
 
     def __init__(self, secret: int | None) -> None:
         self._secret = secret
@@ -78,15 +81,15 @@ class GradientPairs:
         self._pairs: deque[_Pair] = deque(maxlen=REMEMBERED)
 
     def repeats(self, microbatch: MicrobatchId) -> bool:
-        """The one after this microbatch has the same data."""
+        """Whether the microbatch after this one has the same data."""
         suspicious = any(pair.outlier for pair in list(self._pairs)[-SUSPICIOUS_PAIRS:])
         share = SUSPICIOUS if suspicious else EARLY if len(self._pairs) < EARLY_PAIRS else CALM
         return self._secret is not None and generator(self._secret, "repeats", *microbatch).random() < share
 
     def observe(self, one: Route, other: Route, apart: float) -> tuple[bool, PeerId | None]:
-        """Whether a pair is an outlier, and who on the two routes dissents from all others of its stage.
+        """Record a pair. Returns whether it is an outlier, and the replica on its routes that dissents, if any.
 
-        The pairs of one that dissents are forgotten: they must not be held against the others.
+        The pairs of a replica that dissents are forgotten: they must not be held against the others.
         """
         outlier = apart > max(LEAST, FACTOR * quantiles(self._apart)[0] if len(self._apart) > 1 else 0.0)
         self._apart.append(apart)
@@ -102,14 +105,14 @@ class GradientPairs:
         pairs = [(pair, peers) for pair in self._pairs if (peers := pair.at(hop))]
         credible = {name for pair, peers in pairs if not pair.outlier for name in peers}
         mine = [(pair, peers) for pair, peers in pairs if peer in peers][-RECENT:]
-        # Who agrees with nobody is at fault in its pairs: they tell nothing of others.
+        # A replica that agrees with nobody is at fault in its pairs, which show nothing about others.
         held = [
             (pair, other) for pair, peers in mine if pair.outlier for other in credible.intersection(peers) - {peer}
         ]
         rest = [pair.outlier for pair, peers in pairs if peer not in peers and credible.issuperset(peers)]
         count, usual = len(held) + sum(not pair.outlier for pair, _ in mine), (1 + sum(rest)) / (2 + len(rest))
         chance = comb(count, len(held)) * usual ** len(held)
-        # Further on, those before name it: one of them alone could name whom it likes.
+        # After stage 1, the hop before names the replica: one liar there could name any.
         by = {pair.before(hop, peer) for pair, _ in held}
         enough = len(held) >= max(FEWEST, SHARE * count) and len({other for _, other in held}) >= OTHERS
         return enough and (hop == 0 or len(by) >= OTHERS) and chance <= CHANCE

@@ -1,8 +1,7 @@
-"""Which nodes guard the weights of a stage that has few replicas, and which can give them back.
+"""Which nodes guard the weights of a stage that has few replicas, and which nodes can give them back.
 
-ARCHITECTURE.md, "Guardians". A guardian is a node of another stage that pulls the snapshots of its ward, so that a
-stage whose replicas all die at once is not lost. Everybody with the same view of the membership names the same
-guardians.
+ARCHITECTURE.md, "Guardians". A guardian is a node of another stage that pulls snapshots of its ward, so that a stage
+whose replicas all die at once is not lost. Nodes with the same view of the membership name the same guardians.
 """
 
 from collections.abc import Iterable
@@ -13,20 +12,20 @@ from noloco_p2p.core.messages import NO_STAGE, Advert, Holding, PeerId
 from noloco_p2p.core.seeds import generator
 
 GUARDIANS = 2
-"""One guardian may die with its ward, or shortly before it."""
+"""Guardians of a stage: one of them may die with its ward, or shortly before it."""
 GUARDED_REPLICAS = 2
-"""A stage with more replicas than this guards itself: it would take three deaths within one outer interval."""
+"""A stage with more replicas than this has no guardians: losing it would take three deaths in one outer interval."""
 
 WITH_WEIGHTS = TRAINED | {"draining"}
-"""States in which a node has a replica's trained weights, if not for long."""
+"""States in which a node has a replica's trained weights, even if not for long."""
 
 
 def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage of no or of many replicas.
+    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage with no replicas or with many.
 
-    `adverts` is everybody, the caller included, in any order. Of the nodes of other stages that train or have finished,
-    those come first that score highest in this stage's own draw (rendezvous hashing): a node that comes or goes
-    changes no other's place, so a guardian changes only when one of them goes or a better one comes.
+    `adverts` are those of all nodes, the caller included, in any order. The nodes of other stages that train or have
+    finished are ranked by a score drawn for this stage (rendezvous hashing). A node that comes or goes does not change
+    the order of the others, so a guardian changes only if one of them goes or a better one comes.
     """
     everybody = list(adverts)
     replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
@@ -36,17 +35,17 @@ def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[Peer
 
 
 def candidates(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """Those who guard `stage` if it is to be guarded."""
+    """The nodes that guard `stage` whenever it needs guardians."""
     able = {a.peer_id for a in adverts if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
     return tuple(sorted(able, key=lambda peer: (_score(seed, stage, peer), peer), reverse=True)[:GUARDIANS])
 
 
-@lru_cache(maxsize=16_384)  # asked for all candidates whenever the membership is read
+@lru_cache(maxsize=16_384)  # needed for all candidates whenever the membership is read
 def _score(seed: int, stage: int, peer: PeerId) -> int:
     return generator(seed, "guardian", stage, peer).getrandbits(64)
 
 
 def holders(stage: int, adverts: Iterable[Advert]) -> list[tuple[Advert, Holding]]:
-    """Everything that anybody lists of `stage`, newest first (round, then step, then lowest id)."""
+    """All weights of `stage` that any node claims to hold, newest first (round, then step, then lowest id)."""
     found = [(advert, held) for advert in adverts for held in advert.holds if held.stage == stage]
     return sorted(found, key=lambda entry: (-entry[1].round, -entry[1].step, entry[0].peer_id))

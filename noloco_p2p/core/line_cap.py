@@ -1,8 +1,9 @@
 """An owner's cap on one direction of a node's line: a token bucket, and the order of waiting messages. Pure.
 
-A message may go if the bucket is not in debt, and is then taken out of it. So in any time T at most rate·T, the content
-of the bucket, and one message go. Gradients go before activations, and these before everything else; within a kind the
-oldest goes first. A waiting kind gets a tenth of everything that goes, so that none starves.
+A message may be sent if the bucket is not in debt; its bytes are then taken from the bucket. So in any time T at most
+rate·T, the capacity of the bucket, and one message are sent. Gradients go before activations, and these before
+everything else; within a kind the oldest goes first. Each waiting kind gets at least a tenth of the line, so that none
+starves.
 """
 
 import heapq
@@ -14,20 +15,20 @@ from itertools import count
 
 BYTES_PER_MBIT = 125_000
 HELD_S = 0.1
-"""Content of the bucket, in seconds of its rate. A loop that wakes up later than this loses some of it."""
+"""Capacity of the bucket, in seconds at its rate. An event loop that wakes up later than this wastes some of it."""
 MESSAGE_S = 0.05
-"""Longest time of a message on a capped line, in seconds of its rate."""
+"""The size to which messages on a capped line are limited, in seconds at its rate."""
 LEAST_MESSAGE_BYTES = 16_384
-"""Smallest size to which messages are limited: an HTTP/2 frame."""
+"""Messages are never limited to less than this, an HTTP/2 frame."""
 SHARE = 0.1
-"""Smallest share of a busy line for each waiting kind."""
+"""Minimum share of a busy line for each waiting kind."""
 
 
 class Precedence(IntEnum):
-    """The order of kinds of messages."""
+    """The kinds of messages, most urgent first."""
 
     GRADIENT = 0
-    """It frees a graph at its receiver and at all nodes before that one."""
+    """It frees a graph at its receiver and at all nodes upstream of that."""
     ACTIVATION = 1
     OTHER = 2
     """Snapshots and states: no computation waits for them."""
@@ -39,12 +40,12 @@ class LineTurn:
 
     precedence: Precedence
     age: tuple[int, int]
-    """Step and index of its microbatch at its origin: in a kind the smallest goes first, then in order of arrival."""
+    """Step and index of its microbatch at its origin. Within a kind the smallest goes first; ties go by arrival."""
     nbytes: int
     go: Callable[[], object]
-    """Called when it may go."""
+    """Called when it may be sent."""
     withdrawn: bool = False
-    """Nobody waits for it any more."""
+    """True if its sender has given up waiting."""
 
 
 @dataclass(slots=True)
@@ -52,31 +53,31 @@ class _Queue:
     """The waiting messages of one kind."""
 
     turns: list[tuple[tuple[int, int], int, LineTurn]] = field(default_factory=list)
-    """A heap, by age and number."""
+    """A heap, by age and then by order of arrival."""
     owed: float = 0.0
-    """Bytes of its share that it has not had yet."""
+    """Bytes of its share that it has not received yet."""
 
     def head(self) -> LineTurn | None:
-        """The next message."""
+        """The next message that has not been withdrawn; None if there is none."""
         while self.turns and self.turns[0][2].withdrawn:
             heapq.heappop(self.turns)
         return self.turns[0][2] if self.turns else None
 
 
 class LineCap:
-    """One direction of a line with this many bytes per second. Times are seconds on the caller's clock."""
+    """One direction of a line, capped at `bytes_per_s`. Times are seconds on the caller's clock."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._rate = bytes_per_s
         self._level = self._most = bytes_per_s * HELD_S
-        """Bytes that may go at once; below 0: the bucket is in debt."""
+        """Bytes that may be sent at once; below 0, the bucket is in debt."""
         self._as_of = -math.inf
         self._queues = [_Queue() for _ in Precedence]
         self._numbers = count()
 
     @property
     def message_bytes(self) -> int:
-        """Longest message that keeps the line smooth."""
+        """The largest message that keeps the traffic smooth."""
         return max(LEAST_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
 
     def ask(self, turn: LineTurn) -> None:
@@ -84,14 +85,14 @@ class LineCap:
         heapq.heappush(self._queues[turn.precedence].turns, (turn.age, next(self._numbers), turn))
 
     def charge(self, nbytes: int, now: float) -> None:
-        """Charge bytes that went without asking; negative: fewer went than were asked for."""
+        """Charge bytes that were sent without asking; negative if fewer were sent than were asked for."""
         self._fill(now)
         self._level = min(self._most, self._level - nbytes)
 
     def next(self, now: float) -> LineTurn | None:
-        """Take the message that goes now out of queue and bucket. None: the bucket is in debt, or nobody waits."""
+        """Take the message to send now, and charge it to the bucket. None if the bucket is in debt or nothing waits."""
         self._fill(now)
-        # Rounding may leave a byte of a debt that is paid.
+        # Rounding may leave up to a byte of a debt that has been paid.
         if self._level < -1:
             return None
         waiting = [(queue, head) for queue in self._queues if (head := queue.head())]
@@ -107,7 +108,7 @@ class LineCap:
         return turn
 
     def free_at(self) -> float | None:
-        """When `next` will return a message; None: not before one is queued."""
+        """When `next` will return a message; None if none is queued."""
         if not any(queue.head() for queue in self._queues):
             return None
         return self._as_of + max(0.0, -self._level) / self._rate

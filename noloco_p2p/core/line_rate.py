@@ -1,6 +1,6 @@
-"""How fast a node's line is and how far its peers are, measured on what it sends and receives anyway.
+"""How fast a node's line is and how far away its peers are, measured on what it sends and receives anyway.
 
-Pure: the transport reports when each transfer begins and ends, in seconds of its own clock. A rate is what the line
+Pure: the transport reports when each transfer begins and ends, in seconds on its own clock. A rate is what the line
 can do, not how much it is used: idle time does not count, and concurrent transfers share the time. Memory is bounded
 (ARCHITECTURE.md, "The speed of a line").
 """
@@ -14,87 +14,87 @@ from statistics import median
 from noloco_p2p.core.messages import PeerId
 
 PARTS = 128
-"""A direction's rate is taken from its last so many transfers."""
+"""How many of the last transfers in a direction its rate is derived from."""
 UP_SHARE, DOWN_SHARE = 0.75, 1.0
-"""The rate is this quantile of theirs, weighted by bytes. The connection or the other end may have slowed down any of
-them, so the faster ones show what this line can do. Downloads depend so much on the lines of others that only the
-fastest one shows it."""
+"""The rate of a direction is this quantile of the transfers' rates, weighted by bytes. The connection or the other end
+may have slowed down any of them, so the faster ones show what this line can do. Downloads depend so much on the lines
+of others that only the fastest one shows it."""
 LEAST_DOWN_S = 0.25
-"""What comes is measured over at least so long: a message may have waited in a buffer for most of the time that it took
-to arrive, and a single one then passes for much too fast.
-"""
+"""Downloads are measured over at least this long: a message may have waited in a buffer for most of the time that it
+took to arrive, and a single one would then seem much too fast."""
 SMALL_BYTES = 1 << 16
 SMALL_S = 0.02
-"""A body of at most so many bytes, or that takes at most so long to send, is sent without asking, however near its peer
-is: asking first costs both ends work."""
+"""A body of at most SMALL_BYTES, or one that takes at most SMALL_S to send, is sent without asking, however near its
+peer is: asking first costs both ends work."""
 STALE_S = 60.0
 """A rate older than this is measured again."""
 ASKED_S = 2.0
 LEAST_ASKED = 2
-"""A node asks for places for as many bodies as its line sends in ASKED_S, and for at least LEAST_ASKED: one that is on
-its way, and one that follows."""
+"""A node asks for places for as many bodies as its line sends in ASKED_S, and for at least LEAST_ASKED: one that is
+being sent, and one to follow it."""
 ROUND_TRIPS = 16
-"""Of the last so many round trips to a peer the shortest counts: the others waited for something."""
+"""The shortest of this many recent round trips to a peer counts: the others were delayed by something."""
 UNSENT_BYTES, MORE_UNSENT_BYTES = 1 << 17, 1 << 20
 FAST_BYTES_PER_S = 100e6
-"""How much may wait unsent in the socket of a connection. It is little, because it goes before everything that is
-written later. On a line as fast as this, even the larger amount is gone in 10 ms, and the sender is not woken for every
-128 KiB."""
+"""How much may wait unsent in the socket of a connection. It is little, because it is sent before everything that is
+written later. On a line of at least FAST_BYTES_PER_S even the larger amount is sent in 10 ms, and the sender need not
+be woken for every 128 KiB."""
 CONNECTIONS = 16
 FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
-"""If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that fit in a round trip, and
-at most one for each PART_BYTES of it, and CONNECTIONS. A single connection has 15 KB in flight after a rest, twice as
-much after each round trip, and never more than its buffers hold: twice as many are at full speed a round trip
-earlier. PART_BYTES is a little less than what one carries in four flights, 225 KB."""
+"""If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that the line carries in a
+round trip, but at most one more for each PART_BYTES of the body, and at most CONNECTIONS in all. A single connection
+has 15 KB in flight after a rest, twice as much after each round trip, and never more than its buffers hold. Twice as
+many connections reach full speed a round trip earlier. PART_BYTES is a little less than what one connection carries in
+its first four flights, 225 KB."""
 LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
-"""Such a body is cut into equally many messages for each connection, so that all end at about the same time: STRIPES in
-all, or fewer that are not too small. There are not more, because messages cost CPU: 33.5 MB and a reply as large took
-both ends 184 ms in 64 messages each way, and 204 ms in 128."""
+"""Such a body is divided into the same number of messages for each connection, so that all end at about the same time:
+STRIPES in all, or fewer of at least LEAST_STRIPE_BYTES. There are not more, because messages cost CPU: 33.5 MB and an
+equally large reply took both ends 184 ms in 64 messages each way, and 204 ms in 128."""
 RESTED_S = 0.5
-"""When nothing has left for RESTED_S, connections to a peer are slow: TCP halves their windows each time its
-retransmission timer would have expired, a round trip and 0.2 s."""
+"""If nothing has been sent for RESTED_S, connections to a peer are slow: TCP halves their windows each time that its
+retransmission timer, a round trip plus 0.2 s, would have expired."""
 FILLER_BYTES = (1 << 17, 1 << 14)
-"""So much filler makes one fast again: the former leaves in four round trips, in each twice as much as before, the
-latter in one."""
+"""How much filler makes a connection fast again: the larger amount is sent in four round trips, twice as much in each
+as in the one before, the smaller amount in one."""
 PEERS = 256
-"""Peers whose round trips are remembered, and peers to which bodies went."""
+"""How many peers' round trips are remembered, and how many peers to which bodies were sent."""
 
 
 class LineRate:
-    """One direction of a line."""
+    """The measured rate of one direction of a line."""
 
     def __init__(self, share: float, least_s: float = 0.0) -> None:
-        """`share`: the quantile that counts; `least_s`: shorter transfers are put together to one part."""
+        """`share`: the quantile that counts; transfers shorter than `least_s` are combined into one part."""
         self._share, self._least_s = share, least_s
         self._together = (0.0, 0.0)
         """Bytes and seconds of the transfers since the last part."""
         self._moving = 0
         self._shared_s = 0.0
-        """Seconds that a part moving since the beginning would have had to itself: with n at once, 1/n of the time."""
+        """Seconds of the line that a transfer since the beginning would have had: with n at once, 1/n of the time."""
         self._as_of = 0.0
         self._parts: deque[tuple[float, float]] = deque(maxlen=PARTS)
-        """(bytes per second, bytes) of each."""
+        """(bytes per second, bytes) of each part."""
         self._rate: float | None = None
-        """Their quantile, once it was asked for."""
+        """The quantile of the parts, computed on demand."""
         self._counts = False
-        """They are the system's own counts."""
+        """Whether the parts are the system's own counts."""
         self.measured_at: float | None = None
-        """When the last of them ended."""
+        """When the last part ended."""
         self.sizes: dict[str, int] = {}
-        """Bytes of the largest body of each kind."""
+        """Size of the largest body of each kind."""
 
     def carries(self, kind: str, nbytes: int) -> None:
-        """A whole body of this kind has so many bytes."""
+        """Record the size of a complete body of this kind."""
         self.sizes[kind] = max(nbytes, self.sizes.get(kind, 0))
 
     def began(self, now: float) -> float:
-        """A body, or a message of one, begins to move; `ended` gets what this returns."""
+        """A body, or a message of one, begins to move. Pass the result to `ended`."""
         self._advance(now)
         self._moving += 1
         return self._shared_s
 
     def ended(self, began: float, nbytes: float, now: float) -> None:
-        """The transfer has ended, after so many bytes."""
+        """The transfer for which `began` was returned has ended, after this many bytes."""
         self._advance(now)
         self._moving -= 1
         seconds = self._shared_s - began
@@ -104,7 +104,7 @@ class LineRate:
                 self._append(*self._together, now)
 
     def counted(self, nbytes: int, seconds: float, now: float) -> None:
-        """The system has counted so many bytes in so many seconds. From then on only its counts matter."""
+        """The system counted this many bytes in this many seconds. From the first call on, only its counts matter."""
         if not self._counts:
             self._parts.clear()
             self._counts = True
@@ -112,13 +112,13 @@ class LineRate:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What this direction can do; None: nothing has been measured."""
+        """The rate of this direction; None if nothing has been measured."""
         if self._rate is None and self._parts:
             self._rate = _quantile(self._parts, self._share)
         return self._rate
 
     def seconds(self, kinds: Iterable[str]) -> float:
-        """What one body of each of these kinds takes; 0 where nothing has been measured."""
+        """Seconds that one body of each of these kinds takes in all; 0 if nothing has been measured."""
         rate = self.bytes_per_s
         return sum(self.sizes.get(kind, 0) for kind in kinds) / rate if rate else 0.0
 
@@ -133,7 +133,7 @@ class LineRate:
 
 
 class Sending(Enum):
-    """How an activation goes to a peer."""
+    """How an activation is sent to a peer."""
 
     WHOLE = "one message"
     AT_ONCE = "over several connections, in line at the peer if need be"
@@ -141,34 +141,34 @@ class Sending(Enum):
 
 
 class MeasuredLine:
-    """Both directions, and the peers at the other end."""
+    """Both directions of a line, and how far away the peers at its other end are."""
 
     def __init__(self) -> None:
         self.up = LineRate(UP_SHARE)
         self.down = LineRate(DOWN_SHARE, LEAST_DOWN_S)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
-        """How many bodies are leaving to a peer, and when the last one had left."""
+        """For each peer: how many bodies are being sent to it, and when the last one had been sent."""
 
     def answered(self, peer: PeerId, seconds: float) -> None:
-        """A short question to a peer was answered after `seconds`."""
+        """A short request to a peer was answered after `seconds`."""
         self._round_trips.setdefault(peer, deque(maxlen=ROUND_TRIPS)).append(seconds)
         self._round_trips.move_to_end(peer)
         if len(self._round_trips) > PEERS:
             self._round_trips.popitem(last=False)
 
     def round_trip_s(self, peer: PeerId) -> float | None:
-        """What a short question and its answer take when nothing holds them up; None: never measured."""
+        """Seconds that a short request and its answer take if nothing delays them; None if never measured."""
         last = self._round_trips.get(peer)
         return min(last) if last else None
 
     @property
     def typical_round_trip_s(self) -> float | None:
-        """The median of these over the peers; None: there are none."""
+        """The median round trip over the peers; None if none has been measured."""
         return median(map(min, self._round_trips.values())) if self._round_trips else None
 
     def sending(self, peer: PeerId, nbytes: int, now: float, *, fits: bool) -> Sending:
-        """How a body had better go to a peer; `fits`: one message holds it."""
+        """The best way to send a body to a peer; `fits`: whether one message can hold it."""
         if not fits or self._worth_asking(peer, nbytes, now):
             return Sending.ASKED
         return Sending.AT_ONCE if self.connections(peer, nbytes) > 1 else Sending.WHOLE
@@ -187,9 +187,9 @@ class MeasuredLine:
         return nbytes / rate > max(SMALL_S, (self.round_trip_s(peer) or 0.0) / 2)
 
     def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
-        """Over how many connections a body goes to a peer: one may have less under way than the line would carry.
+        """Over how many connections to send a body to a peer: one may have less in flight than the line would carry.
 
-        A line that has not been measured counts as fast. `comes`: it comes from there.
+        A line that has not been measured counts as fast. `comes`: the body comes from the peer.
         """
         rate, round_trip_s = (self.down if comes else self.up).bytes_per_s, self.round_trip_s(peer) or 0.0
         if round_trip_s < FAR_S:
@@ -198,12 +198,12 @@ class MeasuredLine:
         return min(CONNECTIONS, most, 1 + nbytes // PART_BYTES)
 
     def leaves(self, peer: PeerId) -> None:
-        """A body begins to leave to a peer; `has_left` follows."""
+        """A body begins to be sent to a peer; `has_left` must follow."""
         bodies, left_at = self._leaving.get(peer, (0, -math.inf))
         self._note(peer, bodies + 1, left_at)
 
     def has_left(self, peer: PeerId, now: float) -> None:
-        """It has left, or never will."""
+        """A body has been sent to a peer, or never will be."""
         bodies, _ = self._leaving.get(peer, (0, 0.0))
         self._note(peer, max(0, bodies - 1), now)
 
@@ -214,16 +214,17 @@ class MeasuredLine:
             self._leaving.popitem(last=False)
 
     def rested(self, peer: PeerId, now: float) -> bool:
-        """The connections to a peer are slow by now: nothing has left for so long."""
+        """Whether the connections to a peer have become slow, because nothing has been sent to it for RESTED_S."""
         bodies, left_at = self._leaving.get(peer, (0, -math.inf))
         return not bodies and now - left_at > RESTED_S
 
     def filler_bytes(self, peer: PeerId, nbytes: int, *, comes: bool = False, peers: int = 1) -> int:
         """How much filler is worth sending on each connection before a body to a peer, if they have rested.
 
-        None if the body uses one. Else all of it takes at most a third of a round trip, or else at most a round trip
-        and half of the time of the body: it saves a few round trips, but delays what else uses the line. `comes`: the
-        body comes from there. `peers`: how many get filler, because the body may go to any of them.
+        0 if the body uses one connection. Otherwise all filler together takes at most a third of a round trip, or half
+        of the body's time if that is longer, but at most a round trip: it saves a few round trips, but delays whatever
+        else uses the line. `comes`: the body comes from the peer. `peers`: how many peers get filler, because the body
+        may go to any of them.
         """
         rate, connections = (self.down if comes else self.up).bytes_per_s, self.connections(peer, nbytes, comes=comes)
         if connections == 1:
@@ -234,14 +235,14 @@ class MeasuredLine:
         return next(fit, 0)
 
     def asks_for(self, asked: int) -> bool:
-        """Whether to ask for one more place while `asked` activations were asked for, or are being sent."""
+        """Whether to ask for another place while `asked` activations have asked for theirs or are being sent."""
         body_s = self.up.seconds(("activation",))
         return asked < LEAST_ASKED or asked * body_s < ASKED_S
 
     def microbatch_s(self, *, first: bool, last: bool) -> float:
-        """Seconds of the busier direction that a microbatch takes, at the first stage, the last one, or in between.
+        """Seconds for which a microbatch occupies the busier direction: at the first stage, the last, or in between.
 
-        0 where nothing has been measured.
+        0 if nothing has been measured.
         """
         sent = [kind for kind, is_sent in (("activation", not last), ("gradient", not first)) if is_sent]
         received = [kind for kind, comes in (("activation", not first), ("gradient", not last)) if comes]
@@ -249,12 +250,12 @@ class MeasuredLine:
 
 
 def unsent_bytes(bytes_per_s: float | None) -> int:
-    """How much may wait unsent in the socket of a connection with this rate; None: the rate is unknown."""
+    """How much may wait unsent in the socket of a connection on a line of this rate; None: the rate is unknown."""
     return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
 
 
 def stripe_bytes(nbytes: int, connections: int) -> int:
-    """The most in one message of a body that goes over several connections: each of them gets as many as the others."""
+    """The size of a message of a body that uses several connections, so that each gets the same number of messages."""
     each = max(1, min(STRIPES // connections, nbytes // (connections * LEAST_STRIPE_BYTES)))
     return -(-nbytes // (connections * each))
 

@@ -1,7 +1,7 @@
-"""Where a replica's weights come from when the run has begun before it: pure decisions on adverts.
+"""Where a node gets the weights of its stage if the run has already begun: pure decisions on adverts.
 
-ARCHITECTURE.md, "Recovery". A living replica of the stage comes first, or the node's own checkpoint when that is hardly
-older. A stage without a living replica resumes from the newest weights that exist of it: those of a checkpoint, or
+ARCHITECTURE.md, "Recovery". A living replica of the stage comes first, or the node's own checkpoint if that is hardly
+older. A stage without living replicas resumes from the best of its weights that still exist: those of a checkpoint, or
 those that a guardian holds.
 """
 
@@ -15,37 +15,37 @@ from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, Holding, PeerId
 
 NEAR_ROUNDS = 1
-"""A checkpoint at most this many outer rounds behind the living replicas is resumed from, without a transfer."""
+"""A checkpoint at most this many outer rounds behind the living replicas is used instead of a transfer."""
 
 BOLD_ROUNDS = 3
-"""Who says that it is further ahead of the median of its stage is asked last."""
+"""A replica that claims to be more than this many rounds ahead of the median of its stage is asked last."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreSource:
-    """Where weights can be had: of a living `peer`, from a `shard` (my checkpoint), from a `guardian`, or `fresh`.
+    """Where to get weights: from a living `peer`, a `shard` (this node's checkpoint), a `guardian`, or `fresh` ones.
 
-    `wait`: a replica of my stage is about to resume from newer weights than I could find.
+    `wait`: another node of the stage is about to resume from newer weights than this node can find.
     """
 
     kind: str
     reason: str
     peer: Advert | None = None
-    """Of `peer` and `guardian`: the node to ask; None for a guardian: this node guards it itself."""
+    """The node to ask, for `peer` and `guardian`. None for a guardian: this node itself guards the weights."""
     holding: Holding | None = None
-    """Of `shard` and `guardian`: what it is."""
+    """The weights, for `shard` and `guardian`."""
 
 
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
-    """A node trains or has trained, now or before all were stopped."""
+    """Whether any node trains or has trained, be it before all nodes were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
 
 
 def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
-    """The newest outer round that every stage can resume from: the least over stages of what the stage's nodes have.
+    """The newest outer round from which every stage can resume: the lowest of the newest rounds that exist per stage.
 
-    Living replicas have the round that they announce, others what they hold of their own stage, guardians what they
-    hold of another. Stages without any weights do not count. None: there are no weights at all.
+    Living replicas have the round that they announce, other nodes what they hold of their own stage, and guardians what
+    they hold of another stage. Stages without any weights do not count. None: there are no weights at all.
     """
     held = [holding for advert in adverts for holding in _claims(advert)]
     return least_newest(holding for holding in held if 0 <= holding.stage < stages)
@@ -57,10 +57,10 @@ def _claims(advert: Advert) -> list[Holding]:
 
 
 def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], stages: int) -> list[Advert]:
-    """Those of `listed` who have yet to answer before it is settled where my weights come from.
+    """The nodes of `listed` that have to answer before it is settled where this node's weights come from.
 
-    The living replicas of my stage, if there are any; else of each stage the one that claims the newest weights, and
-    those that claim the newest ones of mine.
+    The living replicas of its stage, if there are any; otherwise of each other stage the node that claims the newest
+    weights, and of its own stage the PROBES nodes that do.
     """
     if living := [a for a in listed if a.stage == me.stage and a.state in TRAINED]:
         return living
@@ -74,7 +74,7 @@ def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], s
 
 
 def least_newest(held: Iterable[Holding]) -> int | None:
-    """The least over the stages that occur of the newest outer round held of each; None when nothing is held."""
+    """The lowest of the newest outer rounds held of each stage that occurs; None if nothing is held."""
     newest: dict[int, int] = {}
     for holding in held:
         newest[holding.stage] = max(holding.round, newest.get(holding.stage, 0))
@@ -82,8 +82,8 @@ def least_newest(held: Iterable[Holding]) -> int | None:
 
 
 def nearness(held: Holding, meeting: int) -> tuple[int, bool, int]:
-    """Sorts checkpoints by their distance to the round at which all stages meet again. Of two that are as near, the
-    older one comes first, which the others can reach; of one round, the one of the latest step."""
+    """Sort key of checkpoints: their distance to the round at which all stages meet again. Of two at equal distance the
+    older one comes first, because the others can reach it; of one round, the one of the latest step."""
     behind = meeting - held.round
     return abs(behind), behind < 0, -held.step
 
@@ -91,40 +91,40 @@ def nearness(held: Holding, meeting: int) -> tuple[int, bool, int]:
 def restore_sources(
     me: Advert, others: Sequence[Advert], own: Sequence[Holding], stages: int, guarded: Holding | None = None
 ) -> list[RestoreSource]:
-    """Where to look for the weights of my stage, best first; never empty.
+    """Where `me` should look for the weights of its stage, best first; never empty.
 
-    `own` are my checkpoints of this stage, `guarded` is what I hold of it as its guardian that moves to it. With a
-    living replica in the stage, fresh weights are no choice.
+    `own`: its checkpoints of this stage; `guarded`: what it holds if it was the stage's guardian and moves there. While
+    the stage has a living replica, fresh weights are not an option.
     """
     checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
     living = [a for a in mates if a.state in TRAINED]
     if living:
         usual = median_low([a.outer_round for a in living])
-        # The boldest come last, because they may lie; relays are slow.
+        # The boldest claims come last, because they may be lies; relays are slow.
         living.sort(key=lambda a: (a.outer_round > usual + BOLD_ROUNDS, me.needs_relay(a), -a.outer_round, a.peer_id))
         ahead = max(a.outer_round for a in living if a.outer_round <= usual + BOLD_ROUNDS)
-        pulls = [RestoreSource("peer", "a living replica has it", peer) for peer in living]
+        pulls = [RestoreSource("peer", "a living replica has the weights", peer) for peer in living]
         near = [
             _own_checkpoint(h, "hardly behind the others") for h in checkpoints[:1] if ahead - h.round <= NEAR_ROUNDS
         ]
         return near + pulls
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
-    guards = [RestoreSource("guardian", "guarded", a, h) for a, h in holders(me.stage, strangers)]
+    guards = [RestoreSource("guardian", "a guardian has the weights", a, h) for a, h in holders(me.stage, strangers)]
     if guarded is not None:
-        guards.append(RestoreSource("guardian", "guarded by this node", holding=guarded))
+        guards.append(RestoreSource("guardian", "this node guards the weights", holding=guarded))
     return _of_a_lost_stage(me.stage, checkpoints, guards, mates, limit)
 
 
 def _of_a_lost_stage(
     stage: int, own: Sequence[Holding], guards: Sequence[RestoreSource], mates: Sequence[Advert], limit: int | None
 ) -> list[RestoreSource]:
-    """No replica of my stage trains: the weights nearest to the round from which all stages can resume together.
+    """Sources for a stage without living replicas, nearest first to the round from which all stages can resume.
 
-    All nodes may have been stopped at once, so checkpoints count by their distance to that round. Guardians have
-    outlived the stage, so what they hold is the newest that exists, the last state of a replica that left: of it the
-    newest comes first, even beyond that round.
+    All nodes may have been stopped at once, so checkpoints are ranked by their distance to that round. Guardians have
+    outlived the stage, so they hold the newest weights that exist, the last state of a replica that left: of these the
+    newest come first, even if they are beyond that round.
     """
 
     meeting = max((h.round for h in own), default=0) if limit is None else limit
@@ -134,7 +134,7 @@ def _of_a_lost_stage(
         assert held is not None
         distance, is_newer, earlier = nearness(held, meeting)
         distance = meeting - held.round if guarded else distance
-        # Of one round and step the checkpoint comes first, which has the optimizer's state too.
+        # At equal round and step the checkpoint comes first, because it has the optimizer's state too.
         return distance, is_newer, earlier, guarded, source.peer.peer_id if source.peer else ""
 
     within = [h.round for h in own if h.round <= meeting] + [g.holding.round for g in guards if g.holding]
@@ -142,8 +142,8 @@ def _of_a_lost_stage(
     theirs = [h.round for a in mates for h in a.holds if h.stage == stage and h.round <= meeting]
     if theirs and max(theirs) - best > NEAR_ROUNDS:
         return [RestoreSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
-    mine = [_own_checkpoint(h, "the nearest to what all stages have") for h in own]
-    return [*sorted([*mine, *guards], key=order), RestoreSource("fresh", "nobody has its weights")]
+    mine = [_own_checkpoint(h, "nearest to the round that all stages have") for h in own]
+    return [*sorted([*mine, *guards], key=order), RestoreSource("fresh", "nobody has weights of this stage")]
 
 
 def _own_checkpoint(holding: Holding, reason: str) -> RestoreSource:

@@ -4,10 +4,10 @@ METHOD.md, "Random routing"; ARCHITECTURE.md, "Routing policies". Ranks are posi
 membership that a step started with. With R0 and R replicas at stages 0 and s, the slot of a microbatch at stage s is
 g = index·R0 + origin rank, and its owner perm(seed, s, step, g div R)[g mod R].
 
-Why slots: every node has to name the same owner from the label alone, without a word to the others, and no replica may
-get more than another. Counting slots across the origins, index first, gives each run of R slots to all R replicas once,
-so loads are within one of each other whatever the counts are; a permutation of its own for each run makes the pairs of
-sender and receiver as random as with `random`.
+Why slots: every node has to name the same owner from the label alone, without communication, and no replica may get
+more than another. Slots are counted across the origins, index first, and every block of R slots meets each of the R
+replicas once, so loads differ by at most one whatever the counts are. Each block has its own permutation, which makes
+the pairs of sender and receiver as random as under `random`.
 """
 
 import math
@@ -22,30 +22,30 @@ from noloco_p2p.core.seeds import generator
 FREE = frozenset({"random", "weighted"})
 """The policies under which any replica may serve a microbatch; the others name one."""
 FASTEST = 8.0
-"""A replica counts as at most so many times as fast as its stage's median: speeds are claims, and no claim may take all
-microbatches."""
+"""Upper limit on a replica's claimed speed, as a multiple of its stage's median: speeds are claims, and no claim may
+attract all microbatches."""
 SLOWEST = 1 / 64
-"""And at least so: it must not be left without any."""
+"""Lower limit, likewise: every replica must get some microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The membership that an inner step of `me` started with: groups that are sorted by id, with `me` in its own."""
+    """The membership at the start of an inner step of `me`, in groups that are sorted by id; `me` is in its own."""
 
     me: PeerId
     origins: tuple[PeerId, ...] = ()
     mates: tuple[PeerId, ...] = ()
     following: tuple[PeerId, ...] = ()
     shares: Mapping[PeerId, float] = field(default_factory=dict)
-    """Under `weighted`, the share of each of `following` in the speed of its stage."""
+    """Under `weighted`, the share that each of `following` has in its stage's speed."""
     my_share: float | None = None
-    """My share in the speed of my stage; None under the other policies."""
+    """Under `weighted`, the share that `me` has in its stage's speed; otherwise None."""
 
 
 def target(microbatches_per_step: int, origins_count: int, replicas_count: int, share: float | None = None) -> int:
     """How many microbatches a replica takes into one inner step: its even share, rounded up, at least 1.
 
-    Under `weighted` its `share` of the stage's speed, rounded to nearest, at least 1.
+    Under `weighted`, its `share` of the stage's speed applies instead, rounded to the nearest integer, at least 1.
     """
     if share is not None:
         return max(1, round(microbatches_per_step * origins_count * share))
@@ -55,8 +55,8 @@ def target(microbatches_per_step: int, origins_count: int, replicas_count: int, 
 def odds(speeds: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """The share of each replica in its stage's speed, each above 0; they add up to 1.
 
-    `speeds` are claims, microbatches per second: one that is no positive number counts as the stage's median, the lower
-    one of two; the others are kept within SLOWEST and FASTEST times it.
+    `speeds` are claims, in microbatches per second. One that is not a positive finite number counts as the stage's
+    median (the lower one of two); the others are limited to between SLOWEST and FASTEST times the median.
     """
     measured = [speed for speed in speeds.values() if math.isfinite(speed) and speed > 0]
     usual = statistics.median_low(measured) if measured else 1.0
@@ -69,7 +69,7 @@ def odds(speeds: Mapping[PeerId, float]) -> dict[PeerId, float]:
 
 
 def drawn(usable: Sequence[PeerId], odds: Mapping[PeerId, float], rng: Random) -> PeerId:
-    """One of `usable`, by its odds. One that came after the step began has none: it counts as their mean."""
+    """One of `usable`, drawn by its odds. A replica that came after the step began has none, and gets their mean."""
     peers = sorted(usable)
     mean = 1 / len(odds) if odds else 1.0
     return rng.choices(peers, [odds.get(peer, mean) for peer in peers])[0]
@@ -83,7 +83,7 @@ def candidate_sets(count: int, size: int, usable: Sequence[PeerId], rng: Random)
     sets, left = [], list[PeerId]()
     for _ in range(count):
         if len(left) < min(size, len(usable)):
-            # Those that are still left come last in the next permutation: no set gets them twice.
+            # Those that are still left come last in the next permutation, so that no set gets one twice.
             left += sorted(rng.sample(sorted(usable), len(usable)), key=left.__contains__)
         sets.append(left[:size])
         del left[:size]
@@ -97,7 +97,7 @@ def _permutation(seed: int, stage: int, step: int, block: int, replicas: Sequenc
 
 
 def balanced_owner(seed: int, stage: int, step: int, slot: int, replicas: Sequence[PeerId]) -> PeerId:
-    """Who serves slot g of `stage` in `step`. `replicas` are those of that stage, not empty."""
+    """The replica that serves slot g of `stage` in `step`. `replicas`: those of the stage, at least one."""
     block, place = divmod(slot, len(set(replicas)))
     return _permutation(seed, stage, step, block, replicas)[place]
 
@@ -105,7 +105,7 @@ def balanced_owner(seed: int, stage: int, step: int, slot: int, replicas: Sequen
 def balanced_slots(seed: int, stage: int, step: int, microbatches: int, view: StepView) -> set[tuple[PeerId, int]]:
     """The (origin, index) of the microbatches of `step` that `view.me` serves at `stage`; their number is its target.
 
-    `microbatches` is the count that each origin begins in a step. Over all replicas these are all pairs, once each.
+    `microbatches`: how many each origin begins in a step. Over all replicas, every (origin, index) occurs exactly once.
     """
     width = len(view.mates)
     labels = [(origin, index) for index in range(microbatches) for origin in view.origins]
@@ -123,8 +123,8 @@ def next_hop(
     """The replica of `stage` to send to, and why: `random`, `weighted`, `owner`, `fixed` or `fallback`.
 
     `usable` are the replicas that are live and not set aside, at least one. `balanced` and `fixed` name one of those
-    that the step started with; when that one is not usable, or the origin was no member then, the choice falls back to
-    `random`: uniform over `usable`.
+    that were there when the step began. If that one is not usable, or the origin was not there then, the choice falls
+    back to `random`: uniform over `usable`.
     """
     if policy == "random":
         return rng.choice(sorted(usable)), "random"

@@ -1,4 +1,4 @@
-"""What follows the step clock: learning rate, outer rounds, the clock itself.
+"""The step clock, and what follows it: the learning rate and the outer rounds.
 
 METHOD.md, "Inner step"; ARCHITECTURE.md, "The step clock". A clock is a number of steps, from 0 to the run's `steps`;
 learning rate and rounds follow its floor.
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 READING_S = 0.5
 """Shortest time between two readings of the membership."""
 ADVERTS_PER_S = 200
-"""Most adverts read per second, on average: each has a signature to check, and a swarm can have thousands."""
+"""Maximum number of adverts read per second, on average: each has a signature to check, and there may be thousands."""
 READINGS = 4.0
-"""An advert is rarely older than the time between so many readings: its sender announced it after one of its own."""
+"""An advert is rarely older than the time that this many readings take: its sender announces after a reading."""
 
 
 def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_fraction: float) -> float:
     """Learning rate of step t, counted from 1: linear to `peak`, then a cosine to `final_fraction`·peak at `steps`.
 
-    The warm-up is at most a tenth of `steps`, so that short runs have a schedule too. After `steps` it stays low.
+    The warm-up is at most a tenth of `steps`, so that short runs have a schedule too. After `steps` the rate stays low.
     """
     warmup = min(warmup_steps, steps // 10)
     if t <= warmup:
@@ -31,8 +31,9 @@ def learning_rate(t: int, steps: int, peak: float, warmup_steps: int, final_frac
 def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | None:
     """The number of the outer round that is due, or None.
 
-    One is due when step // m exceeds the last round done: a jump of the clock over several does one, a clock that does
-    not move none. At `steps` the last round is ⌈steps / m⌉, so that the last step is always an outer round.
+    A round is due when step // m exceeds the last round done: a clock that jumps over several makes one due, and a
+    clock that does not move makes none. At `steps` the last round is ⌈steps / m⌉, so that the last step is always an
+    outer round.
     """
     number = -(-steps // m) if step_floor >= steps else step_floor // m
     return number if number > last_round else None
@@ -41,22 +42,23 @@ def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | Non
 def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
     """The clock after an inner step: step + 1 + ¼·(median − step − ½), never backwards, never above `steps`.
 
-    Without `pull` (`balanced`, and rules of gradients), or when no stage-0 replica is known to train, it is step + 1.
+    Without `pull` (under `balanced` and rules that exchange gradients), or if no stage-0 replica is known to train, it
+    is step + 1.
     """
     correction = 0.25 * (median - step - 0.5) if pull and median is not None else 0.0
     return min(float(steps), max(step, step + 1.0 + correction))
 
 
 def clock_median(samples: Iterable[float]) -> float | None:
-    """The median of the stage-0 clocks (my own counts as step + ½); None without samples."""
+    """The median of the stage-0 clocks (the caller's own counts as step + ½); None without samples."""
     values = sorted(samples)
     return statistics.median(values) if values else None
 
 
 def project(step: float, age_s: float, steps_per_s: float, most: float) -> float:
-    """A clock seen `age_s` ago, carried to now at the speed its owner announces, at most so many steps ahead.
+    """A clock seen `age_s` ago, projected to now at the speed that its owner announces, at most `most` steps ahead.
 
-    Speed and age are claims of a stranger: what is negative or not a number carries it nowhere.
+    Speed and age are a stranger's claims: negative numbers and NaN do not move the clock.
     """
     if not (age_s > 0 and steps_per_s > 0):
         return step
@@ -64,22 +66,22 @@ def project(step: float, age_s: float, steps_per_s: float, most: float) -> float
 
 
 def most_projected(m: int, members: int, steps_per_s: float) -> float:
-    """The most steps that a clock is projected: two outer intervals, or what my own speed makes of READINGS readings.
+    """The most steps by which to project a clock: two outer intervals, or what this node takes in READINGS readings.
 
-    With less, the clocks of fast steps would seem to lag, and hold each other back.
+    With less, clocks whose steps are fast would seem to lag, and hold each other back.
     """
     return max(2.0 * m, READINGS * max(READING_S, members / ADVERTS_PER_S) * steps_per_s)
 
 
 def furthest(step: float, age_s: float, steps_per_s: float, m: int) -> float:
-    """The furthest that a clock seen `age_s` ago can have come: two outer intervals ahead, eight steps at least, and
-    what twice my own speed makes of the time. What a stranger says beyond that is no clock of this run."""
+    """The furthest that a clock seen `age_s` ago can have come: two outer intervals ahead (at least eight steps), plus
+    that time at twice this node's own speed. A claim beyond this is not a clock of this run."""
     return step + 2.0 * max(m, 4) + 2.0 * max(0.0, age_s) * steps_per_s
 
 
 def smooth_rate(rate: float, took_s: float) -> float:
-    """One over the moving average of what about ten inner steps took, which begins with the first.
+    """Steps per second: one over a moving average of the durations of about ten inner steps. At first `rate` is 0.
 
-    Not the average of their rates: noise makes that one larger, and a clock projected with it runs ahead.
+    It is not the average of their rates: noise makes that larger, and a clock projected with it runs ahead.
     """
     return 1 / (0.9 / rate + 0.1 * took_s if rate else took_s)

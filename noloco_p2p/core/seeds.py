@@ -1,4 +1,4 @@
-"""Where all chance comes from: one generator for each (seed, purpose), equal on every machine and in every process."""
+"""The source of all randomness: one generator per (seed, purpose), the same on every machine and in every process."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""How long an answer may take, learnt from recent ones, and how the time of a microbatch is shared over its hops.
+"""How long an answer may take, learnt from recent ones, and how the time of a microbatch is divided among its hops.
 
 Pure: durations come in, seconds go out; the caller holds the clock.
 """
@@ -7,23 +7,23 @@ from collections import deque
 from statistics import median
 
 WINDOW = 64
-"""Recent calls that are remembered."""
+"""How many recent calls are remembered."""
 FEWEST = 8
-"""With fewer calls than this there is no deadline of their own yet."""
+"""With fewer calls than this, no deadline is derived from them."""
 SPREADS = 10.0
 """k of median + k · median absolute deviation. In simulations k = 4 blamed healthy middle peers in 41–50 % of the
 cases, k = 10 in 0–1 %."""
 SLOWER = 4.0
-"""A replica that needs this many times the median is slow, not hung. Where most replicas are alike the deviation is
-next to nothing, and would allow nothing for the one that is three times slower."""
+"""A replica that takes up to this many times the median is slow, not hung. Where most replicas are alike, the deviation
+is next to nothing, and would not tolerate one that is three times slower."""
 ANSWER_SHARE = 0.1
-"""Part of the time it was given that a hop keeps for its own answer to travel up."""
+"""Share of its time that a hop reserves for its own answer to travel back."""
 WAIT_SHARE = 0.5
-"""Part of a call's time for which it may wait for admission; then the answer is Busy, and no peer is taken for hung."""
+"""Share of its time that a call may wait for admission; after that it gets Busy, so that no peer is taken for hung."""
 
 
 class AdaptiveTimeout:
-    """The durations of the last calls of one kind that succeeded, seconds."""
+    """Derives a deadline for calls of one kind from the durations of the last ones that succeeded."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=WINDOW)
@@ -33,7 +33,7 @@ class AdaptiveTimeout:
         self._seconds.append(seconds)
 
     def deadline_s(self, floor_s: float = 0.0) -> float | None:
-        """How long a call of this kind may take, `floor_s` at least; None until enough of them were seen."""
+        """How long a call of this kind may take, at least `floor_s`; None until enough calls have been observed."""
         if len(self._seconds) < FEWEST:
             return None
         typical = median(self._seconds)
@@ -42,9 +42,9 @@ class AdaptiveTimeout:
 
 
 def attempt_s(left_s: float, hops_below: int) -> float:
-    """Seconds without progress that one call to the next stage gets of the `left_s` that its caller bears.
+    """Seconds without progress that a call to the next stage is given, out of the `left_s` that its caller tolerates.
 
-    `hops_below` calls are nested in it: 0 when the callee is the last stage. It gets (hops_below + 1) /
-    (hops_below + 2) of the time left, so that each hop gives up before the one above it and has time for a retry.
+    `hops_below` calls are nested in it: 0 if the callee is the last stage. It gets (hops_below + 1) / (hops_below + 2)
+    of the time left, so that each hop gives up before the one above it, which then has time for a retry.
     """
     return left_s * (hops_below + 1) / (hops_below + 2)

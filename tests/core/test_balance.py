@@ -132,7 +132,7 @@ def test_one_that_stays_leaves_the_move_to_another() -> None:
     adverts = [replace(a, stays=a.peer_id in "ab") for a in trainers("dcba", "x")]
     assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["c"]
     everybody = [replace(a, stays=True) for a in adverts]
-    assert choose_move(*without(everybody, "a"), 2) == (None, "nobody can be spared")
+    assert choose_move(*without(everybody, "a"), 2) == (None, "no node can be spared")
 
 
 @pytest.mark.parametrize(("stages", "why"), [
@@ -150,14 +150,14 @@ def test_a_deserted_stage_is_taken(stages: tuple[str, ...], why: str) -> None:
 
 def test_nobody_leaves_a_single_other_for_a_stage_that_is_only_paused() -> None:
     adverts = [*trainers("ab"), advert("x", 1, "paused")]
-    assert choose_move(*without(adverts, "a"), 2) == (None, "nobody can be spared")
+    assert choose_move(*without(adverts, "a"), 2) == (None, "no node can be spared")
 
 
 @pytest.mark.parametrize(("stages", "reason"), [
-    (("a", ""), "nobody can be spared"),
-    (("ab", "x"), "nobody can be spared"),
-    (("abc", "xy"), "nobody can be spared"),
-    (("abc", "xyz"), "nobody can be spared"),
+    (("a", ""), "no node can be spared"),
+    (("ab", "x"), "no node can be spared"),
+    (("abc", "xy"), "no node can be spared"),
+    (("abc", "xyz"), "no node can be spared"),
 ])  # fmt: skip
 def test_nobody_leaves_fewer_than_two_others_or_gains_less_than_a_fifth(stages: tuple[str, ...], reason: str) -> None:
     adverts = trainers(*stages)
@@ -166,13 +166,13 @@ def test_nobody_leaves_fewer_than_two_others_or_gains_less_than_a_fifth(stages: 
 
 
 BUSY: dict[str, tuple[Advert, str]] = {
-    "announces": (advert("z", 0, microbatches_per_s=1.0, moving_to=1), "somebody else moves"),
-    "syncing": (advert("z", 0, "syncing"), "somebody is on the way"),
-    "draining": (advert("z", 0, "draining"), "somebody is on the way"),
-    "has not settled": (advert("z", 0, "starting"), "somebody is on the way"),
-    "waits to join the slow stage": (advert("z", 1, "waiting", settled=True), "somebody is on the way"),
-    "makes weights of the slow stage": (advert("z", 1, "starting", settled=True), "somebody is on the way"),
-    "has just begun": (advert("z", 1), "not everybody has measured its speed"),
+    "announces": (advert("z", 0, microbatches_per_s=1.0, moving_to=1), "another node moves"),
+    "syncing": (advert("z", 0, "syncing"), "another node is on its way"),
+    "draining": (advert("z", 0, "draining"), "another node is on its way"),
+    "has not settled": (advert("z", 0, "starting"), "another node is on its way"),
+    "waits to join the slow stage": (advert("z", 1, "waiting", settled=True), "another node is on its way"),
+    "makes weights of the slow stage": (advert("z", 1, "starting", settled=True), "another node is on its way"),
+    "has just begun": (advert("z", 1), "not every node has measured its speed"),
     "has finished": (advert("z", 0, "finished"), "the run is near its end"),
 }
 
@@ -190,7 +190,7 @@ def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
     me, others = without(adverts, "a")
     assert choose_move(me, others, 2, LEAST_ROUNDS)[0] == 1
     assert choose_move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
-    assert choose_move(replace(me, state="paused"), others, 2) == (None, "not for this node")
+    assert choose_move(replace(me, state="paused"), others, 2) == (None, "this node does not train, or has nowhere to go")
 
 
 def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None:
@@ -199,8 +199,8 @@ def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None
     assert may_move(*a)
     assert not may_move(*c)
     assert choose_move(*a, 2)[0] == 1, "a node that has announced a move keeps to it"
-    assert choose_move(*c, 2) == (None, "somebody else moves")
-    assert choose_move(*without(adverts, "b"), 2) == (None, "somebody else moves")
+    assert choose_move(*c, 2) == (None, "another node moves")
+    assert choose_move(*without(adverts, "b"), 2) == (None, "another node moves")
 
 
 def drawn(seed: int) -> tuple[list[Advert], int, dict[tuple[str, int], float]]:
