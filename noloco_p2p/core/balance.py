@@ -124,7 +124,7 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
     the sorted capacities grow with every move.
     """
     if stages < 2 or me.state != "training":
-        return None, "this node does not train, or has nowhere to go"
+        return None, "not training, or nowhere to move"
     everybody = [*others, me]
     now = capacities(everybody, stages)
     target = now.slowest()

@@ -190,7 +190,7 @@ def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
     me, others = without(adverts, "a")
     assert choose_move(me, others, 2, LEAST_ROUNDS)[0] == 1
     assert choose_move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
-    assert choose_move(replace(me, state="paused"), others, 2) == (None, "this node does not train, or has nowhere to go")
+    assert choose_move(replace(me, state="paused"), others, 2) == (None, "not training, or nowhere to move")
 
 
 def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None:
