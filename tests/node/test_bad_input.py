@@ -117,7 +117,7 @@ def test_a_dead_address_and_a_silent_one_each_get_their_line_within_ten_seconds(
         began_at = time.monotonic()
         mute = refused.one_line("--join", address)
         assert in_time(time.monotonic() - began_at, 10)
-    assert f"join address {address}: nobody answers (an answer did not come within 5 s)" in mute
+    assert f"join address {address}: nobody answers (an answer did not arrive within 5 s)" in mute
 
 
 @pytest.mark.parametrize("port", ["dht_port", "metrics_port"])

@@ -1,8 +1,8 @@
 """The distributed hash table and its libp2p daemon, both hivemind's.
 
 Importing the package hivemind would also import its averager, experts and optimizers, and with them scipy: half a
-second of a core and 40 MiB for nothing that is used here. So a bare package with hivemind's folder stands in for it,
-and only the parts that are needed are imported from there.
+second of CPU time and 40 MiB for code that is not used here. So a bare package that points at hivemind's folder stands
+in for it, and only the modules that are needed are imported from there.
 """
 
 import importlib.util

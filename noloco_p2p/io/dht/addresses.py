@@ -1,6 +1,6 @@
-"""Addresses of this machine and of others: join addresses, the host to announce, ports, and a file of known peers.
+"""Addresses of this machine and of others: join addresses, the host to announce, ports, and the file of known peers.
 
-No hivemind in here.
+Does not import hivemind.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _FORM = re.compile(
 )
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 PEERS_LIMIT = 64
-"""Known peers; of more than these the one that was seen longest ago is forgotten first."""
+"""Most known peers; beyond that, the one that was seen longest ago is forgotten first."""
 _FILE_LIMIT_BYTES = 65_536
 _NOWHERE = "192.0.2.1"
-"""An address for documentation (RFC 5737): the route to it is the default route; nothing is sent there."""
+"""An address reserved for documentation (RFC 5737). The route to it is the default route; nothing is sent there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class JoinAddress:
     port: int
     peer_id: PeerId
     invitation: str = field(default="", compare=False)
-    """What admits a newcomer to a members-only run. It is not part of the address proper, nor printed with it."""
+    """Admits a newcomer to a members-only run. It is not part of the address proper, and is not printed with it."""
 
     @classmethod
     def parse(cls, text: str) -> "JoinAddress":
-        """Raises ConfigError that quotes the text and gives the form."""
+        """Parse a join address. Raises ConfigError that quotes the text and says what is wrong with it."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise ConfigError(_malformed(text, "it is not of the form /ip4/HOST/tcp/PORT/p2p/PEER_ID"))
@@ -55,7 +55,7 @@ class JoinAddress:
         if public_key_of(peer_id) is None:
             raise ConfigError(_malformed(text, "its peer id is mistyped or cut off"))
         if kind != _kind(host):
-            raise ConfigError(_malformed(text, f"{host!r} is no {kind} host"))
+            raise ConfigError(_malformed(text, f"{host!r} is not an {kind} host"))
         return cls(host, int(port), peer_id, invitation or "")
 
     @property
@@ -74,7 +74,7 @@ def _malformed(text: str, reason: str) -> str:
 
 
 def _kind(host: str) -> str | None:
-    """`ip4`, `ip6` or `dns4`; None when it is no host at all."""
+    """`ip4`, `ip6` or `dns4`; None if it is not a host at all."""
     try:
         return f"ip{ipaddress.ip_address(host).version}"
     except ValueError:
@@ -82,7 +82,7 @@ def _kind(host: str) -> str | None:
 
 
 def host_multiaddress(host: str, port: int) -> str:
-    """`/ip4/HOST/tcp/PORT` for an IP address or name. Raises ConfigError when `host` is neither."""
+    """`/ip4/HOST/tcp/PORT` for an IP address or name. Raises ConfigError if `host` is neither."""
     kind = _kind(host)
     if kind is None:
         raise ConfigError(f"{host!r} is neither an IP address nor a host name")
@@ -90,7 +90,7 @@ def host_multiaddress(host: str, port: int) -> str:
 
 
 def local_host_towards(host: str) -> str:
-    """The address of this machine on the route to `host`; the loopback address where there is no route.
+    """The address of this machine on the route to `host`; the loopback address if there is no route.
 
     A UDP socket is connected and closed; no packet is sent.
     """
@@ -104,10 +104,10 @@ def local_host_towards(host: str) -> str:
 
 
 def announced_host(host: str, announce_host: str | None, join: JoinAddress | None) -> str:
-    """The host that this node announces: `announce_host`, else the address that it listens on.
+    """The host that this node announces: `announce_host`, or otherwise the address that it listens on.
 
-    If it listens on a wildcard address, that is the address on the route to the peer that it joins (for the first node:
-    on the default route).
+    If it listens on a wildcard address, it announces this machine's address on the route to the peer that it joins (for
+    the first node of a run, on the default route).
     """
     if announce_host is not None:
         return announce_host
@@ -117,7 +117,7 @@ def announced_host(host: str, announce_host: str | None, join: JoinAddress | Non
 
 
 def from_here(host: str) -> str:
-    """The host, as written in a URL, by which a process of this machine reaches what listens on `host`."""
+    """The host, as written in a URL, by which a process on this machine reaches a server that listens on `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -128,10 +128,11 @@ def from_here(host: str) -> str:
 
 
 def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:
-    """A socket bound to (host, port), 0 picks one. It does not listen: keep it until the real listener is up.
+    """A socket bound to (host, port); port 0 picks a free one. It does not listen: keep it until the real listener is
+    up.
 
-    The libp2p daemon would silently share a port with another one, so the check is made here. `key` names the setting
-    of the port. Raises LocalError that names the port if it is in use, or the host if it is not one of this machine's.
+    The libp2p daemon would silently share a port with another daemon, so the check is made here. `key` is the setting
+    that has the port. Raises LocalError that names the port if it is in use, or the host if it is not this machine's.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -154,27 +155,29 @@ def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.s
 
 
 def port_in_use(host: str, port: int, key: str) -> str:
-    """The message for the user."""
+    """The error message for a port in use; `key` is the setting that has the port."""
     return f"port {port} on {host} is in use by another process: choose another {key}, or 0 to pick one"
 
 
 class KnownPeers:
-    """The libp2p addresses of peers that were seen, in a small file, so that a node finds its swarm after a restart.
+    """Libp2p addresses of peers seen before, kept in a small file, so that a node finds its swarm after a restart.
 
-    At most `PEERS_LIMIT`, one per peer, in the order in which they were last seen. A peer that answers keeps its place.
+    At most `PEERS_LIMIT`, one per peer, in the order in which they were last seen. A peer that answers is never
+    displaced by a new one.
     """
 
     def __init__(self, path: Path, joined: Iterable[JoinAddress] = ()) -> None:
-        """Reads nothing yet; see `load`. `joined`: what the owner has named. It is dialled whatever else is known of
-        its peer: it may be a name, which leads to another IP address tomorrow."""
+        """Does not read the file yet; see `load`. `joined`: addresses named by the owner. They are dialled even if
+        another address of the peer is known: such an address may be a name that leads to another IP address
+        tomorrow."""
         self._path, self._joined = path, tuple(joined)
         self._addresses: dict[PeerId, JoinAddress] = {}
         self._turn = 0
 
     def load(self) -> None:
-        """Read the file if there is one. Anything in it that is not an address is skipped: the file is only a help.
+        """Read the file if there is one, skipping anything that is not an address: the file is only a convenience.
 
-        Raises LocalError when the file exists and cannot be read.
+        Raises LocalError if the file exists but cannot be read.
         """
         try:
             with open(self._path, "rb") as file:
@@ -188,9 +191,9 @@ class KnownPeers:
                 self._put(JoinAddress.parse(str(entry)))
 
     def remember(self, addresses: Iterable[JoinAddress]) -> None:
-        """Remember peers that answer now, and write the file when a peer or an address is new.
+        """Remember peers that answer now, and write the file if a peer or an address is new.
 
-        Raises LocalError when the file cannot be written.
+        Raises LocalError if the file cannot be written.
         """
         before = set(self._addresses.values())
         answering = {address.peer_id: address for address in addresses}
@@ -206,8 +209,8 @@ class KnownPeers:
             raise LocalError(f"known peers {self._path}: {error.strerror}") from error
 
     def unlinked(self, linked: set[PeerId], limit: int) -> list[JoinAddress]:
-        """Up to `limit` known peers without a link, to be dialled now, and those joined; the next call begins with
-        others."""
+        """Addresses to be dialled: up to `limit` known peers without a link, different ones at each call, and all
+        joined peers without a link."""
         missing = [address for peer_id, address in self._addresses.items() if peer_id not in linked]
         start = self._turn % len(missing) if missing else 0
         chosen = (missing[start:] + missing[:start])[:limit]

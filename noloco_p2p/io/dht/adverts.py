@@ -1,9 +1,9 @@
-"""The signed form of adverts in the DHT, and the check that every storing and reading node makes.
+"""The signed form of adverts in the DHT, and the checks that every node makes before it stores or believes one.
 
-A record is a signature of 64 bytes and then the payload, a JSON object as one msgpack byte string. Peer id, run id and
+A record is a 64-byte signature followed by the payload, a JSON object as one msgpack byte string. Peer id, run id and
 stage are not in the payload: the subkey *is* the peer id, and the key is the hash of run and stage. The signature
-covers key, subkey, expiration and payload, so that a record can neither be moved to another stage, run or peer, nor be
-kept alive beyond the time that its signer gave it. All times are DHT time: seconds since 1970. No pickle anywhere.
+covers key, subkey, expiration and payload, so a record can neither be moved to another stage, run or peer, nor be kept
+alive beyond the time that its signer gave it. All times are DHT time: seconds since 1970. No pickle anywhere.
 """
 
 import contextlib
@@ -26,22 +26,23 @@ from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.security.certificates import CHAIN_LIMIT_BYTES
 
 PAYLOAD_LIMIT_BYTES = 1536
-"""A payload above this size is neither sent nor accepted: 1 KiB for all but `holds`, which is less than 0.5 KiB."""
+"""A larger payload is neither sent nor accepted: 1 KiB for everything but `holds`, which takes less than 0.5 KiB."""
 MEMBERS_PAYLOAD_LIMIT_BYTES = PAYLOAD_LIMIT_BYTES + 1280
-"""The same with the certificate of a member, whose text takes the more."""
+"""The same for a payload with a member's certificate, which takes up the difference."""
 LONGEST_TTL_S = 300.0
-"""No record may live longer, so that strangers cannot fill the DHT forever."""
+"""Longest lifetime of a record, seconds, so that strangers cannot fill the DHT forever."""
 ADVERTS_PER_STAGE_LIMIT = 2048
-"""Beyond so many adverts of one stage a reading skips the rest: those of new peers, with the largest ids first."""
+"""Most adverts of one stage that a reading takes in. The rest is skipped: new peers before known ones, and among them
+those with the largest ids."""
 ADDRESSES_LIMIT = 4
-"""Addresses of one kind in one advert."""
+"""Most addresses of one kind in one advert."""
 HOLDS_LIMIT = 8
-"""Most weights that one advert lists; if a node has more, the last ones."""
+"""Most weights that one advert lists; a node that has more lists the last ones."""
 _CONTEXT = b"noloco advert 1\x00"
-"""Precedes what is signed, so that a signature made for one purpose is worth nothing for another."""
+"""Prefix of everything signed here, so that a signature made for one purpose is worthless for another."""
 _CHECKED_LIMIT = 16_384
-"""Checks that are remembered, because every reading brings the same records again: by their digests, because records
-are large, and most of these have expired."""
+"""How many results of checks are remembered, because every reading brings the same records again. They are remembered
+by digest, because records are large, and most of those remembered have expired."""
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
@@ -50,9 +51,9 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class AdvertPayload(BaseModel):
-    """What travels: fields of `Advert`, when it was made, and where the signer's libp2p daemon is.
+    """The payload of a record: fields of `Advert`, when it was made, and where the signer's libp2p daemon is.
 
-    Every field must be present. A later version may add fields with a default; unknown fields are ignored.
+    Fields without a default must be present. A later version may add fields with one; unknown fields are ignored.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -60,7 +61,7 @@ class AdvertPayload(BaseModel):
     addresses: Texts
     metrics: Text
     libp2p_metrics: Text = ""
-    """Left out if empty, so that versions that do not know it understand the rest."""
+    """Left out if empty, for versions that do not know the field."""
     state: Text
     step: Number
     outer_round: Count
@@ -70,26 +71,26 @@ class AdvertPayload(BaseModel):
     evaluated: bool
     settled: bool
     stays: bool = False
-    """Left out if false, as `libp2p_metrics`."""
+    """Left out if false, like `libp2p_metrics`."""
     partner_from_round: Count
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
-    """Stage, round and step of each."""
+    """Stage, round and step of each set of weights."""
     version: Text
     announced_at: Number
     libp2p: Texts
     certificate: Annotated[str, Field(max_length=CHAIN_LIMIT_BYTES, pattern="^[ -~\\n]*$")] = ""
-    """Of a member, with its issuer's, PEM; left out in open runs."""
+    """The signer's certificate and its issuer's, PEM; left out in open runs."""
     revoked: Count = 0
-    """The number of its list of revoked peers; left out where there is none."""
+    """The number of the signer's list of revoked peers; left out if it has none."""
 
 
 _NOT_OF_THE_ADVERT = ("announced_at", "libp2p", "certificate", "revoked")
-"""Fields of the payload that are not those of `Advert` with the same name."""
+"""Fields of the payload that do not come from the field of `Advert` with the same name."""
 
 
 class HivemindRecord(Protocol):
-    """What hivemind hands to a validator: `DHTRecord` of hivemind/dht/validation.py."""
+    """The record that hivemind passes to a validator: `DHTRecord` of hivemind/dht/validation.py."""
 
     key: bytes
     subkey: bytes
@@ -99,26 +100,26 @@ class HivemindRecord(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdvertRecord:
-    """An advert with what only the directory needs of it."""
+    """An advert, with the data that only the directory needs."""
 
     advert: Advert
     announced_at: float
-    """DHT time at which its signer made it."""
+    """DHT time at which the signer made it."""
     libp2p: tuple[str, ...]
     """Where the signer's libp2p daemon is: `/ip4/…/tcp/…/p2p/<peer id>`."""
     certificate: str = ""
-    """The signer's, in a members-only run."""
+    """The signer's certificate and its issuer's, PEM; empty in an open run."""
     revoked: int = 0
-    """The number of its list of revoked peers."""
+    """The number of the signer's list of revoked peers; 0 if it has none."""
 
 
 def stage_key(run_id: str, stage: int) -> str:
-    """The DHT key of one stage's adverts."""
+    """The DHT key of a stage's adverts."""
     return f"noloco/{run_id}/stage/{stage}"
 
 
 def encode(record: AdvertRecord) -> bytes:
-    """The payload of a record. Raises ConfigError when the advert is larger than others would accept."""
+    """The payload of a record. Raises ConfigError if the advert is larger than others would accept."""
     own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
     fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
@@ -130,18 +131,18 @@ def encode(record: AdvertRecord) -> bytes:
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     if (nbytes := _own_bytes(payload, record.certificate)) > PAYLOAD_LIMIT_BYTES:
         raise ConfigError(
-            f"the advert has {nbytes} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted: shorten listen.announce_host"
+            f"the advert has {nbytes} bytes; at most {PAYLOAD_LIMIT_BYTES} are accepted: shorten listen.announce_host"
         )
     return payload
 
 
 def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: int | None = None) -> AdvertRecord:
-    """The record of a payload found under this key and subkey. Raises Violation that names what is wrong.
+    """The record of a payload found under this run, stage and peer id. Raises Violation that says what is wrong.
 
-    `stages`: how many the run has; the record may name no others.
+    `stages` is the number of stages in the run; the record may not name any others.
     """
     if len(payload) > MEMBERS_PAYLOAD_LIMIT_BYTES:
-        raise Violation(f"advert of {len(payload)} bytes, at most {MEMBERS_PAYLOAD_LIMIT_BYTES} are accepted")
+        raise Violation(f"advert of {len(payload)} bytes; at most {MEMBERS_PAYLOAD_LIMIT_BYTES} are accepted")
     try:
         sent = AdvertPayload.model_validate_json(payload)
     except ValidationError as error:
@@ -149,29 +150,29 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
         field = first["loc"][0] if first["loc"] else "payload"
         raise Violation(f"advert whose {field} is malformed: {first['msg']}") from error
     if _own_bytes(payload, sent.certificate) > PAYLOAD_LIMIT_BYTES:
-        raise Violation(f"advert of {len(payload)} bytes, at most {PAYLOAD_LIMIT_BYTES} are accepted")
+        raise Violation(f"advert of {len(payload)} bytes; at most {PAYLOAD_LIMIT_BYTES} are accepted")
     if sent.state not in STATES:
         raise Violation("advert with an unknown state")
     holds = tuple(Holding(*held) for held in sent.holds)
     most = max(sent.moving_to or 0, *(holding.stage for holding in holds), 0)
     if stages is not None and most >= stages:
-        raise Violation(f"advert that speaks of stage {most} of {stages}")
+        raise Violation(f"advert that names stage {most} of a run with {stages} stages")
     fields = sent.model_dump(exclude={"holds", *_NOT_OF_THE_ADVERT})
     advert = Advert(peer_id=peer_id, run_id=run_id, stage=stage, holds=holds, **fields)
     return AdvertRecord(advert, sent.announced_at, sent.libp2p, sent.certificate, sent.revoked)
 
 
 def _own_bytes(payload: bytes, certificate: str) -> int:
-    """Bytes of a payload without those of the certificate in it."""
+    """The size of a payload without the certificate in it, bytes."""
     return len(payload) - (len(f',"certificate":{json.dumps(certificate)}') if certificate else 0)
 
 
 def living_records(
     subkeys: Mapping[object, Any], run_id: str, stage: int, now: float, seen: Set[PeerId] = frozenset()
 ) -> list[AdvertRecord]:
-    """The valid records of one stage that have not expired. `now`: DHT time; `seen`: peers that keep their places.
+    """The valid records of one stage that have not expired. `now` is DHT time; peers in `seen` keep their places.
 
-    Records of others were checked when they arrived; this reads those that remain.
+    Signatures were checked when the records arrived; this parses the records and drops those that have expired.
     """
     records = []
     peers = sorted((subkey for subkey in subkeys if isinstance(subkey, str)), key=lambda peer: (peer not in seen, peer))
@@ -185,13 +186,13 @@ def living_records(
 
 
 def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:
-    """One record per peer, the one announced last (its stage says where the peer is now), sorted by peer id."""
+    """One record per peer, the one announced last, because its stage says where the peer is now; sorted by peer id."""
     newest = {record.advert.peer_id: record for record in sorted(records, key=lambda record: record.announced_at)}
     return [newest[peer_id] for peer_id in sorted(newest)]
 
 
 def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
-    """Where a peer says that its daemon is, without what is malformed or names another peer."""
+    """Where a peer says that its daemon is, without addresses that are malformed or name another peer."""
     addresses = []
     for text in record.libp2p:
         with contextlib.suppress(ConfigError):
@@ -202,22 +203,22 @@ def libp2p_addresses(record: AdvertRecord) -> list[JoinAddress]:
 
 
 def packed_bytes(data: bytes) -> bytes:
-    """msgpack's one shortest form of a byte string, which is what hivemind makes of a stored value."""
+    """msgpack's shortest form of a byte string, in which hivemind stores a value."""
     head = b"\xc4" + struct.pack(">B", len(data)) if len(data) < 256 else b"\xc5" + struct.pack(">H", len(data))
     return head + data
 
 
 def packed_text(text: str) -> bytes:
-    """msgpack's form of an ASCII string of 32 to 255 letters, which is what hivemind makes of a subkey."""
+    """msgpack's form of an ASCII string of 32 to 255 characters, in which hivemind stores a subkey."""
     return b"\xd9" + struct.pack(">B", len(text)) + text.encode("ascii")
 
 
 @dataclass(eq=False)
 class AdvertValidator:
-    """Signs this node's records; refuses everybody's that are not a well-formed advert signed by its own subkey.
+    """Signs this node's records, and refuses any record that is not a well-formed advert signed by its own subkey.
 
-    It has the methods that hivemind's DHT calls on a record validator. hivemind asks it about every record that it is
-    to store and about every record that it reads from others.
+    It has the methods that hivemind's DHT calls on a record validator. hivemind consults it about every record that it
+    is asked to store or reads from others.
     """
 
     identity: Identity
@@ -225,14 +226,14 @@ class AdvertValidator:
     stages: Mapping[bytes, int]
     """Hashed DHT keys of this run → stage indices."""
     clock: Callable[[], float]
-    """Gives DHT time."""
+    """Returns DHT time."""
     members: MemberRecords | None = None
-    """If given, only their records are valid."""
+    """If given, only members' records are valid."""
     _checked: dict[bytes, bool] = field(default_factory=dict)
-    """The outcome for each digest, in order of last use."""
+    """Digest of a record → whether it is valid, in order of last use."""
 
     def sign_value(self, record: HivemindRecord) -> bytes:
-        """The value of a record of this node's own, with its signature in front."""
+        """The value of one of this node's own records, with its signature in front."""
         return self.identity.sign(_signed(record, record.value)) + record.value
 
     def strip_value(self, record: HivemindRecord) -> bytes:
@@ -246,7 +247,7 @@ class AdvertValidator:
         limit = PAYLOAD_LIMIT_BYTES if self.members is None else MEMBERS_PAYLOAD_LIMIT_BYTES
         if len(record.value) > SIGNATURE_BYTES + limit + 3 or len(record.subkey) > 2 * SIGNATURE_BYTES:
             return False
-        # The answer may change with a new list of revoked peers.
+        # The answer may change when a new list of revoked peers arrives.
         revoked = 0 if self.members is None else self.members.revoked.held.number
         digest = hashlib.blake2b(b"%d " % revoked + _signed(record, record.value), digest_size=32).digest()
         known = self._checked.pop(digest, None)
@@ -278,11 +279,11 @@ class AdvertValidator:
 
 
 def _signed(record: HivemindRecord, value: bytes) -> bytes:
-    """What the signature covers. Lengths before the parts leave only one way to read it."""
+    """The bytes that the signature covers. Each part is preceded by its length, which makes them unambiguous."""
     parts = (record.key, record.subkey, struct.pack(">d", record.expiration_time), value)
     return _CONTEXT + b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
 def dht_time() -> float:
-    """Seconds since 1970: the clock that all nodes of a DHT share, roughly."""
+    """Seconds since 1970: the clock that all nodes of a DHT roughly share."""
     return time.time()

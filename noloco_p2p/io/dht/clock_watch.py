@@ -1,4 +1,4 @@
-"""Compares this machine's clock with those of other nodes while a node runs. Adverts expire by these clocks."""
+"""Compares this machine's clock with other nodes' clocks while a node runs. Adverts expire by these clocks."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 PERIOD_S = 60.0
 ASKED = 8
-"""Linked peers that are asked each time, chosen at random."""
+"""How many linked peers are asked each time, chosen at random."""
 LEAST_AGREEING = 2
-"""If two clocks differ, nobody can say which of them is wrong."""
+"""How many clocks must agree against ours. If only two clocks differ, nobody can say which of them is wrong."""
 
 
 async def keep(libp2p: Libp2pDaemon, ttl_s: float, trouble: Callable[[str | None], None]) -> None:
-    """Report to `trouble` whether this machine's clock is wrong, every PERIOD_S. Never ends.
+    """Report to `trouble` every PERIOD_S what is wrong with this machine's clock, or None. Never ends.
 
     `ttl_s` is the lifetime of an advert, seconds.
     """
@@ -28,23 +28,24 @@ async def keep(libp2p: Libp2pDaemon, ttl_s: float, trouble: Callable[[str | None
 
 
 def wrong_clock(ahead: Sequence[float], ttl_s: float) -> str | None:
-    """What is wrong with this machine's clock; None: nothing. Pure.
+    """What is wrong with this machine's clock, or None if nothing is. Pure.
 
-    It is wrong if most of the peers' clocks, and at least LEAST_AGREEING, are off to the same side by more than half of
-    an advert's lifetime: the limit for a node that joins. `ahead` is by how much each clock is ahead of ours, seconds.
+    It is wrong if most of the peers' clocks, and at least LEAST_AGREEING, are off in the same direction by more than
+    half of an advert's lifetime, which is also the limit for a node that joins. `ahead` says how far each clock is
+    ahead of ours, seconds.
     """
     for sign, side in ((1, "behind"), (-1, "ahead of")):
         off = [sign * one for one in ahead if sign * one > ttl_s / 2]
         if len(off) >= LEAST_AGREEING and 2 * len(off) > len(ahead):
             return (
                 f"this machine's clock is {median(off):,.0f} s {side} those of {len(off)} of {len(ahead)} nodes, and "
-                f"adverts expire after {ttl_s:g} s: set the clock (for example by NTP)"
+                f"adverts expire after {ttl_s:g} s: set the clock (for example with NTP)"
             )
     return None
 
 
 async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
-    """By how much the clocks of some linked peers are ahead of ours, seconds. Peers that do not answer are left out."""
+    """How far the clocks of some linked peers are ahead of ours, seconds. Peers that do not answer are left out."""
 
     async def ask(peer: PeerId) -> list[float]:
         try:
@@ -52,7 +53,7 @@ async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
         except (PeerError, LocalError):
             return []
 
-    # Without its daemon, which may die at any moment, a node is cut off: `daemon_restarts` reports that.
+    # The daemon may die at any moment. A node without its daemon is cut off, which `daemon_restarts` reports.
     try:
         linked = sorted(await libp2p.links())
     except LocalError:

@@ -1,9 +1,8 @@
-"""hivemind's DHTNode, and what is added to it so that no peer decides what others see (ARCHITECTURE.md, "What a
-stranger can do", hole 8).
+"""hivemind's DHTNode, hardened so that no peer decides what others see.
 
-A DHT node chooses its own place, so whoever wants to be near a key can be. Therefore each node also holds its own
-record, and asks linked peers directly for what they hold. hivemind is imported where it is used (two
-seconds); its objects have no types.
+A DHT node chooses its own place, so an attacker can always be near a key. Therefore each node also holds its own
+record, and asks linked peers directly for what they hold (ARCHITECTURE.md, "What a stranger can do", hole 8). hivemind
+is imported where it is used, because the import takes two seconds; its objects are untyped.
 """
 
 import asyncio
@@ -18,26 +17,27 @@ from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, dht_time
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
 
 WAIT_TIMEOUT_S = 2.0
-"""Longest wait for one peer's answer to one DHT question."""
+"""Longest wait for one peer's answer to one DHT request."""
 NEIGHBOURS = 20
-"""DHT nodes nearest to a key that a search asks: Kademlia's k."""
+"""How many DHT nodes nearest to a key a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
-"""Most bytes of records held for one stage, without keys; with keys they still fit one reply of hivemind (4 MiB)."""
+"""Most bytes of one stage's records, without keys. With keys they still fit into one reply of hivemind (4 MiB)."""
 UNTIL_ALL_ARE_ASKED = float("nan")
-"""Given as the expiration that would be enough: no expiration that a reply claims, not even infinity, ends a search."""
+"""Passed as the expiration at which a search may stop. No expiration in a reply reaches NaN, not even infinity, so a
+search asks all nearest nodes."""
 
 
 async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_only: bool = False) -> Any:
-    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID) or, if None, a place drawn at random.
+    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID), or at a random place if None.
 
-    A node that `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
+    A node with `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
     logging.getLogger("asyncio").addFilter(_is_no_given_up_search)
-    # hivemind sets this only after peers can ask already. Until then they get one without a node id.
+    # hivemind sets this only after peers can already ask. Until then they get one without a node id.
     DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
         p2p=p2p,
@@ -46,15 +46,15 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
         bucket_size=NEIGHBOURS,
         wait_timeout=WAIT_TIMEOUT_S,
         record_validator=validator,
-        backoff_rate=1.0,  # a peer that was away for a long time is asked again after the same 5 s
+        backoff_rate=1.0,  # however long a peer has been away, it is asked again after the same 5 s
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
         reuse_get_requests=False,
-        chunk_size=1,  # one key per question: one reply cannot carry two full ones
+        chunk_size=1,  # one key per request: a reply cannot carry the records of two full ones
         authorizer=_OneKeyPerQuestion(),
     )
-    # Readers would get what a stranger puts into the cache instead of what is stored.
+    # With a cache, readers would get what a stranger put into it instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
     node._filter_blacklisted = functools.partial(_others, node.node_id, node._filter_blacklisted)
     protocol = node.protocol
@@ -63,38 +63,38 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
 
 
 def _is_no_given_up_search(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio belongs in the log. A search of hivemind that is cancelled because it took too long
-    leaves tasks that wait for its end, and asyncio reports that they were destroyed."""
+    """Log filter: drops asyncio's reports of tasks that were destroyed while waiting for the end of a hivemind search.
+    A search that is cancelled because it took too long leaves such tasks behind."""
     return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()
 
 
 class _OneKeyPerQuestion:
-    """hivemind's hook to sign and check requests. It refuses questions about several keys, which our nodes never ask:
-    one could name a key tens of thousands of times, and would be sent the records under it as often."""
+    """hivemind's hook to sign and check requests. It refuses requests for several keys, which our nodes never make:
+    such a request could name one key tens of thousands of times, and would get its records as often."""
 
     async def sign_request(self, request: Any, to: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def validate_request(self, request: Any) -> bool:
-        """Whether a request is answered."""
+        """Whether to answer a request."""
         return type(request).__name__ != "FindRequest" or len(request.keys) == 1
 
     async def sign_response(self, response: Any, request: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        """Whether an answer is believed: all are."""
+        """Accept every response."""
         return True
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:
-    """Whether the records that a peer sends are valid. Its bounds go, which hivemind would use unchecked."""
+    """Whether a peer's records are valid. Drops the bounds that it sends, which hivemind would use unchecked."""
     records.maxsize, records.latest_expiration_time = math.inf, -math.inf
     return validate(key, records)
 
 
 def _others(own: Any, usable: Callable[[dict[Any, Any]], dict[Any, Any]], named: dict[Any, Any]) -> dict[Any, Any]:
-    """Those of the nodes that a peer names which hivemind may ask: not this one, which ends a search with an error."""
+    """The nodes named by a peer that hivemind may ask, without this node, which would end a search with an error."""
     return {place: peer for place, peer in usable(named).items() if place != own}
 
 
@@ -105,7 +105,7 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
     async def answers(peer: Any) -> bool:
         try:
             answer = await node.protocol.call_ping(peer)
-        except AssertionError:  # the place that the peer says it has does not exist
+        except AssertionError:  # the peer claims a place that does not exist
             return False
         if answer is not None:
             node.blacklist.register_success(peer)
@@ -117,19 +117,19 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
 
 
 async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """For each key, what the nodes nearest to it hold: None, or a value that maps peer ids to valid payloads."""
+    """For each key, what the nodes nearest to it hold: a value that maps peer ids to valid payloads, or None."""
     found: dict[str, Any] = await node.get_many(keys, sufficient_expiration_time=UNTIL_ALL_ARE_ASKED)
     return found
 
 
 def hold(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
-    """Keep this node's own record on this node, too, wherever else it is stored."""
+    """Store this node's own record on this node, too, regardless of where else it is stored."""
     key_id, record = _signed(node, key, peer_id, payload, expires)
     node.protocol.storage.store_subkey(key_id, peer_id, record, expires)
 
 
 async def give(node: Any, peers: Iterable[PeerId], key: str, peer_id: PeerId, payload: bytes, expires: float) -> None:
-    """Store this node's own record at each of these peers, wherever else it is stored."""
+    """Store this node's own record at each of these peers, regardless of where else it is stored."""
     from hivemind.p2p import PeerID
 
     key_id, record = _signed(node, key, peer_id, payload, expires)
@@ -138,7 +138,7 @@ async def give(node: Any, peers: Iterable[PeerId], key: str, peer_id: PeerId, pa
 
 
 def _signed(node: Any, key: str, peer_id: PeerId, payload: bytes, expires: float) -> tuple[Any, bytes]:
-    """The key's DHTID, and the payload as it is stored there."""
+    """The key's DHTID, and the payload with its signature, as it is stored."""
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord
 
@@ -162,7 +162,8 @@ async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any
 
 
 def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[object, float]]:
-    """Payload and expiration of the records under a key, by peer id: what a search `found`, and what is in `held`."""
+    """Peer id → payload and expiration of the record under a key, from what a search `found` and what is in `held`. Of
+    two records of a peer the one that expires later counts."""
     from hivemind.dht.routing import DHTID
 
     unpack, others = node.protocol.serializer.loads, held.get(DHTID.generate(key))
@@ -174,9 +175,9 @@ def merged(node: Any, found: Any, held: Any, key: str) -> dict[object, tuple[obj
 
 
 def record_store(limit_bytes: int = STAGE_LIMIT_BYTES) -> Any:
-    """A storage for hivemind's DHTProtocol with room for `limit_bytes` under each key; 0: it stores nothing.
+    """A storage for hivemind's DHTProtocol that holds `limit_bytes` under each key; with 0 it stores nothing.
 
-    hivemind's own storage has no bound, lets a replayed older record shorten the life of a newer one, and hands out its
+    hivemind's own storage is unbounded, lets a replayed older record shorten the life of a newer one, and hands out its
     own dictionary, into which a reader then merges other peers' answers.
     """
     return _store_class()(limit_bytes)
@@ -187,14 +188,14 @@ def _store_class() -> Any:
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
     class RecordStore(DHTLocalStorage):  # type: ignore[misc]  # hivemind is untyped
-        """Peers that have a place keep it and may renew their records; newcomers share the room that is left."""
+        """Peers with a record keep their place and may renew the record; newcomers share the room that is left."""
 
         def __init__(self, limit_bytes: int) -> None:
             super().__init__()
             self._limit_bytes = limit_bytes
 
         def get(self, key: Any) -> Any:
-            """A copy of what is held under a key; None if there is nothing."""
+            """A copy of what is held under a key, or None if there is nothing."""
             found = self._found(key)
             if found is None:
                 return None
@@ -204,7 +205,7 @@ def _store_class() -> Any:
             return type(found)(copy, found.expiration_time)
 
         def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-            """Store a record if it lives longer than the one held and there is room; returns whether it did."""
+            """Store a record if it expires later than the one held and there is room; returns whether it was stored."""
             found = self._found(key)
             held = found.value if found is not None else DictionaryDHTValue()
             before = held.get(subkey)
@@ -218,8 +219,9 @@ def _store_class() -> Any:
             return True
 
         def _found(self, key: Any) -> Any:
-            """What is held under a key. A record that would live longer than any may is from before the clock was set
-            back: it goes, because peers refuse it and all that stands beside it, and no newer one would replace it."""
+            """What is held under a key. A record with more than the longest lifetime left is from before the clock was
+            set back. It is dropped, because peers would refuse it along with all others under its key, and no newer
+            record could replace it."""
             found, latest = super().get(key), dht_time() + LONGEST_TTL_S
             if found is None or found.expiration_time <= latest:
                 return found

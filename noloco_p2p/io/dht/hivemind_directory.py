@@ -1,6 +1,6 @@
-"""The real directory: adverts in a hivemind DHT, which runs in this process's own event loop beside the daemon.
+"""The Directory port over a hivemind DHT. The DHT node runs in this process's event loop, the libp2p daemon outside.
 
-It outlives the daemon, which `keep` restarts if it dies. No microbatch ever waits for it.
+The directory outlives the daemon, which `keep` restarts if it dies. No microbatch ever waits for the directory.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from noloco_p2p.io.dht.member_records import MemberRecords
 STORE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 BOOTSTRAP_TIMEOUT_S = 5.0
 REJOIN_PERIOD_S = 10.0
-"""How often missing known peers are dialled again and linked ones are asked to know us."""
+"""How often known peers without a link are dialled again, and linked peers are made aware of this node, seconds."""
 DIALS_PER_REJOIN = 8
 ASKED_AT_ONCE = 16
-"""Linked peers that are asked for what they hold themselves, at each rejoining, or told that this node leaves."""
+"""How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves."""
 SHORTEST_TTL_S = 15.0
-"""Of the record that a node has left, and of one that is announced again after it expired: its machine has slept."""
+"""Lifetime of the record that a node has left, and of a record announced again after it expired during a sleep."""
 _LEAST_GROWTH_S = 0.001
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class HivemindDirectory:
     """`ports.Directory` over the DHT; one per run and process.
 
-    While it has no daemon every call raises Unreachable. Identity, address, adverts, known peers and the records that
-    this node keeps for others outlive the daemon, so its peers need not notice.
+    Without a daemon every call raises Unreachable. Identity, address, adverts, known peers and the records that this
+    node keeps for others outlive the daemon, so peers need not notice a restart.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class HivemindDirectory:
         self._node: Any = None
         """hivemind's DHTNode on the daemon."""
         self._cut_off = ""
-        """Why nothing can be asked, from the start of a restart until this node has rejoined; else empty."""
+        """Why the directory cannot be used, from a restart until this node has rejoined; otherwise empty."""
         self._run_id = run_id
         self._members = members
         self._keys = {stage_key(run_id, stage): stage for stage in range(stages)}
         self._known = known
         self._expires: dict[int, float] = {}
-        """For each stage's key, the DHT time at which our newest record expires; it may only grow, see `_until`."""
+        """For each stage, the DHT time at which our newest record expires. It may only grow; see `_until`."""
         self._newest: Advert | None = None
         self._seen: frozenset[PeerId] = frozenset()
         """The peers in the last reading."""
         self._heard = dht_node.record_store()
-        """Records that linked peers gave when asked for what they hold themselves."""
+        """Records that linked peers returned when asked for what they hold."""
         self._turn = 0
         self._announcing = asyncio.Lock()  # until an advert is stored: an older one stored later would outlive it
         self._rejoining: asyncio.Task[None] | None = None
@@ -68,10 +68,10 @@ class HivemindDirectory:
     async def open(
         cls, libp2p: Libp2pDaemon, *, run_id: str, stages: int, known_path: Path, members: MemberRecords | None = None
     ) -> "HivemindDirectory":
-        """Start a DHT node for the run on the daemon of `libp2p`, and find the others; of `members` only, if given.
+        """Start a DHT node for the run on the daemon of `libp2p`, and find the others; only `members`, if given.
 
-        Dials the known peers in `known_path` besides those that `libp2p` has joined. Raises Unreachable if peers were
-        joined and none answers as a DHT node. A node that joins nobody and finds nobody is the first one.
+        Dials the known peers in `known_path` in addition to those that `libp2p` has joined. Raises Unreachable if peers
+        were joined and none answers as a DHT node. A node that joins nobody and finds nobody is the first one.
         """
         known = KnownPeers(known_path, libp2p.joined)
         known.load()
@@ -89,9 +89,9 @@ class HivemindDirectory:
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept."""
         if (advert.peer_id, advert.run_id) != (self._libp2p.peer_id, self._run_id):
-            raise ConfigError(f"advert of {advert.peer_id}, run {advert.run_id[:12]}, announced by another node or run")
+            raise ConfigError(f"the advert is of {advert.peer_id} in run {advert.run_id[:12]}: another node or run")
         if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
-            raise ConfigError(f"advert for stage {advert.stage} with {ttl_s} s to live: no such stage, or too long")
+            raise ConfigError(f"advert for stage {advert.stage}, living {ttl_s} s: no such stage, or a bad lifetime")
         async with self._announcing:
             if self._newest is not None and self._newest.stage != advert.stage:
                 await self._withdraw()
@@ -99,14 +99,14 @@ class HivemindDirectory:
             self._newest = advert
 
     async def announce_again(self) -> None:
-        """Announce the newest advert again, with the addresses that hold now. Raises as `announce`."""
+        """Announce the newest advert again, with this node's current addresses. Raises as `announce`."""
         async with self._announcing:
             if (newest := self._newest) is not None:
                 left_s = min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S)
                 await self._store(newest, max(left_s, SHORTEST_TTL_S))
 
     async def withdraw(self) -> None:
-        """See `ports.Directory`. Does nothing when nothing was announced since the last time."""
+        """See `ports.Directory`. Does nothing if nothing has been announced since the last withdrawal."""
         async with self._announcing:
             await self._withdraw()
 
@@ -116,13 +116,13 @@ class HivemindDirectory:
             self._newest = None
 
     async def peers(self) -> list[Advert]:
-        """See `ports.Directory`. Of a peer's records only the newest counts, without addresses that are not dialled."""
+        """See `ports.Directory`. Only the newest record of a peer counts. Addresses not to be dialled are left out."""
         asked_at = dht_time()
         reading = dht_node.search(self._dht, list(self._keys))
         entries = await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")
         until = self._until(self._newest.stage) if self._newest is not None else 0.0
         if until > asked_at + dht_node.WAIT_TIMEOUT_S and not any(entries.values()):
-            raise Unreachable("the directory lost all adverts, including this node's own")
+            raise Unreachable("the directory has lost all adverts, including this node's own")
         merged = {self._keys[key]: dht_node.merged(self._dht, entries[key], self._heard, key) for key in self._keys}
         records = adverts.newest_of_each(
             record
@@ -140,9 +140,10 @@ class HivemindDirectory:
         )
 
     async def rejoin(self) -> None:
-        """Dial some known peers without a link, make this node known to all linked ones, remember those that answer.
+        """Dial some known peers without a link, make this node known to all linked ones, and remember those that
+        answer.
 
-        Raises LocalError (no daemon, or known peers cannot be written).
+        Raises LocalError if there is no daemon, or the file of known peers cannot be written.
         """
         missing = self._known.unlinked(await self._libp2p.links(), DIALS_PER_REJOIN)
         results = await asyncio.gather(*(self._libp2p.dial(address) for address in missing), return_exceptions=True)
@@ -159,7 +160,7 @@ class HivemindDirectory:
         await daemon_restarts.keep(self._libp2p, self._restart, trouble)
 
     async def close(self) -> None:
-        """End the DHT node and the task that keeps it linked; the daemon stays. Does not withdraw."""
+        """Stop the DHT node and the task that keeps it linked, but not the daemon. Does not withdraw."""
         if self._rejoining is not None:
             self._rejoining.cancel()
             await asyncio.gather(self._rejoining, return_exceptions=True)
@@ -168,7 +169,7 @@ class HivemindDirectory:
 
     @property
     def _dht(self) -> Any:
-        """hivemind's DHTNode. Raises Unreachable during a restart of its daemon."""
+        """hivemind's DHTNode. Raises Unreachable while its daemon is being restarted."""
         if self._cut_off:
             raise Unreachable(self._cut_off)
         return self._node
@@ -181,14 +182,14 @@ class HivemindDirectory:
             raise Unreachable(f"{error}") from error
 
     async def _restart(self) -> str:
-        """Restart the daemon and continue on it, with all records. Returns why there is no daemon, or an empty text."""
-        self._cut_off = "the libp2p daemon is being started again"
+        """Restart the daemon and continue on it with all records. Returns why it failed, or an empty string."""
+        self._cut_off = "the libp2p daemon is being restarted"
         await self.close()
         try:
             await self._libp2p.restart()
             node = await self._dht_node(self._node.node_id)
         except (LocalError, PeerError) as error:
-            self._cut_off = f"the libp2p daemon (p2pd) could not be started again ({error})"
+            self._cut_off = f"the libp2p daemon (p2pd) could not be restarted ({error})"
             return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
         try:
@@ -220,21 +221,21 @@ class HivemindDirectory:
         for _ in range(2):
             if await self._put(advert, payload, expires):
                 return
-            held = await self._held_until(advert.stage)  # one refusal says little: see what the others hold
+            held = await self._held_until(advert.stage)  # one refusal proves little: see what the others hold
             if held == expires:
                 return
             if held is None or held < expires:
                 break
-            expires = held + _LEAST_GROWTH_S  # an earlier process of this node announced for longer
-        raise Unreachable("the directory does not take this node's advert: no peer stored it")
+            expires = held + _LEAST_GROWTH_S  # an earlier process of this node announced a longer life
+        raise Unreachable("the directory does not accept this node's advert: no peer stored it")
 
     def _until(self, stage: int) -> float:
-        """When our newest record under a stage's key expires; 0.0 if none does, or only one from before a jump."""
+        """When our newest record of a stage expires; 0.0 if there is none, or it is from before the clock jumped."""
         until = self._expires.get(stage, 0.0)
         return until if until <= dht_time() + adverts.LONGEST_TTL_S else 0.0
 
     async def _held_until(self, stage: int) -> float | None:
-        """When this node's record under a stage's key expires, as others hold it; None when no peer holds one."""
+        """When this node's record of a stage expires at the peers that hold it; None if no peer does."""
         reading = dht_node.search(self._dht, [stage_key(self._run_id, stage)])
         (entry,) = (await self._answer(reading, READ_TIMEOUT_S, "the directory's answer")).values()
         mine = entry.value.get(self._libp2p.peer_id) if entry is not None and isinstance(entry.value, dict) else None
@@ -243,34 +244,32 @@ class HivemindDirectory:
     async def _put(self, advert: Advert, payload: bytes, expires: float) -> bool:
         self._expires[advert.stage] = expires
         storing = self._dht.store(stage_key(self._run_id, advert.stage), payload, expires, subkey=advert.peer_id)
-        return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's word that it took the advert"))
+        return bool(await self._answer(storing, STORE_TIMEOUT_S, "the directory's confirmation of the advert"))
 
     async def _ask_directly(self, linked: Sequence[PeerId]) -> None:
-        """Ask some of the linked peers, others each time, for the records that they hold."""
+        """Ask some of the linked peers, different ones each time, for the records that they hold."""
         asking = dht_node.ask(self._node, self._some(linked), list(self._keys), self._heard)
         with contextlib.suppress(Unreachable):
             await self._libp2p.guard(asking, BOOTSTRAP_TIMEOUT_S, "what linked peers hold")
 
     async def _give_directly(self, key: str, me: PeerId, payload: bytes, expires: float) -> None:
-        """Store this node's last record at some linked peers, too: those that store it for all may soon leave."""
+        """Store this node's last record directly at some linked peers, too: those nearest to its key may soon leave."""
         with contextlib.suppress(LocalError, Unreachable):
             linked = sorted(await self._libp2p.links())
             giving = dht_node.give(self._node, self._some(linked), key, me, payload, expires)
-            await self._libp2p.guard(giving, BOOTSTRAP_TIMEOUT_S, "the peers' word that they have heard it")
+            await self._libp2p.guard(giving, BOOTSTRAP_TIMEOUT_S, "the peers' confirmation")
 
     def _some(self, linked: Sequence[PeerId]) -> list[PeerId]:
         turn, self._turn = self._turn, self._turn + ASKED_AT_ONCE
         return sorted({linked[(turn + n) % len(linked)] for n in range(ASKED_AT_ONCE if linked else 0)})
 
     async def _bootstrap(self) -> None:
-        """Find the DHT nodes behind the links, waiting a little for a joined peer that has only just started."""
+        """Find the DHT nodes behind the links, and wait a little for a joined peer that is still starting."""
         deadline = asyncio.get_running_loop().time() + BOOTSTRAP_TIMEOUT_S
         await self.rejoin()
         while self._libp2p.joined and not self._node.protocol.routing_table.peer_id_to_uid:
             if asyncio.get_running_loop().time() > deadline:
-                raise Unreachable(
-                    f"join address {self._libp2p.joined[0]}: the peer there keeps no directory of this run"
-                )
+                raise Unreachable(f"join address {self._libp2p.joined[0]}: the peer there has no directory of this run")
             await asyncio.sleep(0.2)
             await self._ping(await self._libp2p.links())
 
@@ -291,7 +290,7 @@ class HivemindDirectory:
                 log.warning("rejoining: %s", error)
 
     async def _dht_node(self, node_id: Any) -> Any:
-        """hivemind's DHTNode on the daemon, at `node_id` (its DHTID) or a place drawn at random."""
+        """hivemind's DHTNode on the daemon, at `node_id` (its DHTID), or at a random place if None."""
         from hivemind.dht.routing import DHTID
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}

@@ -1,6 +1,6 @@
-"""A node's identity: its Ed25519 key, its peer id (which *is* the public key), signatures and their check.
+"""A node's identity: its Ed25519 key, its peer id (which *is* the public key), and making and checking signatures.
 
-The key file has libp2p's own form: the libp2p daemon reads the very same file. Nothing here touches the network.
+The key file is in libp2p's own format, because the libp2p daemon reads the same file. Nothing here touches the network.
 Formats: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
@@ -21,11 +21,11 @@ KEY = "identity.key"
 """Name of the key file in a node's directory."""
 SIGNATURE_BYTES = 64
 _KEY_PREFIX = bytes.fromhex("08011240")
-"""libp2p's PrivateKey message: type 1 (Ed25519), then 64 bytes of data: seed and public key, 32 bytes each."""
+"""Start of libp2p's PrivateKey message: type 1 (Ed25519), 64 bytes of data. Seed and public key (32 each) follow."""
 _ID_PREFIX = bytes.fromhex("002408011220")
-"""Identity multihash of 36 bytes, which are libp2p's PublicKey message: type 1 (Ed25519), then 32 bytes of data."""
+"""Start of an identity multihash of 36 bytes: libp2p's PublicKey message, type 1 (Ed25519), 32 bytes of data."""
 _ID_LETTERS = 52
-"""Length of every Ed25519 peer id."""
+"""Length of every Ed25519 peer id in base58."""
 
 
 @functools.lru_cache(4096)
@@ -36,7 +36,7 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 @functools.lru_cache(4096)
 def public_key_of(peer_id: str) -> bytes | None:
-    """The raw public key (32 bytes) inside a peer id; None when it is not the one spelling of an Ed25519 peer id."""
+    """The raw public key (32 bytes) in a peer id; None unless it is the canonical spelling of an Ed25519 peer id."""
     if len(peer_id) != _ID_LETTERS:
         return None
     try:
@@ -47,7 +47,7 @@ def public_key_of(peer_id: str) -> bytes | None:
 
 
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
-    """Whether `signature` over `message` was made by the holder of `peer_id`. Malformed ids and signatures: False."""
+    """Whether the holder of `peer_id` signed `message`. False for malformed ids and signatures."""
     public_key = public_key_of(peer_id)
     if public_key is None:
         return False
@@ -59,7 +59,7 @@ def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
 
 
 class Identity:
-    """A node's key, held by this process alone: a lock file beside it keeps a second process away until `close`."""
+    """A node's key, used by this process alone: a lock file next to it keeps other processes away until `close`."""
 
     def __init__(self, path: Path, key: Ed25519PrivateKey, lock: int) -> None:
         self.path = path
@@ -69,9 +69,9 @@ class Identity:
 
     @classmethod
     def open(cls, path: Path) -> "Identity":
-        """Load the key at `path`, or make one there (mode 0600, all or nothing), directories included.
+        """Load the key at `path`, or create one there (mode 0600, atomically), along with missing directories.
 
-        Raises LocalError when another process uses it, it is damaged, others may read it, or the disk refuses.
+        Raises LocalError if another process uses the key, it is damaged, others may read it, or on a disk error.
         """
         found = cls.open_if_free(path)
         if found is None:
@@ -80,7 +80,7 @@ class Identity:
 
     @classmethod
     def open_if_free(cls, path: Path) -> "Identity | None":
-        """As `open`, but None when another process uses it."""
+        """Like `open`, but returns None if another process uses the key."""
         try:
             make_folders(path.parent)
             lock = locked(path.with_name(path.name + ".lock"))
@@ -106,14 +106,14 @@ class Identity:
         return self.key.sign(message)
 
     def close(self) -> None:
-        """Let other processes use the identity. Harmless when called twice."""
+        """Let other processes use the identity. Harmless if called twice."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 def locked(path: Path) -> int | None:
-    """Descriptor of the file, created if need be and locked; None when another process holds the lock.
+    """The descriptor of a file, created if necessary and locked; None if another process holds the lock.
 
     The lock ends with the process, however that ends, and is not inherited. Raises OSError.
     """
@@ -132,7 +132,7 @@ def _read(path: Path) -> Ed25519PrivateKey:
     data = path.read_bytes()
     seed, public_key = data[4:36], data[36:]
     if not data.startswith(_KEY_PREFIX) or len(data) != 68:
-        raise LocalError(f"identity {path} is not an Ed25519 key in libp2p's form: remove it to get a new one")
+        raise LocalError(f"identity {path} is not an Ed25519 key in libp2p's format: remove it to get a new one")
     key = Ed25519PrivateKey.from_private_bytes(seed)
     if key.public_key().public_bytes_raw() != public_key:
         raise LocalError(f"identity {path} is damaged (the two halves of the key differ): remove it to get a new one")

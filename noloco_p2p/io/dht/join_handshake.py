@@ -1,5 +1,5 @@
-"""What a joining node asks the peer that it joins, before it has a directory: the run manifest, the time, and whether
-its gRPC address can be reached. Both ends of these calls are here. They go over libp2p, which authenticates the peers.
+"""The calls of a node that joins, before it has a directory: it asks a peer for the run manifest, for the time, and
+whether its own gRPC address can be reached. Both ends are here. The calls go over libp2p, which authenticates peers.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from noloco_p2p.io.dht.reach import endpoint, host_scope, joined
 from noloco_p2p.io.dht.ways_in import WaysIn
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
-"""Dials (`host:port`, or `p2p`) and checks which peer answers: None when it is the expected one, else the reason."""
+"""Dials an address (`host:port`, or `p2p`). Returns None if the expected peer answers, otherwise the reason."""
 
 MANIFEST_CALL = "noloco/manifest/3"
-"""Counts up with the protocol of `io.transport`, so that another version is refused here."""
+"""The number goes up with the protocol of `io.transport`, so that a node of another version is refused here."""
 DIAL_BACK_CALL = "noloco/dial-back/1"
 MANIFEST_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 4.0
@@ -33,9 +33,9 @@ DIAL_BACK_TIMEOUT_S = 6.0
 DIAL_BACK_TRIES = 3
 DIALS_AT_ONCE = 4
 DIALS_PER_MINUTE = 60
-"""Strangers can make a node dial addresses of their choice: few at once, few a minute, and they learn one line."""
+"""Limits, because strangers can make a node dial addresses of their choice; they learn one line of text."""
 TRIED = "others reach this node at %s, a port that its router maps (UPnP)"
-UNTRIED = "the router maps %s to this node (UPnP); nobody outside has dialled it there yet"
+UNTRIED = "the router maps %s to this node (UPnP); nobody outside has dialled it yet"
 _ADDRESS_LIMIT = 256
 _REASON_LIMIT = 200
 _BUSY = "busy"
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
-    """Answer every request for the run manifest (canonical JSON) with it and the time. Once per `libp2p`."""
+    """Answer requests for the run manifest (canonical JSON) and the time. To be called once per `libp2p`."""
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         return struct.pack(">d", dht_time()) + manifest
@@ -53,9 +53,9 @@ async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
 
 
 async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """(manifest JSON, the peer's DHT time when it answered), from a linked peer.
+    """Ask a linked peer for (manifest JSON, its DHT time when it answered).
 
-    Of the manifest only its size is checked. Raises Unreachable, Declined (it has none), Violation.
+    Only the size of the manifest is checked. Raises Unreachable, Declined (the peer has none), Violation.
     """
     answer = await libp2p.call(peer_id, MANIFEST_CALL, b"", MANIFEST_TIMEOUT_S)
     if not 8 < len(answer) <= 8 + MANIFEST_LIMIT_BYTES:
@@ -67,36 +67,37 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
 
 
 async def manifest_and_clock(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """(manifest JSON, by how much the peer's clock is ahead of ours, seconds). Raises as `fetch_manifest`."""
+    """Ask a linked peer for (manifest JSON, how far its clock is ahead of ours, seconds). Raises as
+    `fetch_manifest`."""
     before = dht_time()
     received, theirs = await fetch_manifest(libp2p, peer_id)
     return received, theirs - (before + dht_time()) / 2
 
 
 def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:
-    """Compare a peer's DHT time with ours, taken just before the question and just after the answer.
+    """Compare a peer's DHT time with ours, taken just before the request and just after the answer.
 
-    Raises ConfigError that states the difference if it is certainly more than half of `ttl_s`, because adverts would
-    look expired, or live too long. `ttl_s` is the lifetime of an advert, seconds.
+    `ttl_s` is the lifetime of an advert, seconds. Raises ConfigError that states the difference if it is certainly more
+    than half of `ttl_s`, because adverts would then look expired, or live too long.
     """
     if not mine_before - ttl_s / 2 <= theirs <= mine_after + ttl_s / 2:
         off = theirs - (mine_before + mine_after) / 2
         raise ConfigError(
-            f"this machine's clock is {abs(off):.1f} s {'behind' if off > 0 else 'ahead of'} that of the joined peer, "
-            f"at most {ttl_s / 2:g} s are allowed: set the clock (for example by NTP)"
+            f"this machine's clock is {abs(off):.1f} s {'behind' if off > 0 else 'ahead of'} that of the joined peer; "
+            f"at most {ttl_s / 2:g} s are allowed: set the clock (for example with NTP)"
         )
 
 
 class DialRateLimit:
-    """Limits how many strangers' addresses are dialled. Pure: `now` is in seconds of any steady clock."""
+    """Limits how often strangers' addresses are dialled. Pure: `now` is in seconds of any monotonic clock."""
 
     def __init__(self, at_once: int = DIALS_AT_ONCE, per_minute: int = DIALS_PER_MINUTE) -> None:
         self._free = at_once
         self._begun_at = deque([-math.inf] * per_minute, per_minute)
-        """The last dials, as many as there may be in a minute."""
+        """When the last dials began, as many of them as may begin within a minute."""
 
     def begin(self, *, now: float) -> bool:
-        """Whether one more may be dialled now; if so, `end` has to follow."""
+        """Whether one more dial may begin now. If so, `end` must follow."""
         if self._free == 0 or self._begun_at[0] > now - 60.0:
             return False
         self._free -= 1
@@ -104,17 +105,17 @@ class DialRateLimit:
         return True
 
     def end(self) -> None:
-        """A dial that began is over."""
+        """Note that a dial has ended."""
         self._free += 1
 
 
 async def serve_dial_back(
     libp2p: Libp2pDaemon, probe: ReachabilityProbe, allowance: DialRateLimit | None = None
 ) -> None:
-    """Let linked peers ask whether their gRPC address can be reached from here; `probe` finds out.
+    """Let linked peers ask whether their gRPC address can be reached from here, which `probe` finds out.
 
-    A peer can only ask about itself, because libp2p authenticates it, and only for addresses that this node would dial
-    anyway (`reach`). `probe` may raise Unreachable instead of returning a reason.
+    A peer can only ask about itself, because libp2p authenticates it, and only about addresses that this node would
+    dial anyway (`reach`). `probe` may raise Unreachable instead of returning a reason.
     """
     allowed = DialRateLimit() if allowance is None else allowance
 
@@ -123,7 +124,7 @@ async def serve_dial_back(
             return await probe(STREAM, caller)
         host, port = place
         known = await libp2p.reach.addresses([host])
-        return await probe(joined(known[host], port), caller) if host in known else f"{host} is not dialled from there"
+        return await probe(joined(known[host], port), caller) if host in known else f"the peer does not dial {host}"
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
@@ -146,9 +147,9 @@ async def serve_dial_back(
 
 
 async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> str | None:
-    """Ask a linked peer to find this node at `address` (`host:port`, or `p2p`): None, or why it could not.
+    """Ask a linked peer to dial this node at `address` (`host:port`, or `p2p`). Returns None, or why that failed.
 
-    Raises Busy (it dials enough others now: ask again later), Unreachable, Declined, Violation.
+    Raises Busy (the peer is dialling enough others; ask again later), Unreachable, Declined, Violation.
     """
     answer = await libp2p.call(peer_id, DIAL_BACK_CALL, address.encode(), DIAL_BACK_TIMEOUT_S)
     try:
@@ -156,7 +157,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
     except NO_JSON as error:
         raise Violation(f"peer {peer_id} answered the dial-back with something that is not JSON") from error
     if found == _BUSY:
-        raise Busy(f"peer {peer_id} dials others back now")
+        raise Busy(f"peer {peer_id} is busy dialling others back")
     if not isinstance(found, dict) or set(found) != {"reason"} or not isinstance(found["reason"], str | None):
         raise Violation(f"peer {peer_id} answered the dial-back with an unknown message")
     reason: str | None = found["reason"]
@@ -166,11 +167,12 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
 
 
 async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: WaysIn) -> tuple[str, str]:
-    """Where a joined peer finds this node: at a port of its router, at its gRPC address (`host:port`), or as `p2p`;
-    empty: nowhere. And why it does not at the gRPC address.
+    """Find out where a joined peer reaches this node. Returns the first address that works, and why the gRPC address
+    did not if it was tried.
 
-    A peer on this node's own network cannot tell whether others get through the router, so it is not asked. Raises as
-    `ask_dial_back`.
+    The addresses are `host:port` of a port that the router maps, this node's gRPC address, `p2p`, or an empty string
+    for nowhere. A peer on this node's own network cannot tell whether others get through the router, so it is not asked
+    about that. Raises as `ask_dial_back`.
     """
     dial_back = partial(ask_dial_back, libp2p, peer.peer_id)
     if outside := await ways.through_router():
@@ -190,10 +192,10 @@ async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: 
 
 
 async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> bool:
-    """Have a joined peer find this node at its gRPC address (`host:port`), or in one of the `ways`.
+    """Have a joined peer reach this node at its gRPC address (`host:port`), or by one of the `ways`.
 
-    Returns whether it is reached at the address. Raises LocalError: it is reached nowhere. If a peer cannot be asked
-    (it has just died, or is busy), or its answer makes no sense, the next one is.
+    Returns whether it is reached at its gRPC address. Raises LocalError if it cannot be reached at all. If a peer
+    cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked.
     """
     failure = nowhere = ""
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
@@ -207,7 +209,7 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
             if where == address:
                 return True
             if where == STREAM:
-                log.warning("%s; they come over links that this node keeps open", _unreachable(address, reason))
+                log.warning("%s; until then they use links that this node keeps open", _unreachable(address, reason))
                 return False
             if where:
                 log.info(UNTRIED if host_scope(peer.host) == "private" else TRIED, where)
@@ -226,5 +228,5 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
 def _unreachable(address: str, reason: str) -> str:
     return (
         f"others cannot reach this node at {address} ({reason}): open TCP port {address.rpartition(':')[2]}, "
-        "or set listen.announce_host and listen.grpc_port to what leads here"
+        "or set listen.announce_host and listen.grpc_port to an address that leads here"
     )

@@ -1,7 +1,7 @@
-"""The libp2p daemon of this node: links to peers, small authenticated calls, and what happens when it dies.
+"""This node's libp2p daemon: links to peers, small authenticated calls and streams, and how its death is noticed.
 
 hivemind is imported where it is used, because the import takes two seconds. None of its calls has a timeout, and a dead
-daemon leaves them waiting forever, so each one goes through `guard`. Foreign exceptions are mapped to ours here.
+daemon leaves them waiting forever, so each one goes through `guard`. Its exceptions are translated to ours here.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from noloco_p2p.io.dht.reach import Reach
 
 T = TypeVar("T")
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
-"""Answers one call: (authenticated caller, request) → response. A PeerError's text reaches the caller."""
+"""Answers one call: (authenticated caller, request) → response. The text of a PeerError reaches the caller."""
 
 
 class Stream(NamedTuple):
-    """Bytes both ways to a peer, or to a process of this machine."""
+    """A two-way byte stream to a peer, or to a process on this machine."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
 
 StreamHandler = Callable[[PeerId, Stream], Awaitable[None]]
-"""Serves one stream of an authenticated peer, which ends with it."""
+"""Serves one stream of an authenticated peer; the stream is closed when it returns."""
 
 DIAL_TIMEOUT_S = 5.0
 CALL_LIMIT_BYTES = 1 << 20
@@ -49,29 +49,29 @@ class Libp2pDaemon:
     p2p: Any
     """hivemind's `P2P`; for the DHT node only."""
     reach: Reach
-    """Which addresses that others name are dialled from here."""
+    """Decides which addresses named by others this node dials."""
     failed: asyncio.Future[None]
-    """Raises LocalError to whoever awaits it when the daemon has died; cancelled by `close`."""
+    """Awaiting this raises LocalError once the daemon has died; cancelled by `close`."""
 
     def __init__(self, identity: Identity, host: str, address: JoinAddress, metrics_port: int | None) -> None:
-        """See `open`; `address` is what it announces."""
+        """See `open`; `address` is the announced one."""
         self.identity, self.peer_id = identity, identity.peer_id
         self.joined: tuple[JoinAddress, ...] = ()
         """The given join addresses that answered."""
         self.metrics_port = metrics_port
-        """TCP port of the daemon's own /metrics on the host that it listens on; None when it serves none."""
+        """TCP port of the daemon's own /metrics, on the host where it listens; None if it serves none."""
         self._host, self._address = host, address
         self._death = "the libp2p daemon has ended"
         self._watch: asyncio.Task[None] | None = None
         self._added: list[Callable[[], Awaitable[object]]] = []
-        """Each makes the daemon answer calls, or take streams, of one name."""
+        """Functions that make the daemon answer calls, or accept streams, of one name; called again after a restart."""
         self._stream_handlers: dict[str, StreamHandler] = {}
         self.met: dict[PeerId, JoinAddress] = {}
-        """Where other peers' daemons are, from the last reading of the directory; only those that this node dials."""
+        """Addresses of other peers' daemons from the last reading of the directory; only those that this node dials."""
         self.ways: Callable[[], tuple[str, ...]] | None = None
-        """Gives the gRPC addresses of a node that cannot be dialled at its own; None: it can."""
+        """Returns the gRPC addresses of a node that cannot be dialled at its own address; None if it can."""
         self.router: HomeRouter | None = None
-        """What may map the port of this daemon, and others; None: it is not asked."""
+        """The home router that may map this daemon's port and others; None if it is not to be asked."""
 
     @classmethod
     async def open(
@@ -85,11 +85,11 @@ class Libp2pDaemon:
         metrics_port: int | None = None,
         router: HomeRouter | None = None,
     ) -> "Libp2pDaemon":
-        """Start the daemon on (host, port), 0 picks a port, and dial the addresses to join.
+        """Start the daemon on (host, port), where port 0 picks a free one, and dial the addresses to join.
 
-        With `metrics_port`, 0 picks one too, it serves its own metrics there. At a private IPv4 address, `router` is
-        asked to map the port. One live address among those given suffices. Raises LocalError (port in use, daemon does
-        not start), ConfigError (malformed address, another peer there) or Unreachable (no answer), within 10 s.
+        With `metrics_port` (0 again picks one) the daemon serves its own metrics there. At a private IPv4 address,
+        `router` is asked to map the port. It is enough if one of the join addresses answers. Raises LocalError (port in
+        use, daemon does not start), ConfigError (malformed address, another peer there) or Unreachable (no answer).
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
@@ -109,7 +109,7 @@ class Libp2pDaemon:
         return libp2p
 
     async def restart(self) -> None:
-        """Restart a daemon that has died: the same peer on the same ports, which answers the same calls.
+        """Restart a daemon that has died, as the same peer on the same ports and answering the same calls.
 
         Raises LocalError, Unreachable.
         """
@@ -120,33 +120,33 @@ class Libp2pDaemon:
 
     @property
     def join_addresses(self) -> list[str]:
-        """What others pass to `--join`: `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
+        """The addresses that others pass to `--join`, `/ip4/…/tcp/…/p2p/<peer id>`, best first."""
         return [str(one) for one in self._places]
 
     @property
     def outside(self) -> JoinAddress | None:
-        """Where a home router maps the port of this daemon."""
+        """The address outside at which a home router maps this daemon's port; None if it does not."""
         place = self.router.place(self._address.port) if self.router is not None else None
         return None if place is None else JoinAddress(*place, self.peer_id)
 
     @property
     def asks_only(self) -> bool:
-        """Whether this node only asks in the DHT, because most others could not dial it."""
+        """Whether this node only asks in the DHT and never answers, because most others could not dial it."""
         return self.ways is not None and self.outside is None
 
     async def dial(self, target: JoinAddress) -> None:
-        """Make a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
+        """Open a link to a peer; returns at once if there is one. Raises ConfigError (another peer), Unreachable."""
         try:
             reason = await self.guard(p2p_daemon.connect(self.p2p, target), DIAL_TIMEOUT_S, "an answer")
         except Unreachable as error:
             reason = str(error)
         if reason:
             raise Unreachable(
-                f"join address {target}: nobody answers ({reason}); check that the node runs and its port is open"
+                f"join address {target}: nobody answers ({reason}); check that the node is running and its port is open"
             )
 
     async def links(self) -> set[PeerId]:
-        """The peers to which there is a link now. Raises LocalError."""
+        """The peers to which there is a link at the moment. Raises LocalError."""
         try:
             peers = await self.guard(self.p2p.list_peers(), p2p_daemon.ANSWER_TIMEOUT_S, "the libp2p daemon")
         except Unreachable as error:
@@ -154,7 +154,7 @@ class Libp2pDaemon:
         return {peer.peer_id.to_base58() for peer in peers}
 
     async def serve(self, name: str, handler: CallHandler) -> None:
-        """Answer calls of this name from now on, also after a restart. Once per name."""
+        """Answer calls of this name from now on, also after a restart. To be called once per name."""
         from google.protobuf.wrappers_pb2 import BytesValue
 
         async def answer(request: BytesValue, context: Any) -> BytesValue:
@@ -168,7 +168,7 @@ class Libp2pDaemon:
     async def call(self, peer_id: PeerId, name: str, request: bytes, timeout_s: float) -> bytes:
         """Call a linked peer; libp2p authenticates both ends.
 
-        Raises Unreachable (no link, no answer in time), Declined (no such call there, or it said no), Violation.
+        Raises Unreachable (no link, no answer in time), Declined (no such call there, or it was refused), Violation.
         """
         from google.protobuf.message import DecodeError
         from google.protobuf.wrappers_pb2 import BytesValue
@@ -180,23 +180,23 @@ class Libp2pDaemon:
         try:
             answer = bytes((await self.guard(calling, timeout_s, f"peer {peer_id}: an answer to {name}")).value)
         except P2PHandlerError as error:
-            raise Declined(f"peer {peer_id} failed at {name}: {str(error)[:200]!r}") from error
+            raise Declined(f"peer {peer_id} failed to answer {name}: {str(error)[:200]!r}") from error
         except P2PDaemonError as error:
             if "protocols not supported" in str(error):
                 raise Declined(
-                    f"peer {peer_id} does not answer {name}: it is not ready, or no noloco node of this version"
+                    f"peer {peer_id} does not answer {name}: it is not ready, or not a noloco node of this version"
                 ) from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
-        except (DecodeError, TypeError) as error:  # TypeError: it is empty
+        except (DecodeError, TypeError) as error:  # TypeError: the answer is empty
             raise Violation(f"peer {peer_id} answered {name} with something that cannot be read") from error
         if len(answer) > CALL_LIMIT_BYTES or answer[:1] not in (_ERROR, _ANSWER):
-            raise Violation(f"peer {peer_id} answered {name} with {len(answer)} meaningless bytes")
+            raise Violation(f"peer {peer_id} answered {name} with {len(answer)} bytes that are not a valid answer")
         if answer[:1] == _ERROR:
             raise Declined(f"peer {peer_id}: {answer[1:201].decode(errors='replace')!r}")
         return answer[1:]
 
     async def serve_streams(self, name: str, handler: StreamHandler) -> None:
-        """Take streams of this name from now on, also after a restart, with the newest handler given for the name."""
+        """Accept streams of this name from now on, also after a restart. Another call replaces the handler."""
 
         async def answer(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -209,7 +209,7 @@ class Libp2pDaemon:
             await self._add(lambda: self.p2p.add_binary_stream_handler(name, answer))
 
     async def open_stream(self, peer_id: PeerId, name: str) -> Stream:
-        """A stream to a linked peer; makes no new link. Raises Unreachable (no link, no answer), LocalError."""
+        """Open a stream to a linked peer; opens no new link. Raises Unreachable (no link, no answer), LocalError."""
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
@@ -219,11 +219,11 @@ class Libp2pDaemon:
         try:
             _, reader, writer = await self.guard(opening, DIAL_TIMEOUT_S, f"peer {peer_id}: a stream for {name}")
         except P2PDaemonError as error:
-            raise Unreachable(f"peer {peer_id} takes no stream for {name}: {str(error)[-100:]!r}") from error
+            raise Unreachable(f"peer {peer_id} accepts no stream for {name}: {str(error)[-100:]!r}") from error
         return Stream(reader, writer)
 
     async def guard(self, waiting: Awaitable[T], timeout_s: float, what: str) -> T:
-        """Await something that the daemon does. Raises Unreachable: it took too long; LocalError: it is dead."""
+        """Await something that the daemon does. Raises Unreachable after `timeout_s`, LocalError if the daemon dies."""
         task = asyncio.ensure_future(waiting)
         both: set[asyncio.Future[Any]] = {task, self.failed}
         try:
@@ -231,10 +231,10 @@ class Libp2pDaemon:
             if self.failed.done():
                 raise LocalError(self._death)
             if not task.done():
-                raise Unreachable(f"{what} did not come within {timeout_s:g} s")
+                raise Unreachable(f"{what} did not arrive within {timeout_s:g} s")
             return await task
         except TimeoutError as error:
-            raise Unreachable(f"{what} did not come in time") from error
+            raise Unreachable(f"{what} did not arrive in time") from error
         except (OSError, EOFError) as error:
             raise LocalError(f"the libp2p daemon does not answer ({error or 'its socket was closed'})") from error
         finally:
@@ -242,14 +242,14 @@ class Libp2pDaemon:
                 task.exception()  # marks it as seen
 
     async def close(self) -> None:
-        """End the daemon and everything that depends on it. Harmless if called twice, or after the daemon has died."""
+        """Stop the daemon, and remove the router's mappings. Harmless if called twice, or after the daemon has died."""
         await self._stop()
         if self.router is not None:
             await self.router.end()
 
     @property
     def _places(self) -> list[JoinAddress]:
-        """Where this daemon is dialled, best first."""
+        """The addresses at which this daemon can be dialled, best first."""
         return [self._address] if self.outside is None else [self.outside, self._address]
 
     async def _add(self, add: Callable[[], Awaitable[object]]) -> None:
@@ -263,7 +263,7 @@ class Libp2pDaemon:
             await p2p_daemon.stop(self.p2p)
 
     async def _start(self) -> None:
-        """Start the daemon; a port 0 becomes the one that was picked."""
+        """Start the daemon. A port of 0 is replaced by the one that was picked."""
         p2p_daemon.sweep_stale_sockets()
         with contextlib.ExitStack() as held:
             own = held.enter_context(reserve_port(self._host, self._address.port, "listen.dht_port"))
@@ -271,7 +271,7 @@ class Libp2pDaemon:
             if self.metrics_port is not None:
                 metrics = reserve_port(self._host, self.metrics_port, "listen.libp2p_metrics_port")
                 self.metrics_port = held.enter_context(metrics).getsockname()[1]
-            if self.router is not None:  # the search for one takes as long as the import
+            if self.router is not None:  # searching for a router takes as long as the import, so do both
                 importing = asyncio.to_thread(importlib.import_module, "hivemind.p2p")
                 await asyncio.gather(self.router.try_map(self._address.port), importing)
             self.p2p = await p2p_daemon.start(self.identity, self._host, self._places, self.metrics_port)
@@ -283,7 +283,7 @@ class Libp2pDaemon:
         self._death = f"the libp2p daemon (p2pd) has died ({p2p_daemon.how_it_ended(code)})"
         if not self.failed.done():
             self.failed.set_exception(LocalError(self._death))
-            self.failed.exception()  # marks it as seen: whoever wants to know awaits it
+            self.failed.exception()  # marks it as retrieved, because perhaps nobody ever awaits it
 
     async def _join(self, targets: Sequence[JoinAddress]) -> tuple[JoinAddress, ...]:
         results = await asyncio.gather(*(self.dial(target) for target in targets), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The certificates in the records of a members-only run: which one this node's carry, and whose count."""
+"""Certificates in the DHT records of a members-only run: this node's own, and the checks of others'."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     from noloco_p2p.io.dht.adverts import AdvertRecord
 
 REVOKED_STORED_S = 360.0
-"""Records of a revoked peer are refused if they expire later than this after its revocation, seconds. Earlier ones may
-have been stored before it, so they are only skipped when read: in hivemind, a reader that refuses one record refuses
-the whole answer."""
+"""A revoked peer's records are refused if they expire later than this after the revocation, seconds. Those that expire
+earlier may have been stored before it, so they are only skipped when read: in hivemind, a reader that refuses one
+record refuses the whole answer."""
 _CHECKED_LIMIT = 4096
-"""Chains that are remembered: checking one takes a millisecond, and each record of its peer carries it for days."""
+"""How many checked chains are remembered: checking one takes a millisecond, and a peer's records carry it for days."""
 
 
 class MemberRecords:
-    """What a directory asks about members, and the issuers that it has seen."""
+    """Answers a directory's questions about members, and keeps the addresses of the issuers that it has seen."""
 
     def __init__(self, trust: RunTrust, revoked: Revocations, chain: Callable[[], bytes] = bytes) -> None:
-        """`chain`: this node's certificate with its issuer's, PEM; without one it announces nothing."""
+        """`chain` returns this node's certificate and its issuer's, PEM; a node that has none announces nothing."""
         self.revoked = revoked
         self.ahead: Sequence[JoinAddress] = ()
-        """Where the peers are that had a newer list of revoked peers at the last reading."""
+        """Addresses of peers that had a newer list of revoked peers at the last reading."""
         self.issuers: dict[PeerId, JoinAddress] = {}
-        """Where the peers are that admit members and renew their certificates."""
+        """Addresses of peers that admit members and renew their certificates."""
         self._chain = chain
         self._checked = functools.lru_cache(_CHECKED_LIMIT)(trust.membership)
 
     @property
     def certificate(self) -> str:
-        """For this node's own records."""
+        """The certificate for this node's own records, PEM."""
         return self._chain().decode()
 
     def admits(self, peer_id: PeerId, certificate: str, until: float, at: list[JoinAddress]) -> bool:
-        """Whether a record of this peer, kept `until` then (unix seconds), is a member's for all that time.
+        """Whether a record of this peer that expires at `until` (Unix seconds) is a member's for all of that time.
 
-        `at`: where the peer says that it is.
+        `at` are the addresses that the peer claims.
         """
         try:
             found = self._checked(certificate.encode())
@@ -59,14 +59,14 @@ class MemberRecords:
         return True
 
     def belongs(self, peer_id: PeerId, certificate: str, until: float) -> bool:
-        """Whether this is the certificate of a member that is not revoked, valid `until` then."""
+        """Whether this is the certificate of a member that is not revoked, valid until `until` (Unix seconds)."""
         issuer = self.admits(peer_id, certificate, until, []) and self._checked(certificate.encode()).issuer
         return bool(issuer) and not self.revoked.names(peer_id, str(issuer))
 
     def read(
         self, records: Sequence["AdvertRecord"], daemons: Callable[["AdvertRecord"], Sequence[JoinAddress]]
     ) -> list["AdvertRecord"]:
-        """What a reading found, with revoked peers counted as having left; notes who has a newer list of them."""
+        """The records of a reading, with revoked peers in state `left`. Notes which peers have a newer list of them."""
         ahead = [record for record in records if record.revoked > self.revoked.held.number]
         self.ahead = [address for record in ahead for address in daemons(record)[:1]]
         return [

@@ -1,6 +1,6 @@
-"""The process of the libp2p daemon, `p2pd`: its start, its end, and the sockets that it may leave behind.
+"""The libp2p daemon's process, `p2pd`: starting it, stopping it, and removing the sockets that it may leave behind.
 
-hivemind starts it; what hivemind has no parameter for is added to the daemon's command line here.
+hivemind starts the process. Options that hivemind has no parameter for are added to the daemon's command line here.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ ANSWER_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 5.0
 SOCKETS_MIN_AGE_S = 60.0
 MEMORY_BYTES = 1 << 30
-"""Most memory that a daemon gets. It needs a tenth with hundreds of links, but keeps whatever strangers give it."""
+"""Limit on a daemon's memory. It needs a tenth of this with hundreds of links, but keeps whatever strangers send it."""
 _SETTINGS = Path(__file__).with_name("p2pd.json")
-"""No circuit relay. The daemon's argument `-relay=0` has no effect: its built-in default, to relay for everybody, wins.
-Without the relay it also starts with a quarter of the CPU time, in half the memory."""
+"""Settings that turn the circuit relay off. The daemon's argument `-relay=0` has no effect: its built-in default, to
+relay for everybody, wins. Without the relay it also starts with a quarter of the CPU time, in half the memory."""
 _SOCKETS = "hivemind-p2p*.sock"
 _LINES = 200
-"""How many of the last lines of a daemon's output are kept: enough for a crash of Go."""
+"""How many of the last lines of a daemon's output are kept: enough for the trace of a crash in Go."""
 
 
 def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKETS_MIN_AGE_S) -> None:
-    """Remove the daemon sockets of this user that have no listener any more.
+    """Remove this user's daemon sockets that no process listens on any more.
 
-    hivemind puts them into /tmp by name. Young ones are left alone: their daemon may be about to listen.
+    hivemind puts these sockets into /tmp. Young ones are left alone, because their daemon may be about to listen.
     """
     for path in sorted(directory.glob(_SOCKETS)):
         with contextlib.suppress(OSError):
@@ -52,8 +52,8 @@ def sweep_stale_sockets(directory: Path = Path("/tmp"), min_age_s: float = SOCKE
 
 
 class _Calls(dict[Any, "asyncio.Future[bytes]"]):
-    """hivemind's pending calls by id; only those that still wait count as contained. Otherwise an answer to a call that
-    was given up just now, or a second answer, would end the task that reads all answers."""
+    """hivemind's pending calls by id. Only calls that still wait for their answer count as contained. Otherwise an
+    answer to a call that was just abandoned, or a second answer, would end the task that reads all answers."""
 
     def __contains__(self, call: object) -> bool:
         waiting = self.get(call)
@@ -61,7 +61,7 @@ class _Calls(dict[Any, "asyncio.Future[bytes]"]):
 
 
 class _Answers(dict[Any, "asyncio.Task[None]"]):
-    """hivemind's tasks that answer calls, by the id of the call. hivemind never removes one whose caller gave up."""
+    """hivemind's tasks that answer calls, by call id. hivemind itself never removes one whose caller gave up."""
 
     def __setitem__(self, call: object, answer: "asyncio.Task[None]") -> None:
         super().__setitem__(call, answer)
@@ -69,9 +69,11 @@ class _Answers(dict[Any, "asyncio.Task[None]"]):
 
 
 async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
-    """hivemind's P2P, listening on `host` and the port of the last of the `places`, all of which it announces.
+    """Start hivemind's P2P, which listens on `host` and the port of the last of the `places`, and announces all of
+    them.
 
-    Raises LocalError. With `metrics_port` (not 0) it serves its own metrics on that port of `host`, at /metrics.
+    With `metrics_port` (not 0) the daemon serves its own metrics on that port of `host`, at /metrics. Raises
+    LocalError.
     """
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.logging import use_hivemind_log_handler
@@ -83,7 +85,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
     try:
         made = await _own_group(extra, started, said).create(
             identity_path=str(identity.path),
-            check_if_identity_free=False,  # it knows RSA keys only; the lock file beside the key does this
+            check_if_identity_free=False,  # this check only knows RSA keys; the lock file next to the key replaces it
             host_maddrs=[host_multiaddress(host, port)],
             announce_maddrs=[place.multiaddress for place in places],
             startup_timeout=START_TIMEOUT_S,
@@ -100,7 +102,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         raise LocalError(f"the libp2p daemon did not start: {why}") from error
     except (OSError, EOFError) as error:
         why = f"{error or type(error).__name__}; {await _end(started, said)}"
-        raise LocalError(f"the libp2p daemon died while it started ({why})") from error
+        raise LocalError(f"the libp2p daemon died while starting ({why})") from error
     except asyncio.CancelledError:
         if started and started[0]._child is not None:
             await stop(started[0])
@@ -108,7 +110,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
 
 
 def _mend(control: Any) -> None:
-    """Replace what hivemind's connection to the daemon does not survive, or never forgets."""
+    """Patch those parts of hivemind's connection to the daemon that crash or leak."""
     control._pending_calls, control._handler_tasks = _Calls(), _Answers()
     control._handler = partial(_handled, control._handler)
     for task in (control._read_task, control._write_task):
@@ -116,12 +118,12 @@ def _mend(control: Any) -> None:
 
 
 def _own_group(extra: Sequence[str], started: list[Any], said: deque[str]) -> Any:
-    """hivemind's P2P with these arguments, too. It adds itself to `started`, and what its daemon prints to `said`."""
+    """hivemind's P2P class with `extra` arguments. Adds each instance to `started`, and its output to `said`."""
     from hivemind.p2p import P2P
 
     class OwnGroup(P2P):  # type: ignore[misc]  # hivemind is untyped
-        """Its daemon is in a process group of its own: Ctrl-C in a terminal must reach the node alone, which then
-        still needs the daemon to say that it leaves."""
+        """Runs the daemon in a process group of its own, so that Ctrl-C in a terminal reaches only the node, which
+        still needs the daemon to announce that it leaves."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -144,7 +146,7 @@ def _own_group(extra: Sequence[str], started: list[Any], said: deque[str]) -> An
 
 
 async def _end(started: Sequence[Any], said: Sequence[str]) -> str:
-    """How a daemon that failed to start ended, and the reason that it printed. It is stopped if it still runs."""
+    """How a daemon that failed to start ended, with the reason that it printed. Stops it if it is still running."""
     if not started or started[0]._child is None:
         return "there is no process"
     with contextlib.suppress(TimeoutError):
@@ -156,14 +158,14 @@ async def _end(started: Sequence[Any], said: Sequence[str]) -> str:
 
 
 def how_it_ended(code: int | None) -> str:
-    """`signal 9` or `exit code 2`, of a process's return code; None: it runs."""
+    """`signal 9` or `exit code 2`, from a process's return code; None means that it is still running."""
     if code is None:
-        return "it still runs"
+        return "it is still running"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 async def connect(p2p: Any, target: JoinAddress) -> str:
-    """Make a link to a peer; why there is none, or an empty text. Raises ConfigError: another peer is there."""
+    """Open a link to a peer. Returns why that failed, or an empty string. Raises ConfigError for another peer."""
     from hivemind.p2p import PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.multiaddr import Multiaddr
@@ -182,13 +184,13 @@ async def connect(p2p: Any, target: JoinAddress) -> str:
 
 
 async def _handled(handler: Any, reader: Any, writer: Any) -> None:
-    """hivemind's handler of streams, without a traceback for each one that was reset before it began."""
+    """hivemind's stream handler, without a traceback for each stream that was reset before it began."""
     with contextlib.suppress(OSError, EOFError):
         await handler(reader, writer)
 
 
 def _broke(task: "asyncio.Task[None]") -> None:
-    """One of hivemind's two tasks that nobody awaits has ended. If the daemon died, `Libp2pDaemon.failed` says so."""
+    """Report an error of hivemind's two unawaited tasks. If the daemon died, `Libp2pDaemon.failed` reports it."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, OSError | EOFError | RuntimeError):
         context = {"message": "the connection to the libp2p daemon broke", "exception": error, "task": task}
@@ -196,13 +198,13 @@ def _broke(task: "asyncio.Task[None]") -> None:
 
 
 def kill(p2p: Any) -> None:
-    """SIGKILL. Harmless when it is dead already."""
+    """Send SIGKILL to the daemon. Harmless if it is dead already."""
     with contextlib.suppress(ProcessLookupError):
         p2p._child.kill()
 
 
 async def stop(p2p: Any) -> None:
-    """SIGTERM, and SIGKILL to a daemon that is not gone after that. Harmless when it is dead already."""
+    """Send SIGTERM, and SIGKILL if the daemon has not ended in END_TIMEOUT_S. Harmless if it is dead already."""
     try:
         await asyncio.wait_for(p2p.shutdown(), END_TIMEOUT_S)
     except TimeoutError:

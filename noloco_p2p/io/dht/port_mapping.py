@@ -1,5 +1,4 @@
-"""Ports of the home router that lead to this node, if the router maps them when asked over UPnP
-(ARCHITECTURE.md, "Reachability").
+"""Asks the home router over UPnP to map ports to this node (ARCHITECTURE.md, "Reachability").
 
 miniupnpc blocks, so it runs in a thread.
 """
@@ -17,24 +16,25 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.reach import host_scope, scope
 
 SEARCH_MS = 500
-"""How long a router has to answer. Kinds of routers are searched for one after the other, until one answers."""
+"""How long a router has to answer, milliseconds. Kinds of routers are tried in turn until one answers."""
 LEASE_S = 3600
-"""A router forgets a mapping after this, unless it is renewed."""
+"""Lifetime of a mapping that is not renewed, seconds."""
 RENEW_S = 300.0
-"""Time between renewals. A router that restarts forgets its mappings until the next one."""
+"""Time between renewals, seconds. A router that restarts forgets its mappings until the next renewal."""
 TRIES = 8
-"""Ports of the router that are tried: others may have the first ones."""
+"""How many ports of the router are tried, because other machines may have the first ones."""
 END_S = 3.0
-"""Longest wait until the mappings are removed."""
+"""Longest wait for the mappings to be removed, seconds."""
 _PERMANENT, _TAKEN = "OnlyPermanentLeasesSupported", "ConflictInMappingEntry"
-"""What miniupnpc calls the errors 725 and 718 of a router."""
+"""miniupnpc's names for a router's errors 725 and 718."""
 
 log = logging.getLogger(__name__)
 
 
 def home_router(listen: ListenSettings, join: Sequence[JoinAddress], *, members: bool) -> "HomeRouter | None":
-    """What a node asks for mappings; None: it does not ask. For an open run it does only if it joins at a public
-    address, so a run within a private network stays there. `members`: the run is known to be members-only."""
+    """The router that a node asks for mappings, or None if it is not to ask. In an open run it asks only if it joins at
+    a public address, so that a run within a private network stays there. `members`: the run is known to be
+    members-only."""
     wanted = members or any(one.invitation or _is_public(one.host) for one in join)
     return HomeRouter() if listen.upnp and wanted else None
 
@@ -52,31 +52,31 @@ def is_behind_router(host: str) -> bool:
 
 
 class HomeRouter:
-    """The mappings of TCP ports of this machine. Belongs to one event loop."""
+    """The router's mappings to TCP ports of this machine. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[str, int]] = {}
-        """Each port of this machine that is mapped, and where."""
+        """Port of this machine → the outside IP address and port that lead to it."""
         self._found: Any = None
-        """miniupnpc's router, once it has been found; None: it is searched for."""
+        """miniupnpc's router, or None if it must be searched for."""
 
     def place(self, port: int) -> tuple[str, int] | None:
-        """The IP address and port outside that lead to a port of this machine."""
+        """The outside IP address and port that lead to a port of this machine, or None."""
         return self._places.get(port)
 
     async def map(self, port: int) -> None:
-        """Have a port mapped, or its mapping renewed. Raises Unreachable: no router does that; what was stays."""
+        """Have a port mapped, or its mapping renewed. Raises Unreachable if no router does so, and keeps an old one."""
         await asyncio.to_thread(self._map, port)
 
     async def try_map(self, port: int) -> None:
-        """Have a port mapped, if that can be."""
+        """Have a port mapped if possible; log it if not."""
         try:
             await self.map(port)
         except Unreachable as error:
             log.info("no home router maps a port to this node: %s", error)
 
     async def renew(self) -> None:
-        """Have every mapping renewed. Raises Unreachable when one is not; the others are, all the same."""
+        """Have every mapping renewed. Raises Unreachable if one cannot be, after trying all of them."""
         failures = list[Unreachable]()
         for port in sorted(self._places):
             try:
@@ -93,12 +93,12 @@ class HomeRouter:
             try:
                 await asyncio.wait_for(asyncio.to_thread(self._remove, ports), END_S)
             except (Unreachable, TimeoutError) as error:
-                log.info("the router keeps the mappings of its ports %s: %s", ports, error)
+                log.info("the router still maps its ports %s to this machine: %s", ports, error)
 
     def _map(self, port: int) -> None:
         held = self._found is not None and _is_of_this_machine(self._found.lanaddr)
         router, (_, first) = self._found if held else _router(), self._places.get(port, ("", port))
-        self._found = None  # until it has answered
+        self._found = None  # search again unless this router answers
         host = _address(router)
         for outside in range(first, first + TRIES):
             try:
@@ -109,12 +109,12 @@ class HomeRouter:
                 raise
             self._places[port], self._found = (host, outside), router
             return
-        raise Unreachable(f"other machines have the router's ports {first} to {first + TRIES - 1}")
+        raise Unreachable(f"other machines use the router's ports {first} to {first + TRIES - 1}")
 
     def _add(self, router: Any, outside: int, port: int) -> None:
         held = _answer(router.getspecificportmapping, outside, "TCP")
         if held is not None and held[:2] != (router.lanaddr, port):
-            raise Unreachable(_TAKEN)  # some routers would give it to whoever asks last
+            raise Unreachable(_TAKEN)  # some routers would give the port to the machine that asks last
         request = outside, "TCP", router.lanaddr, port, "noloco-node", ""
         try:
             _answer(router.addportmapping, *request, LEASE_S)
@@ -130,7 +130,7 @@ class HomeRouter:
 
 
 def _router() -> Any:
-    """Raises Unreachable: there is none."""
+    """Search for a router. Raises Unreachable if there is none."""
     import miniupnpc
 
     router = miniupnpc.UPnP()
@@ -144,7 +144,7 @@ def _router() -> Any:
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Whether this machine still has an address: in its network it may have been given another one since."""
+    """Whether this machine has an address; its network may have given it another one in the meantime."""
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
@@ -154,20 +154,20 @@ def _is_of_this_machine(address: str) -> bool:
 
 
 def _address(router: Any) -> str:
-    """Outside. Raises Unreachable: it has none, or one that leads nowhere from outside, as behind a second router."""
+    """The router's outside IP address. Raises Unreachable if there is none, or it is not public (a second router)."""
     said = _answer(router.externalipaddress)
     try:
         where = scope(said)
     except ValueError:
-        raise Unreachable("the router has no address outside") from None
+        raise Unreachable("the router has no outside address") from None
     if where != "public":
-        raise Unreachable(f"the router is behind another one: its address outside is {ip_address(said)}")
+        raise Unreachable(f"the router is behind another one: its outside address is {ip_address(said)}")
     return str(ip_address(said))
 
 
-def _answer(ask: Callable[..., Any], *words: object) -> Any:
-    """Raises Unreachable, with what miniupnpc says: it raises nothing more particular than Exception."""
+def _answer(ask: Callable[..., Any], *arguments: object) -> Any:
+    """Call miniupnpc. Raises Unreachable with its error text: it raises nothing more specific than Exception."""
     try:
-        return ask(*words)
+        return ask(*arguments)
     except Exception as error:
         raise Unreachable(str(error)) from error

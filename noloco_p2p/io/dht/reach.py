@@ -1,5 +1,8 @@
-"""Which of the addresses that others name this node dials: public IP addresses, and private ones if this node's own are
-private, too; names are resolved first. So no stranger makes a node connect to what only its owner can reach.
+"""Decides which addresses named by others this node dials, after resolving names, so that no stranger can make it
+connect to hosts that only its owner can reach.
+
+Public IP addresses are dialled. Private, link-local and loopback ones are dialled only if this node, or a host named by
+its owner, has an address of that kind.
 """
 
 import asyncio
@@ -18,14 +21,14 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import public_key_of
 
 CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
-"""Files that engines put into containers."""
+"""Files that container engines put into their containers."""
 LOOKUP_S = 2.0
-"""Longest wait for the addresses of names; later answers are there the next time."""
+"""Longest wait for names to be resolved, seconds. An answer that comes later is used the next time."""
 NAMES_AT_ONCE = 32
 NAMES_KEPT, KEPT_S = 256, 60.0
-"""Names whose addresses are remembered, and for how long, seconds."""
+"""How many names' addresses are remembered, and for how long, seconds."""
 RELAY = "relay/"
-"""Followed by the peer id of a relay: the address of a peer to which that relay splices streams."""
+"""Prefix of the address of a peer behind a relay; the relay's peer id follows."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
 _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_./-]{{0,100}})?")
 """`host:port`, an IPv6 host in brackets; or the URL of a page there."""
@@ -33,7 +36,7 @@ _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_
 
 @lru_cache(4096)
 def scope(address: str) -> str:
-    """From where an IP address can be reached: `public`, `private`, `link`, `loopback`; `nowhere`: no host has it."""
+    """Where an IP address can be reached from: `public`, `private`, `link`, `loopback`; or `nowhere`."""
     ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
     ip = getattr(ip, "ipv4_mapped", None) or ip
     if ip.is_unspecified or ip.is_multicast:
@@ -44,12 +47,12 @@ def scope(address: str) -> str:
 
 
 def host_scope(host: str) -> str:
-    """The `scope` of an IP address; `name` for a name, whose addresses are not looked up."""
+    """The `scope` of an IP address, or `name` for a host name, which is not resolved."""
     return scope(host) if _is_address(host) else "loopback" if host == "localhost" else "name"
 
 
 def is_open_to_others(listen: ListenSettings) -> bool:
-    """Whether strangers' nodes can reach what listens there: not on loopback, nor in a network of containers."""
+    """Whether strangers can reach a node with these settings: not on loopback, nor on a container's private address."""
     where = host_scope(listen.announce_host or listen.host)
     contained = any(Path(mark).exists() for mark in CONTAINER_MARKS)
     return where in ("public", "name") or (where != "loopback" and not contained)
@@ -63,7 +66,7 @@ def _is_address(host: str) -> bool:
 
 
 def endpoint(text: str) -> tuple[str, int] | None:
-    """The host and the port of `host:port` or `http://host:port/page`; None: it is neither."""
+    """The host and port of `host:port` or `http://host:port/page`; None if the text is neither."""
     found = _ENDPOINT.fullmatch(text)
     return (found[1] or found[2], int(found[3])) if found is not None and int(found[3]) < 65536 else None
 
@@ -74,13 +77,13 @@ def joined(host: str, port: int) -> str:
 
 
 def is_private(address: str) -> bool:
-    """Whether an address is `host:port` with the IP address of a private network."""
+    """Whether an address is `host:port` with a private IP address."""
     place = endpoint(address)
     return place is not None and host_scope(place[0]) == "private"
 
 
 def relay_of(address: str) -> PeerId | None:
-    """The relay that an address names; None: it names none."""
+    """The relay that an address names, or None."""
     relay = address.removeprefix(RELAY)
     known = address.startswith(RELAY) and len(relay) <= PEER_ID_CHARACTERS and public_key_of(relay) is not None
     return relay if known else None
@@ -92,18 +95,18 @@ def is_streamed(address: str) -> bool:
 
 
 class Reach:
-    """What one machine dials. Belongs to one event loop."""
+    """Resolves and filters the addresses that this machine dials. Belongs to one event loop."""
 
     def __init__(self, own: Iterable[str]) -> None:
-        """`own`: the hosts under which this node is reached, and those that its owner has named."""
+        """`own`: the hosts at which this node is reached, and those that its owner has named."""
         self._own = tuple(dict.fromkeys(own))
         self._known: dict[str, tuple[float, tuple[str, ...]]] = {}
-        """Names: when they were asked for, and their addresses."""
+        """Host name → when it was looked up, and its addresses."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(2, "names")
 
     async def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
-        """Host → the IP address at which it is dialled. Hosts not dialled, or not resolved yet, are left out."""
+        """Host → the IP address at which to dial it. Hosts not to be dialled, or not resolved yet, are left out."""
         wanted = dict.fromkeys(hosts)
         await self._look_up([*self._own, *wanted])
         scopes = {"public"} | {scope(address) for host in self._own for address in self._of(host)} - {"nowhere"}
@@ -111,9 +114,10 @@ class Reach:
         return {host: some[0] for host, some in found.items() if some}
 
     async def within(self, adverts: Iterable[Advert]) -> list[Advert]:
-        """These adverts without the addresses that this node does not dial; in those of gRPC names are resolved.
+        """These adverts without the addresses that this node must not dial; names in gRPC addresses are resolved.
 
-        Streams dial only relays, at the addresses that these announce (`joins`).
+        Addresses reached over libp2p are kept, because their streams dial nothing but relays, whose own addresses are
+        checked (`joins`).
         """
         adverts = list(adverts)
         named = {text for one in adverts for text in (*one.addresses, one.metrics, one.libp2p_metrics)}
@@ -133,7 +137,7 @@ class Reach:
         ]
 
     async def joins(self, addresses: Iterable[JoinAddress]) -> list[JoinAddress]:
-        """Of these addresses, those that this node dials."""
+        """Those of the addresses that this node may dial, with their names resolved."""
         addresses = list(addresses)
         known = await self.addresses(one.host for one in addresses)
         return [replace(one, host=known[one.host]) for one in addresses if one.host in known]
@@ -142,7 +146,7 @@ class Reach:
         return (host,) if _is_address(host) else self._known.get(host, (0.0, ()))[1]
 
     async def _look_up(self, hosts: Iterable[str]) -> None:
-        """Resolve names, for LOOKUP_S at most."""
+        """Resolve names, waiting LOOKUP_S at most."""
         loop = asyncio.get_running_loop()
         fresh = {host for host, (at, _) in self._known.items() if at > loop.time() - KEPT_S}
         for host in hosts:

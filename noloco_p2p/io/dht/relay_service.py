@@ -1,6 +1,7 @@
-"""A public node as a relay to members behind NAT: it splices streams of two peers that have a reservation with it.
+"""Makes a public node a relay for peers behind NAT: it splices the streams of two peers that have a reservation with
+it.
 
-It sees only what travels, which is TLS between members.
+It sees only ciphertext, because the peers speak TLS with each other.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ RESERVED_S = 15.0
 """Lifetime of a reservation that is not renewed, seconds."""
 MOST_RESERVED = 256
 CIRCUITS, CIRCUITS_OF_PEER = 512, 64
-"""Circuits (pairs of spliced streams) at once: in all, and with one peer as an end (three for each peer it calls)."""
+"""Most circuits (pairs of spliced streams) at a time: in all, and per peer, which needs three for each it calls."""
 BURST_S = 0.25
 """How much of the relayed share may be sent in one burst, in seconds of its rate."""
 
@@ -30,7 +31,7 @@ class MemberRelay:
     def __init__(
         self, libp2p: Libp2pDaemon, run_id: str, members: MemberRecords | None, bytes_per_s: Callable[[], float]
     ) -> None:
-        """`members`: if given, only they may reserve; `bytes_per_s`: what all circuits together may carry."""
+        """`members`: if given, only members may reserve; `bytes_per_s` returns the rate of all circuits together."""
         self._libp2p, self._run_id, self._members = libp2p, run_id, members
         self._bytes_per_s = bytes_per_s
         self._until: dict[PeerId, float] = {}
@@ -43,7 +44,7 @@ class MemberRelay:
         self._free_at = 0.0
 
     async def serve(self) -> None:
-        """Take reservations and splice, from now on. Once per daemon."""
+        """Accept reservations and splice streams from now on. To be called once per daemon."""
         await self._libp2p.serve(RESERVE_CALL, self._reserve)
         await self._libp2p.serve_streams(RELAY_STREAMS, self._relay)
 
@@ -51,12 +52,12 @@ class MemberRelay:
         run_id, _, certificate = request[:8192].decode("ascii", errors="replace").partition("\n")
         now = asyncio.get_running_loop().time()
         if run_id != self._run_id:
-            raise Declined("this relay is of another run")
+            raise Declined("this relay belongs to another run")
         if self._members is not None and not self._members.belongs(caller, certificate, dht_time() + RESERVED_S):
-            raise Declined("this relay is for members of its run")
+            raise Declined("this relay serves only members of its run")
         self._until = {peer: until for peer, until in self._until.items() if until > now}
         if caller not in self._until and len(self._until) >= MOST_RESERVED:
-            raise Declined("this relay has as many reservations as it takes")
+            raise Declined("this relay accepts no more reservations")
         self._until[caller] = now + RESERVED_S
         return b""
 
@@ -78,26 +79,26 @@ class MemberRelay:
             await splice(stream, onward, self._pace)
 
     def _take(self, peer: PeerId, leaving: ExitStack) -> None:
-        """Take one end of a circuit, which is given back when the stack ends. Raises Declined."""
+        """Count one end of a circuit to `peer` until the stack ends. Raises Declined if the peer may have no more."""
         if self._until.get(peer, 0.0) < asyncio.get_running_loop().time():
             raise Declined(f"{peer} has no reservation")
         if self._circuits[peer] >= CIRCUITS_OF_PEER or self._circuits.total() >= 2 * CIRCUITS:
-            raise Declined(f"{peer} has as many circuits as it may")
+            raise Declined(f"{peer} may have no more circuits")
         self._circuits[peer] += 1
         leaving.callback(self._give_back, peer)
 
     def _give_back(self, peer: PeerId) -> None:
         self._circuits[peer] -= 1
-        self._circuits += Counter()  # forgets peers without any
+        self._circuits += Counter()  # drops the entries that are zero
 
     def _cut(self) -> None:
-        """A peer was revoked: all reservations and circuits end, and those that still belong to the run come back."""
+        """End all reservations and circuits after a revocation; peers that still belong to the run reserve again."""
         self._until.clear()
         for task in self._carrying:
             task.cancel()
 
     async def _pace(self, nbytes: int) -> None:
-        """Wait until so many more bytes may be sent; circuits take turns."""
+        """Wait until `nbytes` more may be sent; circuits take turns."""
         async with self._turn:
             now = asyncio.get_running_loop().time()
             self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._bytes_per_s()

@@ -1,7 +1,7 @@
-"""gRPC connections over libp2p streams, to peers that nobody can dial (ARCHITECTURE.md, "Reachability").
+"""gRPC connections over libp2p streams, for peers that cannot be dialled (ARCHITECTURE.md, "Reachability").
 
-gRPC dials a socket of this machine. Its bytes, which are encrypted, pass unchanged over a stream to the peer, or to a
-relay that splices the stream with another one.
+gRPC dials a local socket. Its bytes, which are encrypted, pass unchanged over a stream to the peer, or to a relay that
+splices the stream with another one.
 """
 
 import asyncio
@@ -22,31 +22,32 @@ OPEN_TIMEOUT_S = 5.0
 """Longest wait for a relay's answer, and for gRPC to use a stream that was opened for it."""
 CHUNK_BYTES = 1 << 16
 """Most bytes read at once. Together with the streams' two buffers, at most half a MiB waits here in each direction."""
-_WORD_LIMIT = 200
+_TEXT_LIMIT = 200
 
 
-async def say(stream: Stream, word: str) -> None:
-    """Send a short text, ahead of everything else on a stream. Raises Unreachable: the stream is broken."""
-    data = word.encode()[:_WORD_LIMIT]
+async def say(stream: Stream, text: str) -> None:
+    """Send a short text at the beginning of a stream. Raises Unreachable if the stream is broken."""
+    data = text.encode()[:_TEXT_LIMIT]
     stream.writer.write(bytes([len(data)]) + data)
     try:
         await stream.writer.drain()
     except OSError as error:
-        raise Unreachable("the other end has closed the stream") from error
+        raise Unreachable("the remote end has closed the stream") from error
 
 
 async def hear(stream: Stream) -> str:
-    """The short text with which a stream begins. Raises Unreachable: it does not arrive."""
+    """Receive the short text at the beginning of a stream. Raises Unreachable if it does not arrive."""
     try:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
             [length] = await stream.reader.readexactly(1)
-            return plain((await stream.reader.readexactly(length)).decode(errors="replace"), _WORD_LIMIT)
+            return plain((await stream.reader.readexactly(length)).decode(errors="replace"), _TEXT_LIMIT)
     except (TimeoutError, OSError, EOFError) as error:
-        raise Unreachable("the other end of the stream says nothing") from error
+        raise Unreachable("the remote end of the stream does not answer") from error
 
 
 async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[object]] | None = None) -> None:
-    """Pass bytes on both ways until either end stops or breaks, then close both; awaits `pace` for each part."""
+    """Pass bytes on in both directions until either end stops or breaks, then close both. Awaits `pace` with the size
+    of each part before passing it on."""
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
@@ -75,12 +76,12 @@ class Streams:
     def __init__(self, libp2p: Libp2pDaemon, run_id: str, certificate: Callable[[], str] = str) -> None:
         """`certificate`: this node's as a member, PEM; empty in an open run."""
         self.hosts: dict[str, str] = {}
-        """Connections of this node to its own gRPC server: `host:port` → whose stream it carries."""
+        """This node's connections to its own gRPC server: `host:port` → whose stream the connection carries."""
         self._libp2p, self._run_id, self._certificate = libp2p, run_id, certificate
         self._carrying: set[asyncio.Task[None]] = set()
 
     async def target(self, address: str, peer: PeerId) -> str:
-        """What gRPC dials, once, to reach a peer at one of its addresses. Raises Unreachable."""
+        """The address that gRPC dials, once, to reach a peer at one of its advertised addresses. Raises Unreachable."""
         if not is_streamed(address):
             return address
         try:
@@ -103,7 +104,7 @@ class Streams:
                 path = f"{folder.name}/grpc"
                 server = await asyncio.start_unix_server(take, path)
             except OSError as error:
-                raise Unreachable(f"this node can make no socket in /tmp: {error.strerror}") from error
+                raise Unreachable(f"this node cannot create a socket in /tmp: {error.strerror}") from error
             failing.pop_all()
         task = asyncio.create_task(self._carry(server, folder, taken, stream))
         self._carrying.add(task)
@@ -111,7 +112,7 @@ class Streams:
         return f"unix:{path}"
 
     async def reserve(self, relay: PeerId) -> None:
-        """Reserve a place with a linked relay, for a while: it then splices this node's streams. Raises a PeerError."""
+        """Reserve a place with a linked relay, which then splices this node's streams for a while. Raises PeerError."""
         request = f"{self._run_id}\n{self._certificate()}".encode()
         await self._libp2p.call(relay, RESERVE_CALL, request, RESERVE_TIMEOUT_S)
 
@@ -129,7 +130,7 @@ class Streams:
             raise Unreachable("this node is the relay, and has no link to the peer")
         if relay not in await self._libp2p.links():
             if relay not in self._libp2p.met:
-                raise Unreachable(f"nobody says where relay {relay} is")
+                raise Unreachable(f"the address of relay {relay} is not known")
             await self._libp2p.dial(self._libp2p.met[relay])
         await self.reserve(relay)
         stream = await self._libp2p.open_stream(relay, RELAY_STREAMS)
@@ -151,7 +152,7 @@ class Streams:
                     local = await taken
             finally:
                 server.close()
-                folder.cleanup()  # at once, so that a node that is killed leaves nothing there
+                folder.cleanup()  # at once, so that a node that is killed leaves nothing behind
             await splice(local, stream)
         except TimeoutError:
             return

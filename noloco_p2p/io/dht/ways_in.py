@@ -1,5 +1,5 @@
-"""How others reach a node that they cannot dial at its own address: at a port of its router, or over links that it
-keeps to public members, and through two of these as relays (ARCHITECTURE.md, "Reachability").
+"""How others reach a node that cannot be dialled at its own address: at a port of its router, or over the links that it
+keeps to public members, two of which serve as relays (ARCHITECTURE.md, "Reachability").
 """
 
 import asyncio
@@ -19,25 +19,25 @@ from noloco_p2p.io.dht.streams import RELAYED_STREAMS, STREAMS, Streams, splice
 
 RELAYS = 2
 LOOK_S = 3.0
-"""Time between two questions to each relay. With the timeout of a question, a dead relay is replaced within 10 s."""
+"""Time between two requests to each relay. Together with their timeout, a dead relay is replaced within 10 s."""
 REFUSED_S = 60.0
-"""How long a public member that refuses to relay is not asked again."""
+"""How long a public member that refused to relay is not asked again, seconds."""
 DIALS = 8
 """Most links opened at once."""
 MOST_LINKS = 128
-"""Most public members to which this node keeps links; the others come through the relays."""
+"""Most public members to which this node keeps links; all others come through the relays."""
 STREAMS_OF_PEER, STREAMS_OF_RELAY, MOST_STREAMS = 16, 64, 512
-"""Most streams at once: of one peer, through one relay, in all."""
+"""Most streams open at a time: from one peer, through one relay, in all."""
 
 log = logging.getLogger(__name__)
 
 
 class WaysIn:
-    """The ways to one node. Belongs to one event loop."""
+    """Keeps open the ways to this node. Belongs to one event loop."""
 
     def __init__(self, libp2p: Libp2pDaemon, streams: Streams, server: tuple[str, int], address: str = "") -> None:
-        """`server`: host and port of this node's gRPC server, from here; `address`: `host:port` by which its own
-        network reaches it."""
+        """`server`: host and port at which this machine reaches the node's gRPC server; `address`: `host:port` at which
+        the node's own network reaches it."""
         self._libp2p, self._streams, self._server = libp2p, streams, server
         self._near = (address,) if is_private(address) else ()
         self._relays: tuple[PeerId, ...] = ()
@@ -50,18 +50,18 @@ class WaysIn:
 
     @property
     def _outside(self) -> str:
-        """`host:port` at which the router passes connections on to the gRPC server; empty: nowhere."""
+        """`host:port` at which the router forwards connections to the gRPC server; empty if it does not."""
         router = self._libp2p.router
         place = router.place(self._server[1]) if router is not None else None
         return "" if place is None else joined(*place)
 
     async def serve(self) -> None:
-        """From now on connect others' streams to the gRPC server."""
+        """Connect others' streams to the gRPC server from now on."""
         await self._libp2p.serve_streams(STREAMS, partial(self._carry, f"{STREAM}/", STREAMS_OF_PEER))
         await self._libp2p.serve_streams(RELAYED_STREAMS, self._relayed)
 
     async def through_router(self) -> str:
-        """`host:port` of the router that it maps to this node's gRPC port; empty: there is none."""
+        """Have the router map the gRPC port too, if it maps the daemon's. Returns `host:port` outside, or nothing."""
         if (router := self._libp2p.router) is not None and self._libp2p.outside is not None:
             try:
                 await router.map(self._server[1])
@@ -70,8 +70,8 @@ class WaysIn:
         return self._outside
 
     async def not_through_router(self, reason: str) -> None:
-        """Give its mappings back."""
-        log.info("nobody reaches this node through its home router: %s", reason)
+        """Remove the router's mappings, because others do not get through."""
+        log.info("this node cannot be reached through its home router: %s", reason)
         if self._libp2p.router is not None:
             await self._libp2p.router.end()
 
@@ -87,7 +87,7 @@ class WaysIn:
         return self._relays != before
 
     async def keep(self, changed: Callable[[], Awaitable[object]]) -> None:
-        """Keep relays and links, forever; `changed` is called when the relays change."""
+        """Keep relays, links and the router's mappings, forever. Calls `changed` when this node's addresses change."""
         async with asyncio.TaskGroup() as both:
             both.create_task(self._again(self._keep_relays, changed))
             both.create_task(self._again(self._keep_links))
@@ -103,7 +103,7 @@ class WaysIn:
                 log.warning("ways to this node: %s", error)
 
     async def _keep_mapped(self, router: HomeRouter, changed: Callable[[], Awaitable[object]]) -> None:
-        """While it fails, callers come through the relays, and the addresses stay."""
+        """Renew the router's mappings. While that fails, callers come through the relays, and the addresses stay."""
         before = self._outside, self._libp2p.outside
         await router.renew()
         if before != (self._outside, self._libp2p.outside):
@@ -141,7 +141,7 @@ class WaysIn:
                 raise failure
 
     def _place(self, peer: PeerId) -> bytes:
-        """A key for sorting members. Each node has its own order, so that not all choose the same relays."""
+        """Sort key of a member. Each node has its own order, so that they do not all choose the same relays."""
         return blake2b(f"{self._libp2p.peer_id} {peer}".encode()).digest()
 
     async def _relayed(self, peer: PeerId, stream: Stream) -> None:
@@ -149,7 +149,7 @@ class WaysIn:
             await self._carry(RELAY, STREAMS_OF_RELAY, peer, stream)
 
     async def _carry(self, kind: str, most: int, peer: PeerId, stream: Stream) -> None:
-        """Splice a stream with a connection to the gRPC server, and record for the server whose stream it is."""
+        """Splice a stream with a connection to the gRPC server, and record whose stream that connection carries."""
         whose = kind + peer
         if self._open[whose] >= most or self._open.total() >= MOST_STREAMS:
             return
@@ -158,7 +158,7 @@ class WaysIn:
             try:
                 server = Stream(*await asyncio.open_connection(*self._server))
             except OSError:
-                return  # this node is ending
+                return  # this node is shutting down
             here = joined(*server.writer.get_extra_info("sockname")[:2])
             self._streams.hosts[here] = whose
             try:

@@ -80,8 +80,7 @@ class Caller(NamedTuple):
     `p2p/` and the peer that opened it, or `relay/` and the relay: the peers behind a relay cannot be told apart, so all
     of them count as one host."""
     name: PeerId
-    """The peer whose certificate the caller shows; until that has been checked, the name that the certificate
-    claims."""
+    """The peer whose certificate the caller shows; until that has been checked, the name in the certificate."""
 
     @classmethod
     def of(cls, context: Any, streams: Mapping[str, str]) -> "Caller":

@@ -29,8 +29,7 @@ CONTROL_SLOT = CHANNELS_PER_PEER
 MAX_CHANNELS = 512
 """Most connections kept open; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
-"""Longest wait for one address to accept a connection, seconds. An address that refuses does so within a
-millisecond."""
+"""Longest wait for one address to accept a connection, seconds. Refusing takes an address about a millisecond."""
 NEAR_S, NOT_NEAR_S = 0.5, 300.0
 """A private address that is not the peer's first one is tried before all others, for NEAR_S, because the peer may be on
 this node's own network. If it does not answer, it is not tried this way again for NOT_NEAR_S."""
@@ -84,8 +83,7 @@ class PeerChannel:
         return self.channel.unary_stream(f"{SERVICE}/{method}")(request.SerializeToString(), **options)
 
     def at_most(self, connections: int) -> int:
-        """How many of `connections` a body may use: only CHANNELS_PER_PEER if all of them go over one libp2p link, or
-        over a relay."""
+        """How many of `connections` a body may use: fewer if all of them go over one libp2p link, or over a relay."""
         spliced = self.address == STREAM or self.address.startswith(RELAY)
         return min(connections, CHANNELS_PER_PEER) if spliced else connections
 
@@ -138,8 +136,7 @@ class ChannelPool:
         self._kept: dict[ChannelKey, PeerChannel] = {}
         """Connections that new calls may use, in order of last use."""
         self._open: set[PeerChannel] = set()
-        """All connections that are not closed, including those that are being opened or are finishing their last
-        calls."""
+        """All connections not closed yet, including those being opened and those finishing their last calls."""
         self._opening: dict[ChannelKey, asyncio.Task[PeerChannel | str]] = {}
         self._awaited = Counter[ChannelKey]()
         """How many calls are waiting for a connection that is being opened, or has just been opened."""

@@ -58,8 +58,7 @@ class ConnectionLimit:
         self._known: set[End] = set()
         """The connections that existed at the last look."""
         self._ends: dict[tuple[int, int], End | None] = {}
-        """For each file open at the last look, by device and inode: the remote end, or None if the file is not an
-        accepted connection."""
+        """By device and inode, for each file open at the last look: its remote end; None if it is not a connection."""
 
     async def watch(self) -> None:
         """Look once a second. One look after connections were unread, their memory is returned to the system."""
@@ -117,8 +116,7 @@ def _end(end: End, number: int) -> None:
 
 @contextmanager
 def _copied(number: int) -> Iterator[socket.socket]:
-    """A copy of the socket behind a file descriptor, which gRPC may close at any time. Raises OSError if there is no
-    socket any more."""
+    """A copy of the socket behind a descriptor, which gRPC may close at any time. Raises OSError if it is not one."""
     copy = os.dup(number)
     try:
         one = socket.socket(fileno=copy)

@@ -90,8 +90,7 @@ def _frame_head(field: int, kind: int, inner: bytes, rest: int) -> bytes:
 
 
 def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
-    """The message without its frames, and the frames, whose data are views of `raw`. Raises Violation for bytes that
-    are not such a message."""
+    """The message without its frames, and the frames, whose data are views of `raw`. Raises Violation if malformed."""
     tag = frames_field(kind) << 3 | LENGTH_DELIMITED
     view = memoryview(raw)
     frames: list[wire.Frame] = []
@@ -137,8 +136,7 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _read_size(raw: bytes, at: int, within: int) -> tuple[int, int]:
-    """Where the bytes of a length-delimited field begin and end; its length is at `at`. Raises IndexError if they go
-    beyond `within`."""
+    """Where a length-delimited field with its length at `at` begins and ends. Raises IndexError if beyond `within`."""
     size, at = _read_varint(raw, at)
     if at + size > within:
         raise IndexError

@@ -37,8 +37,7 @@ from noloco_p2p.io.transport.frame_codec import packed, unpacked
 MESSAGE_CHARACTERS = 500
 """Longest text of a refusal, sent or received; the rest is cut off."""
 LARGEST_LOSS = 1e5
-"""Upper limit on a loss, in nats per token. No language model is that wrong, and a larger value could swamp a mean of
-losses."""
+"""Largest loss, nats per token. No language model is that wrong, and larger values could swamp a mean of losses."""
 MOST_SPECS = 3
 """Most tensors in an activation."""
 HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "uint8"})

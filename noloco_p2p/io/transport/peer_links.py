@@ -43,8 +43,7 @@ class Links:
         credentials.revoked.listen(self.cut)
 
     def own(self) -> Mapping[str, str]:
-        """This node's connections to its own server: `host:port` → whose stream the connection carries
-        (`Streams.hosts`)."""
+        """This node's connections to its own server: `host:port` → whose stream each carries (`Streams.hosts`)."""
         return {} if self.streams is None else self.streams.hosts
 
     @property
@@ -72,8 +71,7 @@ class Links:
         )
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
-        """The peer that makes this call; with `observers`, an observer may make it too. Raises Violation or Declined if
-        the caller may not."""
+        """The peer that makes this call; `observers` may make it too. Raises Violation or Declined if it may not."""
         return self._credentials.caller(context.auth_context(), observers=observers)
 
     def labelled(self, header: Header) -> Header:
@@ -140,8 +138,7 @@ class Links:
 
 
 async def target(links: Links, address: str, peer: PeerId) -> str:
-    """The address that gRPC dials for one connection to a peer at one of its advertised addresses. Raises
-    Unreachable."""
+    """The address that gRPC dials for one connection to a peer at an advertised address. Raises Unreachable."""
     if links.streams is not None:
         return await links.streams.target(address, peer)
     if is_streamed(address):

@@ -14,8 +14,7 @@ from noloco_p2p.io.transport.peer_links import Links, target
 
 
 async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, role: Role = "member") -> str | None:
-    """Check that the node `peer_id` of our run answers at `address` (see `Advert`). Returns None, or why it does
-    not."""
+    """Check that node `peer_id` of our run answers at `address` (see `Advert`). Returns None, or the reason why not."""
     try:
         dialled = await target(links, address, peer_id)
         channel = links.channel(dialled, peer_id, OPTIONS, role)

@@ -41,8 +41,7 @@ class ReplyReader(Generic[ReplyMessage, V]):
         return self._finish(self._assembler.finish()) if self._assembler.complete else None
 
     def _begin(self, message: ReplyMessage) -> tuple[TensorSpec, ...]:
-        """Check and keep the header in the first message; returns the tensors that must follow. Raises Violation,
-        Declined."""
+        """Check and keep the header in the first message; returns the tensors due. Raises Violation, Declined."""
         raise NotImplementedError
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> V:

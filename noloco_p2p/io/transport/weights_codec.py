@@ -29,8 +29,7 @@ def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
 
 
 def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
-    """The messages of a snapshot: first the header alone, so that the receiver sees the transfer begin, then the
-    tensors."""
+    """The messages of a snapshot: first the header alone, so that the receiver sees it begin, then the tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
     if snapshot.view is not None:
@@ -133,8 +132,7 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The index of the tensor and the byte within it that are due next; None before the first header. Only
-        grows."""
+        """The tensor (its index) and the byte of it that are due next; None before the first header. Only grows."""
         return None if self._assembler is None else self._assembler.place
 
     def request(self, stripe: int) -> pb.StateRequest:

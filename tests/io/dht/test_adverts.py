@@ -106,7 +106,7 @@ def test_of_many_holdings_the_last_ones_are_announced_and_fit() -> None:
 def test_an_advert_speaks_only_of_stages_that_there_are(changes: dict[str, object]) -> None:
     payload = encode(record(advert(**changes)))
     assert decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=3).advert == advert(**changes)
-    with pytest.raises(Violation, match=r"stage 2 of 2"):
+    with pytest.raises(Violation, match="names stage 2 of a run with 2 stages"):
         decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=2)
 
 

@@ -35,7 +35,7 @@ def test_a_clock_is_not_wrong_unless_most_peers_agree_that_it_is(ahead: list[flo
     ],
 )
 def test_the_sentence_says_by_how_much_and_what_to_do(ahead: list[float], sentence: str) -> None:
-    end = "and adverts expire after 30 s: set the clock (for example by NTP)"
+    end = "and adverts expire after 30 s: set the clock (for example with NTP)"
     assert wrong_clock(ahead, 30.0) == sentence + end
 
 

@@ -104,8 +104,8 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
                 assert (await fetch_manifest(newcomer, me))[0] == b"the manifest"
             await until(settled, 3.0)
             died, again, well = a.troubles
-            assert "has died (signal 9); it is being started again" in str(died)
-            assert "has died (signal 9); started again 1 time" in str(again)
+            assert "has died (signal 9); it is being restarted" in str(died)
+            assert "has died (signal 9); restarted 1 time" in str(again)
             assert well is None
 
     run(scenario)
@@ -129,7 +129,7 @@ def test_a_daemon_that_hangs_is_killed_and_started_again(
             await until(another, 60.0)
             await a.back()
             assert [peer.peer_id for peer in await a.directory.peers()] == [a.libp2p.peer_id]
-            assert "does not answer: it is killed" in caplog.text
+            assert "does not answer: killing it" in caplog.text
 
     run(scenario)
 
@@ -166,7 +166,7 @@ def test_a_stranger_fills_no_more_memory_than_a_daemon_gets(tmp_path: Path, monk
                 assert failed.done()
                 filling.cancel()
                 await a.back()
-                assert "has died (exit code 2); started again 1 time" in str(a.troubles[-1])
+                assert "has died (exit code 2); restarted 1 time" in str(a.troubles[-1])
 
     run(scenario)
 
@@ -206,7 +206,7 @@ def test_a_daemon_that_dies_again_and_again_is_started_again(tmp_path: Path, mon
             for _ in range(len(daemon_restarts.PAUSES_S) + 1):
                 await a.kill()
                 await a.back()
-            assert "started again 3 times" in str(a.troubles[-1])
+            assert "restarted 3 times" in str(a.troubles[-1])
             assert not a.keeping.done()
 
     run(scenario)
@@ -237,11 +237,11 @@ def test_a_daemon_that_cannot_start_is_tried_a_few_times(tmp_path: Path, monkeyp
             await a.back()
             assert a.libp2p.join_addresses == [address]
             assert a.troubles[-1] is not None
-            assert "started again 2 times" in a.troubles[-1]
+            assert "restarted 2 times" in a.troubles[-1]
 
             monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
             await a.kill()
-            with listener(a), pytest.raises(LocalError, match=r"in use.*it was started again 4 times") as caught:
+            with listener(a), pytest.raises(LocalError, match=r"in use.*it was restarted 4 times") as caught:
                 await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
             assert "\n" not in str(caught.value)
             with pytest.raises(Unreachable):

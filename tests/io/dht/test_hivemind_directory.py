@@ -343,7 +343,7 @@ def test_a_search_that_takes_too_long_is_no_bug(
         async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
             stopped = b.libp2p.p2p._child.pid
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(Unreachable, match="did not come within"):
+            with pytest.raises(Unreachable, match="did not arrive within"):
                 await a.directory.announce(a.advert(), 30.0)
             os.kill(stopped, signal.SIGCONT)
             await a.directory.peers()

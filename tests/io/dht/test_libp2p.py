@@ -53,14 +53,14 @@ def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: py
                 dead = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{a.peer_id}"
                 await refused([dead], Unreachable, "nobody answers .*refused")
                 silent.listen()
-                await refused([dead], Unreachable, "an answer did not come within 1 s")
+                await refused([dead], Unreachable, "an answer did not arrive within 1 s")
             await refused([good[:-4]], ConfigError, "malformed join address")
             await refused([good.replace(a.peer_id, STRANGER)], ConfigError, f"another peer answers there .{a.peer_id}")
             with pytest.raises(ConfigError, match="this node's own"):
                 await Libp2pDaemon.open(a.identity, host="127.0.0.1", port=0, join=[good])
             async with daemon(tmp_path / "b", join=[dead.replace(a.peer_id, STRANGER), good]) as b:
                 assert [str(address) for address in b.joined] == [good]
-                with pytest.raises(Unreachable, match="keeps no directory of this run"):
+                with pytest.raises(Unreachable, match="has no directory of this run"):
                     await HivemindDirectory.open(b, run_id=RUN, stages=1, known_path=tmp_path / "known")
 
     run(scenario)
@@ -120,7 +120,7 @@ def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, mo
     monkeypatch.setattr(P2P, "_read_outputs", read_and_kill)
 
     async def scenario() -> None:
-        with pytest.raises(LocalError, match=r"(died while it started \(.*; |did not start: .*\()signal 9\)"):
+        with pytest.raises(LocalError, match=r"(died while starting \(.*; |did not start: .*\()signal 9\)"):
             async with daemon(tmp_path / "a"):
                 pass
 
@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_daemon(tmp_path: Path) -> None:
 def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            with pytest.raises(Declined, match="not ready, or no noloco node of this version"):
+            with pytest.raises(Declined, match="not ready, or not a noloco node of this version"):
                 await fetch_manifest(b, a.peer_id)
             await serve_manifest(a, b"m" * MANIFEST_LIMIT_BYTES)
             before = time.time()

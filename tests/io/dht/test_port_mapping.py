@@ -50,11 +50,11 @@ CASES: list[Case] = [
         [(ADD, port, LEASE_S) for port in ("5002", "5009", "5002", "5009")],
         [(DELETE, "5002", None), (DELETE, "5009", None)],
     ),
-    ("carrier", ["the router is behind another one: its address outside is 100.64.0.7", NOWHERE], [], []),
+    ("carrier", ["the router is behind another one: its outside address is 100.64.0.7", NOWHERE], [], []),
 ]
 MORE_CASES: list[Case] = [
     ("refuses", ["Action not authorized", NOWHERE], [(ADD, "5001", LEASE_S)], []),
-    ("offline", ["the router has no address outside", NOWHERE], [], []),
+    ("offline", ["the router has no outside address", NOWHERE], [], []),
     ("silent", ["no router answers", NOWHERE], [], []),
 ]
 

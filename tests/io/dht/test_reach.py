@@ -197,7 +197,7 @@ def test_a_dial_back_leads_nowhere_inside(tmp_path: Path) -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             await serve_dial_back(a, probe)
             reason = await ask_dial_back(b, a.peer_id, "192.168.0.1:22")
-            assert reason == "192.168.0.1 is not dialled from there"
+            assert reason == "the peer does not dial 192.168.0.1"
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:4102") is None
         assert dialled == ["127.0.0.1:4102"]
 
