@@ -1,4 +1,4 @@
-"""How a peer gets a certificate, and renews it in time: from an issuer, over libp2p, which proves who asks."""
+"""How a peer obtains a certificate and renews it in time: from an issuer, over libp2p, which proves who asks."""
 
 import asyncio
 import json
@@ -36,16 +36,17 @@ class Issuer:
     """The issuer certificate, PEM, for this node's key."""
     book: UseBook
     clock: Callable[[], float]
-    """Gives unix seconds."""
+    """Returns Unix seconds."""
     revoked: Revocations
-    """Peers on its list are not admitted."""
+    """Peers on this list are not admitted."""
 
     def issue(self, peer_id: PeerId, role: Role) -> bytes:
         """A new certificate for a peer, followed by this issuer's, PEM."""
         return certificates.member_chain(self.certificate, self.identity.key, self.trust, peer_id, role, self.clock())
 
     def answer(self, caller: PeerId, request: bytes) -> bytes:
-        """What a caller asked for with `ask`. Raises Declined: it may not have it; Violation: it is malformed."""
+        """Answer a request made with `ask`: the certificate. Raises Declined if the caller may not have it, Violation
+        if the request is malformed."""
         asked = _parsed(request)
         if self.revoked.names(caller):
             raise Declined("this peer was revoked")
@@ -55,7 +56,7 @@ class Issuer:
             if (held.peer_id, held.role) != (caller, "member") or held.until <= self.clock():
                 raise Declined("the certificate to be renewed is not the caller's, or has expired")
             if self.revoked.names(held.issuer):
-                raise Declined("the node that has admitted this peer was revoked: join with a new invitation")
+                raise Declined("the node that admitted this peer was revoked: join with a new invitation")
             return self.issue(caller, "member")
         try:
             invitation = Invitation.parse(asked.get("invitation", ""))
@@ -68,36 +69,36 @@ class Issuer:
 
 
 async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
-    """Answer requests for certificates, one after the other. Once per `libp2p`."""
+    """Answer requests for certificates, one at a time. To be called once per `libp2p`."""
     turn = asyncio.Lock()
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         if issuer is None:
-            raise Declined("this node admits nobody: use the address of one that was started with --key")
+            raise Declined("this node admits nobody: use the address of a node that was started with --key")
         async with turn:
             try:
                 return await asyncio.to_thread(issuer.answer, caller, request)
             except LocalError as error:
                 log.warning("%s", error)
-                raise Declined("this node cannot write down whom it admits") from error
+                raise Declined("this node cannot record which peers it admits") from error
 
     await libp2p.serve(CERTIFICATE_CALL, answer)
 
 
 async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
-    """Ask a linked peer for a certificate, PEM: by the `invitation` in the `role`, or for its old `certificate`.
+    """Ask a linked peer for a certificate, PEM. `asked` has either `invitation` and `role`, or the old `certificate`.
 
-    Raises Unreachable, Declined with its reason, Violation.
+    Raises Unreachable, Declined with the peer's reason, Violation.
     """
     return await libp2p.call(issuer, CERTIFICATE_CALL, json.dumps(asked).encode(), CALL_TIMEOUT_S)
 
 
 async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float) -> bytes:
-    """The certificate, PEM, that the invitation in a joined address gives. Raises ConfigError: there is no invitation;
-    or the error of the last issuer."""
+    """Obtain a certificate, PEM, with the invitation in a joined address. Raises ConfigError if there is no invitation,
+    otherwise the error of the last issuer."""
     failure: NolocoError = ConfigError(
         "this run is members-only, and the join address carries no invitation: ask a member who can make one"
-        " (noloco invite) for the whole address"
+        " (noloco invite) for the complete address"
     )
     for address in libp2p.joined:
         if address.invitation:
@@ -116,9 +117,9 @@ async def keep_valid(
     issuers: Callable[[], list[JoinAddress]],
     changed: Callable[[str | None], None],
 ) -> None:
-    """Renew the certificate after half of its life, at any issuer. Ends only with a LocalError: it has expired.
+    """Renew the certificate after half of its life, at any issuer. Ends only with a LocalError, when it has expired.
 
-    `changed` is told what is wrong, and None after each renewal.
+    `changed` receives what is wrong, and None after each renewal.
     """
     while True:
         due_s = credentials.renewal_at - credentials.clock()
@@ -133,8 +134,8 @@ async def keep_valid(
                 raise LocalError(
                     f"this node's certificate has expired ({error}): join with a new invitation (noloco invite)"
                 ) from error
-            if isinstance(error, LocalError):  # a full disk, or the daemon has died and is started again
-                changed(f"this node's certificate is not renewed: {error}")
+            if isinstance(error, LocalError):  # a full disk, or the daemon has died and is being restarted
+                changed(f"this node's certificate could not be renewed: {error}")
             else:
                 changed(f"no issuer renews this node's certificate ({error}): start a node that admits members")
         await asyncio.sleep(LOOK_S)
@@ -143,20 +144,20 @@ async def keep_valid(
 async def _renewed(
     libp2p: Libp2pDaemon, credentials: Credentials, issuer: Issuer | None, issuers: list[JoinAddress]
 ) -> bytes:
-    """A certificate that is valid for longer than the one held. Raises the error of the last issuer."""
+    """Obtain a certificate that is valid for longer than the current one. Raises the error of the last issuer."""
     failure: PeerError = Declined("no issuer is known")
     if issuer is not None:
         made = issuer.issue(credentials.peer_id, "member")
         if credentials.is_renewed_by(made):
             return made
-        failure = Declined("this node's issuer certificate expires no later: start it with --key again")
+        failure = Declined("this node's own issuer certificate expires too soon: restart it with --key")
     for address in issuers:
         try:
             await libp2p.dial(address)
             made = await ask(libp2p, address.peer_id, certificate=credentials.chain.decode())
             if credentials.is_renewed_by(made):
                 return made
-            why = "its clock is ahead, or it expires no later itself: start it with --key again"
+            why = "its clock is ahead, or its own certificate expires too soon: restart it with --key"
             failure = Declined(f"issuer {address.peer_id}: {why}")
         except (PeerError, ConfigError) as error:
             failure = error if isinstance(error, PeerError) else Declined(str(error))
@@ -164,7 +165,7 @@ async def _renewed(
 
 
 def _parsed(request: bytes) -> dict[str, str]:
-    """Raises Violation unless it is an object of texts."""
+    """A request parsed from JSON. Raises Violation unless it is an object of strings."""
     try:
         found: Any = json.loads(request[:4096])
     except NO_JSON:

@@ -1,17 +1,17 @@
-"""Certificates: in a members-only run one public key, that of its root, determines who belongs to it.
+"""Certificates. In a members-only run one public key, the root's, determines who belongs to the run.
 
     root ──▶ issuer ──▶ member ──▶ leaf
 
 The root's public key is in the manifest. Its private key signs issuers (and invitations) and may be kept offline. An
-issuer and a member use their node's Ed25519 key, which also makes the peer id. Leaves are ECDSA P-256, because gRPC's
-TLS takes no Ed25519 there; each node makes its own leaf and replaces it. Names tie the chain together. An issuer's
-certificate admits only names below `<run>.p2p`. A member's admits only its own name, `<base32 of its key>.<run>.p2p`,
-and an observer's only `<base32>.observer.<run>.p2p`. TLS checks chain, times, path lengths and names (RFC 5280) in
-every handshake.
+issuer and a member use their node's Ed25519 key, from which the peer id is made. Leaves are ECDSA P-256, because gRPC's
+TLS does not accept Ed25519 there; each node makes its own leaf and replaces it. Names tie the chain together. An
+issuer's certificate admits only names below `<run>.p2p`. A member's admits only its own name,
+`<base32 of its key>.<run>.p2p`, and an observer's only `<base32>.observer.<run>.p2p`. TLS checks chain, times, path
+lengths and names (RFC 5280) in every handshake.
 
-In an open run everybody has the root's private key, so a chain from it proves nothing. gRPC would not ask a caller for
-a certificate without one. What counts there is that the leaf is signed by the key in its peer's id: a client trusts
-this key and no other, and a server compares (`is_signed_by`).
+In an open run everybody has the root's private key, so a chain from it proves nothing; it exists only because gRPC
+would not ask callers for a certificate without it. There, what counts is that the leaf is signed by the key in its
+peer's id: a client trusts this key and no other, and a server checks the signature (`is_signed_by`).
 """
 
 import base64
@@ -39,53 +39,54 @@ DAY_S = 86_400.0
 ISSUER_S = 365 * DAY_S
 LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}
 LEAF_S = DAY_S
-"""How long a certificate is valid, seconds; none outlives the one above it."""
+"""How long certificates are valid, seconds. None outlives the certificate above it."""
 BACKDATED_S = 3_600.0
-"""A certificate is valid from so long before it is made, seconds, because clocks differ."""
+"""How long before it is made a certificate becomes valid, seconds, because clocks differ."""
 ALWAYS = 0.0, 253_402_300_799.0
-"""From when to when something is valid that does not expire: RFC 5280, section 4.1.2.5."""
+"""Validity (from, until) of a certificate that does not expire: RFC 5280, section 4.1.2.5."""
 CHAIN_LIMIT_BYTES = 1_200
-"""Longest PEM text of a member's and an issuer's certificate together; a longer one is refused unread."""
+"""Longest PEM text of a member's and its issuer's certificate together; a longer one is refused unread."""
 _NAME = re.compile(r"([a-z2-7]{52})(?:\.(observer))?\.([0-9a-f]{32}\.p2p)")
 _NOTHING = (
     x509.UniformResourceIdentifier("invalid"),
     x509.RFC822Name("invalid"),
     x509.IPAddress(ipaddress.ip_network("0.0.0.0/32")),
 )
-"""All kinds of names are constrained: gRPC does not tell them apart, and a constraint on one leaves the others free."""
+"""Constraints that permit no usable name of any other kind. gRPC does not distinguish kinds of names, and a constraint
+on one kind leaves the others unrestricted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertifiedPeer:
-    """What a verified chain of certificates says."""
+    """The contents of a verified chain of certificates."""
 
     peer_id: PeerId
     role: Role
     issuer: PeerId
-    """The node that signed it."""
+    """The node that signed the peer's certificate."""
     begins: float
     until: float
-    """From when to when it is valid, unix seconds."""
+    """Start and end of the chain's validity, Unix seconds."""
 
 
 @dataclass(frozen=True)
 class RunTrust:
-    """What the nodes of a run trust: its id, and whatever its root has signed."""
+    """What the nodes of a run trust: certificates for this run id that lead to its root."""
 
     run_id: str
     root_key: bytes
     """The root's raw Ed25519 public key."""
     is_open: bool = False
-    """Everybody has the private key, too."""
+    """Whether this is an open run, in which everybody has the root's private key, too."""
 
     @classmethod
     def of_open_run(cls, run_id: str) -> "RunTrust":
-        """That of the nodes of an open run."""
+        """The trust of the nodes of an open run."""
         return cls(run_id, _open_root(run_id).public_key().public_bytes_raw(), True)
 
     @property
     def suffix(self) -> str:
-        """What the names of all members of the run end with."""
+        """The suffix of the names of all members of the run."""
         return f"{self.run_id[:32]}.p2p"
 
     def has_signed(self, message: bytes, signature: bytes) -> bool:
@@ -98,16 +99,16 @@ class RunTrust:
         return _anchor("root", Ed25519PublicKey.from_public_bytes(self.root_key))
 
     def anchor_of(self, peer_id: PeerId) -> bytes:
-        """What a client trusts that calls this peer, PEM: the root, or in an open run the peer's own key."""
+        """The trust anchor of a client that calls this peer, PEM: the root, or in an open run the peer's own key."""
         return _anchor("member", _key_of(peer_id)) if self.is_open else self.anchor
 
     def name_of(self, peer_id: PeerId, role: Role) -> str:
-        """The name under which a peer of this role is known to TLS. Raises Violation: it has no Ed25519 key."""
+        """The TLS name of a peer in this role. Raises Violation if the peer id does not contain an Ed25519 key."""
         label = base64.b32encode(_key_of(peer_id).public_bytes_raw()).decode().rstrip("=").lower()
         return f"{label}.{self.suffix}" if role == "member" else f"{label}.{role}.{self.suffix}"
 
     def owner_of(self, name: str) -> tuple[PeerId, Role]:
-        """Whose name it is, and in which role. Raises Violation: it is nobody's of this run."""
+        """The peer that has this name, and its role. Raises Violation if it is not the name of a peer of this run."""
         found = _NAME.fullmatch(name)
         if found is not None:
             peer_id = peer_id_of(base64.b32decode(found[1].upper() + "===="))
@@ -117,9 +118,9 @@ class RunTrust:
         raise Violation("the name in the certificate is not that of a peer of this run")
 
     def membership(self, chain: bytes) -> CertifiedPeer:
-        """What a chain says, PEM: the certificate of a member or observer, then its issuer's.
+        """The contents of a chain, PEM: the certificate of a member or observer, then its issuer's.
 
-        Does not check whether it is valid now. Raises Violation: it does not come from the root of this run.
+        Does not check whether it is valid now. Raises Violation if it does not lead to the root of this run.
         """
         try:
             if len(chain) > CHAIN_LIMIT_BYTES:
@@ -152,14 +153,14 @@ def member_chain(
 
 
 def own_chain(key: Ed25519PrivateKey, trust: RunTrust) -> bytes:
-    """What a node of an open run has instead: it admits itself. `key`: its private key."""
+    """The member chain that a node of an open run makes for itself; `key` is its private key."""
     me = peer_id_of(key.public_key().public_bytes_raw())
     issuer = _issuer(_open_root(trust.run_id), trust, me, *ALWAYS)
     return _member(key, trust, me, "member", *ALWAYS) + issuer
 
 
 def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tuple[bytes, bytes]:
-    """(a fresh private key, its certificate for TLS under this name), PEM; `key` is that of the member."""
+    """(fresh private key, its TLS certificate for this name), PEM; `key` is the member's private key."""
     fresh = ec.generate_private_key(ec.SECP256R1())
     builder = _builder("leaf", "member", fresh.public_key(), begins, until)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), False)
@@ -169,19 +170,19 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
 
 @functools.lru_cache(4096)
 def is_signed_by(peer_id: PeerId, certificate: bytes) -> bool:
-    """Whether the peer's own key has signed this certificate, PEM."""
+    """Whether the peer's own key signed this certificate (PEM)."""
     cert = x509.load_pem_x509_certificate(certificate)
     return verify(peer_id, cert.tbs_certificate_bytes, cert.signature)
 
 
 def expiry(chain: bytes) -> float:
-    """When the first of these certificates, PEM, expires, unix seconds. Raises Violation: they cannot be read."""
+    """When the first of these certificates (PEM) expires, Unix seconds. Raises Violation if they cannot be parsed."""
     return read(chain)[0]
 
 
 @functools.lru_cache(4096)
 def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
-    """The `expiry` of these certificates, PEM, and all nodes whose keys are in them."""
+    """The `expiry` of these certificates (PEM), and all nodes whose keys are in them. Raises as `expiry`."""
     try:
         certs = x509.load_pem_x509_certificates(chain)
         nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))
@@ -195,7 +196,7 @@ def _open_root(run_id: str) -> Ed25519PrivateKey:
 
 
 def _anchor(name: str, key: Ed25519PublicKey) -> bytes:
-    """A certificate for TLS to begin with, PEM. Its signature means nothing, because the key itself is trusted."""
+    """A trust anchor for TLS, PEM. Its signature means nothing, because the key itself is trusted."""
     builder = _builder(name, name, key, *ALWAYS).add_extension(*_authority(None))
     return _pem(builder.sign(Ed25519PrivateKey.generate(), None))
 
@@ -221,7 +222,7 @@ def _builder(
 
 
 def _authority(length: int | None) -> tuple[x509.BasicConstraints, bool]:
-    """It may sign others, with at most so many signing certificates between it and a leaf."""
+    """The extension of a certificate that signs others, with at most `length` signing ones between it and a leaf."""
     return x509.BasicConstraints(True, length), True
 
 
@@ -230,7 +231,7 @@ def _names(below: str, *more: x509.GeneralName) -> tuple[x509.NameConstraints, b
 
 
 def _name_below(cert: x509.Certificate) -> str:
-    """The one DNS name that all names below this certificate end with. Raises ValueError."""
+    """The one DNS suffix that this certificate permits in names below it. Raises ValueError."""
     found = cert.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or []
     [name] = [str(one.value) for one in found if isinstance(one, x509.DNSName)]
     return name

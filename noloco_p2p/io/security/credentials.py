@@ -1,4 +1,4 @@
-"""How a node proves who it is, and learns who its peers are."""
+"""How a node proves its identity in TLS, and verifies that of its peers."""
 
 import threading
 import time
@@ -12,15 +12,15 @@ from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
 from noloco_p2p.io.security.revocations import Revocations
 
 _SHOWN_LIMIT_BYTES = 2 * certificates.CHAIN_LIMIT_BYTES
-"""Longest PEM text of all certificates that a caller shows; they are not read if it is longer."""
+"""Longest PEM text of all certificates that a caller presents; a longer one is refused unread."""
 AuthContext = Mapping[str, Sequence[bytes]]
-"""What gRPC says about the other end of a connection."""
+"""What gRPC knows about the remote end of a connection."""
 
 
 class Credentials:
     """This node's certificate, and the leaf below it, which is replaced after half of its life.
 
-    gRPC asks for the leaf from threads of its own.
+    gRPC fetches the leaf from its own threads.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Credentials:
         clock: Callable[[], float] = time.time,
         revoked: Revocations | None = None,
     ) -> None:
-        """See `adopt`; `keep` is called with every certificate that is adopted, and `clock` gives unix seconds."""
+        """See `adopt` for `chain`. `keep` is called with every certificate adopted; `clock` returns Unix seconds."""
         self.trust = trust
         self.revoked = revoked or Revocations(trust)
         self.clock = clock
@@ -43,11 +43,11 @@ class Credentials:
 
     @property
     def peer_id(self) -> PeerId:
-        """This node's."""
+        """This node's peer id."""
         return self._identity.peer_id
 
     def adopt(self, chain: bytes) -> None:
-        """Use this certificate (PEM, with its issuer's) from now on. Raises Violation when it is not this node's."""
+        """Use this certificate (PEM, with its issuer's) from now on. Raises Violation if it is not this node's."""
         membership = self._own(chain)
         self._keep(chain)
         with self._lock:
@@ -55,30 +55,30 @@ class Credentials:
             self._replaced_at = 0.0
 
     def is_renewed_by(self, chain: bytes) -> bool:
-        """Whether a certificate is valid now, and for longer than the one in use unless that one is not valid yet.
+        """Whether a certificate is valid now, and either outlasts the one in use or replaces one that is not valid yet.
         Raises as `adopt`."""
         found, held, now = self._own(chain), self.membership, self.clock()
         return found.begins <= now and (found.until > held.until or held.begins > now)
 
     def _own(self, chain: bytes) -> CertifiedPeer:
-        """What a certificate of this node says. Raises Violation when it is not this node's."""
+        """The contents of this node's certificate. Raises Violation if it is not this node's."""
         membership = self.trust.membership(chain)
         if membership.peer_id != self.peer_id:
-            raise Violation(f"the certificate is that of {membership.peer_id}, not of this node")
+            raise Violation(f"the certificate belongs to {membership.peer_id}, not to this node")
         return membership
 
     def sign(self, message: bytes) -> bytes:
-        """A signature by this node's libp2p identity."""
+        """A signature with this node's libp2p key."""
         return self._identity.sign(message)
 
     @property
     def renewal_at(self) -> float:
-        """When half of the certificate's life is over, unix seconds; now, if it was made by a clock that was ahead."""
+        """When half of the certificate's life is over, Unix seconds; now, if a clock that was ahead made it."""
         mine, now = self.membership, self.clock()
         return now if mine.begins > now else (mine.begins + mine.until) / 2
 
     def leaf(self) -> tuple[bytes, bytes]:
-        """(private key, the chain from the leaf to the issuer), PEM: the same objects until they are replaced."""
+        """(private key, chain from the leaf to the issuer), PEM; the same objects until they are replaced."""
         now = self.clock()
         with self._lock:
             if now >= self._replaced_at:
@@ -91,33 +91,32 @@ class Credentials:
             return self._leaf
 
     def caller(self, context: AuthContext, *, observers: bool) -> PeerId:
-        """Who is at the other end of a connection that TLS has accepted.
+        """The peer at the remote end of a connection that TLS has accepted.
 
-        Raises Violation: its certificate has expired or was revoked, or does not prove the name that is in it;
-        Declined: it may only observe, and what it asks for is not open to `observers`.
+        Raises Violation if its certificate has expired, was revoked, or does not prove the name in it. Raises Declined
+        if it may only observe, and its request is not open to `observers`.
         """
         names = context.get("x509_subject_alternative_name", ())
         if len(names) != 1 or list(names) != list(context.get("peer_dns", ())):
-            raise Violation("a caller's certificate has one DNS name and no other")
+            raise Violation("a caller's certificate must have one DNS name and no other name")
         peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
         if certificates.expiry(_chain(context)) <= self.clock():
-            raise Violation("the caller's certificate has expired: it has to be renewed")
+            raise Violation("the caller's certificate has expired: it must be renewed")
         if not certificates.is_signed_by(peer, context["x509_pem_cert"][0]):
-            raise Violation("the peer that the caller's certificate names has not signed it")
+            raise Violation("the caller's certificate is not signed by the peer that it names")
         if self.refuses(context):
             raise Violation("the caller was revoked")
         if role == "observer" and not observers:
-            raise Declined("an observer may not ask for this: join with an invitation as a node")
+            raise Declined("an observer may not request this: join as a node, with an invitation")
         return peer
 
     def refuses(self, context: AuthContext) -> bool:
-        """Whether the peer at the other end, or its issuer, is revoked. Raises Violation: its certificates cannot be
-        read."""
+        """Whether the peer at the remote end, or its issuer, is revoked. Raises Violation as `certificates.read`."""
         return self.revoked.names(*certificates.read(_chain(context))[1])
 
 
 def _chain(context: AuthContext) -> bytes:
     shown = *context.get("x509_pem_cert", ()), *context.get("x509_pem_cert_chain", ())
     if sum(map(len, shown)) > _SHOWN_LIMIT_BYTES:
-        raise Violation("the caller shows more certificates than anybody has")
+        raise Violation("the caller presents more certificates than any peer has")
     return b"".join(shown)

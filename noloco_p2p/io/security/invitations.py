@@ -1,4 +1,4 @@
-"""Invitations to a members-only run, which are part of a join address, and the record of who has used them."""
+"""Invitations to a members-only run, which are part of a join address, and an issuer's record of who has used them."""
 
 import contextlib
 import json
@@ -20,33 +20,33 @@ MOST_USES = 10_000
 NO_STAGE = 255
 ANOTHER = "ask for another one (noloco invite)"
 _FORM = struct.Struct(">16s8sIHB")
-"""The first half of the run id, a number drawn at random, unix seconds of its end, uses, stage."""
+"""The first half of the run id, a random number, expiry in Unix seconds, uses, stage."""
 _CONTEXT = b"noloco invitation 1\x00"
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The root's signed permission that so many peers may become members until a certain time."""
+    """The root's signed permission for up to `uses` peers to become members `until` a certain time (Unix seconds)."""
 
     run: bytes
     number: bytes
     until: int
     uses: int
     stage: int | None
-    """The stage that the newcomers are to hold; none: the neediest."""
+    """The stage that newcomers are to hold; None lets them take the neediest one."""
     signature: bytes
 
     @classmethod
     def signed(
         cls, root: Ed25519PrivateKey, run_id: str, *, uses: int, until: float, stage: int | None
     ) -> "Invitation":
-        """A new one."""
+        """Make an invitation; `until` is in Unix seconds."""
         unsigned = cls(bytes.fromhex(run_id)[:16], secrets.token_bytes(8), int(until), uses, stage, b"")
         return replace(unsigned, signature=root.sign(_CONTEXT + unsigned._packed()))
 
     @classmethod
     def parse(cls, text: str) -> "Invitation":
-        """Raises ConfigError: mistyped, or cut off."""
+        """Parse the text of an invitation. Raises ConfigError if it is mistyped or cut off."""
         with contextlib.suppress(ValueError):
             data = base58.b58decode(text)
             if len(data) == _FORM.size + 64:
@@ -56,15 +56,15 @@ class Invitation:
 
     @property
     def text(self) -> str:
-        """About 130 letters and digits."""
+        """The invitation as about 130 letters and digits (base58)."""
         return base58.b58encode(self._packed() + self.signature).decode("ascii")
 
     def check(self, trust: RunTrust, now: float) -> None:
-        """Raises Declined, in one line, if it admits nobody to this run at this time (unix seconds)."""
+        """Raises Declined, with one line of text, unless the invitation admits to this run at `now` (Unix seconds)."""
         if self.run != bytes.fromhex(trust.run_id)[:16]:
-            raise Declined(f"the invitation is to another run: {ANOTHER}")
+            raise Declined(f"the invitation is for another run: {ANOTHER}")
         if not trust.has_signed(_CONTEXT + self._packed(), self.signature):
-            raise Declined(f"the invitation was changed, or not made by this run's root: {ANOTHER}")
+            raise Declined(f"the invitation was altered, or not made by this run's root: {ANOTHER}")
         if now >= self.until:
             ended = datetime.fromtimestamp(self.until, UTC)
             raise Declined(f"the invitation has expired ({ended:%Y-%m-%d %H:%M} UTC): {ANOTHER}")
@@ -75,13 +75,13 @@ class Invitation:
 
 
 class UseBook:
-    """Which peers have used which invitations at this issuer. The file is on disk before anybody is admitted."""
+    """Records which peers have used which invitations at this issuer. A use is on disk before its peer is admitted."""
 
     def __init__(self, path: Path) -> None:
-        """Raises LocalError if the file exists and cannot be read: without it uses would be counted from zero."""
+        """Read the file. Raises LocalError if that fails: without it, uses would count from zero again."""
         self._path = path
         self._used: dict[str, tuple[int, list[PeerId]]] = {}
-        """For each invitation's number, when it expires, and who has used it."""
+        """Number of an invitation → when it expires, and which peers have used it."""
         try:
             found = json.loads(path.read_bytes())
             self._used = {number: (int(until), list(map(str, peers))) for number, (until, peers) in found.items()}
@@ -91,7 +91,8 @@ class UseBook:
             raise LocalError(f"{path}, the book of invitations, cannot be read: {error}") from error
 
     def use(self, invitation: Invitation, peer: PeerId, now: float) -> None:
-        """Record that the peer is admitted; the same peer again costs no use. Raises Declined: used up; LocalError."""
+        """Record that a peer is admitted. The same peer again costs no further use. Raises Declined if the invitation
+        is used up, LocalError if the file cannot be written."""
         number = invitation.number.hex()
         peers = self._used.get(number, (0, []))[1]
         if peer in peers:

@@ -1,8 +1,8 @@
-"""Who no longer belongs to a run: a list that its root signs, and how it reaches every node.
+"""The list of peers that no longer belong to a run: the run's root signs it, and every node passes it on.
 
-Adverts say which list a node has. A node that sees a newer one than its own asks that node for it over libp2p, as a
-newcomer asks those that it joins. A list's number is the time at which it was made; an older list never replaces a
-newer one.
+Adverts contain the number of a node's list. A node that sees a higher number than its own asks that node for its list
+over libp2p, in the same way as a newcomer asks the node that it joins. A list's number is the time at which it was
+made; an older list never replaces a newer one.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from noloco_p2p.io.durable_files import write_whole
 from noloco_p2p.io.security.certificates import RunTrust
 
 MOST = 1024
-"""Most peers on a list. Beyond that the first are left out: nobody renewed their certificates, so these expired."""
+"""Most peers on a list. Beyond that, the first are dropped: unrenewed, their certificates have probably expired."""
 LOOK_S = 5.0
-"""Time between two checks of the file, and of what others have, seconds."""
+"""Time between two checks of the file and of other nodes' lists, seconds."""
 ASKED = 3
 """How many of the peers with a newer list are asked at each check."""
 CALL, CALL_TIMEOUT_S = "noloco/revoked/1", 5.0
 _FORM = struct.Struct(">16sQ")
-"""The first half of the run id, and the number; then come the public keys of the peers, and a signature of 64 bytes."""
+"""The first half of the run id, and the number. The peers' public keys and a 64-byte signature follow."""
 _KEY_BYTES = 32
 _CONTEXT = b"noloco revocations 1\x00"
 
@@ -44,25 +44,25 @@ class DenyList:
     """The root's signed statement that these peers do not belong to the run."""
 
     number: int = 0
-    """Unix seconds when it was made, or more, so that a later list always has a greater number."""
+    """When the list was made, in Unix seconds, or more if needed for a later list to have a greater number."""
     peers: tuple[PeerId, ...] = ()
     """In the order in which they were revoked."""
     signed: bytes = b""
-    """What travels and is stored; it contains the other two."""
+    """The signed form that is sent and stored; it contains the other two."""
 
     @classmethod
     def make(cls, root: Ed25519PrivateKey, run_id: str, number: int, peers: Sequence[PeerId]) -> "DenyList":
-        """A new one. Raises ConfigError: a name that is no peer id."""
+        """Make and sign a list. Raises ConfigError if one of `peers` is not a peer id."""
         kept = tuple(dict.fromkeys(peers))[-MOST:]
         keys = [public_key_of(peer) for peer in kept]
         if None in keys:
-            raise ConfigError(f"{kept[keys.index(None)]} is no peer id: copy it from noloco top --json")
+            raise ConfigError(f"{kept[keys.index(None)]} is not a peer id: copy one from noloco top --json")
         content = _FORM.pack(bytes.fromhex(run_id)[:16], number) + b"".join(key for key in keys if key)
         return cls(number, kept, content + root.sign(_CONTEXT + content))
 
     @classmethod
     def read(cls, data: bytes, trust: RunTrust) -> "DenyList":
-        """Raises Violation unless this run's root has signed it."""
+        """Parse a signed list. Raises Violation unless this run's root has signed it."""
         content, signature = data[:-64], data[-64:]
         keys = content[_FORM.size :]
         try:
@@ -78,35 +78,36 @@ class DenyList:
 
 
 class Revocations:
-    """The newest list that this node has seen, which is kept in a file."""
+    """The newest list that this node has seen, also kept in a file."""
 
     def __init__(self, trust: RunTrust, path: Path | None = None) -> None:
-        """Reads the file. Raises LocalError if it is damaged: without it revoked peers would be believed again."""
+        """Read the file. Raises LocalError if it is damaged: without it, revoked peers would be trusted again."""
         self._trust, self._path = trust, path
         self._held, self._peers = DenyList(), frozenset[PeerId]()
         self._is_stored = True
-        """Nothing adopted is still to be written."""
+        """Whether the adopted list has been written to the file."""
         self._listeners: list[Callable[[], object]] = []
         try:
             self.look()
         except Violation as error:
-            raise LocalError(f"{path}: {error}; remove the file, and the node asks others for theirs") from error
+            raise LocalError(f"{path}: {error}; remove the file, and the node will ask others for theirs") from error
 
     @property
     def held(self) -> DenyList:
-        """The list; the empty one has the number 0."""
+        """The current list; number 0 is the empty list."""
         return self._held
 
     def names(self, *peers: PeerId) -> bool:
-        """Whether one of these is revoked."""
+        """Whether any of these peers is revoked."""
         return not self._peers.isdisjoint(peers)
 
     def listen(self, changed: Callable[[], object]) -> None:
-        """From now on `changed` is called whenever a newer list is adopted."""
+        """Call `changed` whenever a newer list is adopted from now on."""
         self._listeners.append(changed)
 
     def look(self) -> None:
-        """Adopt what `noloco revoke` has written, or write what could not be written. Raises Violation, LocalError."""
+        """Adopt a list that `noloco revoke` has written to the file, and write an adopted list that could not be
+        written before. Raises Violation, LocalError."""
         try:
             data = self._path.read_bytes() if self._path is not None else b""
         except FileNotFoundError:
@@ -118,8 +119,8 @@ class Revocations:
         self._store()
 
     def adopt(self, data: bytes) -> bool:
-        """Adopt a list if it is newer. Raises Violation: it is not the root's; LocalError: it could not be written, and
-        holds in this process only."""
+        """Adopt a list if it is newer; returns whether it is. Raises Violation if the root has not signed it,
+        LocalError if it cannot be written, in which case it is in force in this process only."""
         found = DenyList.read(data, self._trust)
         if (found.number, found.signed) <= (self._held.number, self._held.signed):
             return False
@@ -140,7 +141,7 @@ class Revocations:
 
 
 async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
-    """Give the list to everybody that asks. Once per `libp2p`."""
+    """Send the list to every peer that asks. To be called once per `libp2p`."""
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         return revocations.held.signed
@@ -149,7 +150,7 @@ async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
 
 
 async def ask(libp2p: Libp2pDaemon, revocations: Revocations, others: Sequence[JoinAddress]) -> None:
-    """Ask these peers for their lists, until one has a newer one. Raises LocalError."""
+    """Ask these peers for their lists, until one of them has a newer one. Raises LocalError."""
     for address in others:
         with suppress(PeerError, ConfigError):
             await libp2p.dial(address)
@@ -167,12 +168,12 @@ async def keep(
 ) -> None:
     """Keep looking for newer lists, in the file and at the peers that are `ahead`.
 
-    Ends only with a LocalError: one of `mine`, on whom the certificate of this node rests, is revoked.
+    Ends only with a LocalError, when one of `mine`, the peers that this node's certificate depends on, is revoked.
     """
     while True:
         if revocations.names(*mine()):
-            raise LocalError("this node, or the one that has admitted it, was revoked: ask for a new invitation")
-        # The disk may be full, and the daemon dead until it is started again.
+            raise LocalError("this node, or the node that admitted it, was revoked: ask for a new invitation")
+        # The disk may be full, or the daemon dead until it is restarted.
         try:
             revocations.look()
         except (Violation, LocalError) as error:

@@ -1,7 +1,7 @@
-"""What is counted of a node's events: once, for /metrics, /status, `summary.json` and the journal alike.
+"""Counts a node's events, once for all of /metrics, /status, `summary.json` and the journal.
 
-`TALLIES` and `LAST_VALUES` are the table of what is counted of which event; losses, states and points in time are
-attributes of `RunCounters`. Losses are nats per token.
+The tables `TALLIES` and `LAST_VALUES` say what is counted for each kind of event. Losses, states and points in time are
+attributes of `RunCounters`. Losses are in nats per token.
 """
 
 import math
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_LABELS = 24
-"""Values of a tally's labels that are told apart; further ones are counted as `other`: peers may have chosen them."""
+"""Most label values of a tally counted separately; the rest count as `other`, because peers may choose them."""
 LABEL_CHARACTERS = 40
 FINAL_STEPS = 10
-"""Inner steps whose loss is the run's final loss."""
+"""The final loss of a run is the mean over this many last inner steps."""
 WINDOW_S = 10.0
-"""Seconds that a rate is measured over, unless its amounts come in lumps further apart."""
+"""Seconds over which a rate is measured, unless its amounts come in lumps that are further apart."""
 MARK_S = 1.0
-"""Seconds from one mark of a rate to the next."""
+"""Shortest time between two marks of a rate, seconds."""
 SILENT_GAPS = 3.0
-"""A rate is 0 once nothing has come for this many times the seconds between two lumps, and for WINDOW_S."""
+"""A rate drops to 0 when nothing has been added for WINDOW_S and for this many times the gap between two lumps."""
 
 Fields = Mapping[str, Any]
 Labels = tuple[str, ...]
@@ -30,21 +30,21 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """A sum over the events of a kind, by the values of some of their fields."""
+    """A sum over the events of one kind, broken down by the values of some of their fields."""
 
     event: str
     name: str
     labels: Labels
-    """Fields of the event. An event that lacks one of them, or the amount, does not count here."""
+    """Fields of the event to break down by. An event without one of them, or without the amount, does not count."""
     amount: str | None
-    """Field that is added up; None counts the events."""
+    """The field to add up; None counts events."""
     help: str | None = None
-    """What the metric `noloco_<name>_total` is; None: there is none."""
+    """Help text of the metric `noloco_<name>_total`; None if there is no such metric."""
     journal: str | None = None
-    """Name in the journal's lines of progress; None: not there, or not by label."""
+    """Name in the journal's lines of progress; None if it is not there, or not by label."""
 
     def addition(self, fields: Fields) -> tuple[Labels, float] | None:
-        """What an event with these fields adds: to the sum of which labels, and how much. None: nothing."""
+        """Label values and the amount that an event with these fields adds to their sum; None if it adds nothing."""
         amount = 1 if self.amount is None else fields.get(self.amount)
         labels = [fields.get(name) for name in self.labels]
         if amount is None or None in labels:
@@ -54,16 +54,16 @@ class Tally:
 
 TALLIES = (
     Tally("inner_step", "inner_steps", (), None, "Optimizer steps taken."),
-    Tally("inner_step", "tokens", (), "tokens", "Targets whose loss this node's gradients came from."),
+    Tally("inner_step", "tokens", (), "tokens", "Target tokens behind this node's gradients."),
     Tally("inner_step", "device_seconds", (), "busy_s", "Seconds that the device worked for inner steps."),
-    Tally("outer_round", "outer_rounds", ("result",), None, "Outer rounds by what was merged.", "rounds"),
+    Tally("outer_round", "outer_rounds", ("result",), None, "Outer rounds, by what was merged.", "rounds"),
     Tally("outer_round", "pulled_bytes", (), "bytes", "Bytes of the snapshots that outer rounds merged."),
-    Tally("microbatch", "microbatches", ("result",), None, "Microbatches by how they ended here.", "microbatches"),
+    Tally("microbatch", "microbatches", ("result",), None, "Microbatches, by how they ended here.", "microbatches"),
     Tally("microbatch", "dropped", ("reason",), None, "Microbatches dropped, by reason.", "dropped"),
     Tally("reroute", "rerouted", ("reason",), None, "Microbatches re-routed to another replica.", "rerouted"),
-    Tally("distrusted", "distrusted", ("result",), None, "What peers sent and was not taken as it was.", "distrusted"),
+    Tally("distrusted", "distrusted", ("result",), None, "Suspicious data from peers, by outcome.", "distrusted"),
     Tally("busy", "busy_replies", ("direction",), None, "Busy answers sent (in) and received (out).", "busy"),
-    Tally("idle", "idle_seconds", ("cause",), "seconds", "Seconds that the device waited.", "idle_s"),
+    Tally("idle", "idle_seconds", ("cause",), "seconds", "Seconds that the device was idle, by cause.", "idle_s"),
     Tally("bytes", "bytes", ("direction", "kind"), "bytes", "Bytes received and sent.", "bytes"),
     Tally("span", "phase_seconds", ("name",), "seconds", None, "phase_s"),
     Tally("membership", "peers_joined", (), "joined", "Nodes that entered this node's view of the swarm."),
@@ -76,7 +76,7 @@ TALLIES = (
 
 @dataclass(frozen=True, slots=True)
 class LastValue:
-    """The newest value of a field of a kind of event: the gauge `noloco_<name>`, 0 before the first."""
+    """The most recent value of a field of one kind of event: the gauge `noloco_<name>`, 0 before the first event."""
 
     event: str
     name: str
@@ -90,16 +90,16 @@ LAST_VALUES = (
     LastValue("inner_step", "learning_rate", "learning_rate", "Learning rate of the last inner step."),
     LastValue("inner_step", "grad_norm", "grad_norm", "L2 norm of this stage's gradient before clipping."),
     LastValue("evaluation", "validation_loss", "loss", "Nats per token of the last evaluation."),
-    LastValue("outer_round", "outer_rounds_alone", "alone", "Latest outer rounds in a row that ended alone."),
+    LastValue("outer_round", "outer_rounds_alone", "alone", "Most recent consecutive outer rounds that ended alone."),
     LastValue(
         "replica_std", "replica_std", "value", "Standard deviation of the weights between replicas of this stage."
     ),
     LastValue("gauge", "parameters", "parameters", "Parameters of the stage that this node holds."),
-    LastValue("gauge", "in_flight", "in_flight", "Microbatches admitted here (later stages) that have not ended."),
+    LastValue("gauge", "in_flight", "in_flight", "Microbatches admitted here (at a later stage) and not yet ended."),
     LastValue("gauge", "waiting", "waiting", "Microbatches waiting to be admitted."),
     LastValue("line", "upload_bytes_per_second", "up_bytes_per_s", "Upload rate, measured on bodies."),
     LastValue("line", "download_bytes_per_second", "down_bytes_per_s", "Download rate, measured on bodies."),
-    LastValue("line", "round_trip_seconds", "round_trip_s", "Round trip of a short question, median over the peers."),
+    LastValue("line", "round_trip_seconds", "round_trip_s", "Round trip of a short request, median over the peers."),
     LastValue("lag", "event_loop_lag_seconds", "seconds", "Delay of the event loop at its last timer."),
     LastValue("checkpoint", "checkpoint_round", "round", "Outer round of the last checkpoint."),
     LastValue("checkpoint", "checkpoint_duration_seconds", "seconds", "How long the last checkpoint took to write."),
@@ -111,7 +111,7 @@ EVENTS = {
     each.event: ([t for t in TALLIES if t.event == each.event], [v for v in LAST_VALUES if v.event == each.event])
     for each in (*TALLIES, *LAST_VALUES)
 }
-"""Kind of event → what is counted of it."""
+"""Kind of event → what is counted for it."""
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "outer_rounds": ("partner", "stale", "other", "all", "some", "alone"),
@@ -122,27 +122,27 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "busy_replies": ("in", "out"),
     "idle_seconds": ("gradients", "microbatches", "partner"),
 }
-"""Tallies with one label → values of it that always have a place, whatever else is counted."""
+"""Tally with one label → values of that label that are always counted separately, whatever else is counted."""
 
 
 class RateMeter:
-    """An amount per second, from lump to lump: an inner step of 30 s does not make it jump between 0 and thousands."""
+    """An amount per second, measured from lump to lump, so that inner steps of 30 s do not make it jump."""
 
     def __init__(self) -> None:
         self._total = 0.0
         self._last_at = -math.inf
         self._marks: deque[tuple[float, float]] = deque(maxlen=1 + round(WINDOW_S / MARK_S))
-        """(when, total by then), MARK_S apart or more."""
+        """(time, total by then), at least MARK_S apart."""
 
     def add(self, now: float, amount: float) -> None:
-        """Add an amount that has come at `now`, seconds."""
+        """Add an amount at time `now`, seconds."""
         self._total += amount
         self._last_at = now
         if not self._marks or now - self._marks[-1][0] >= MARK_S:
             self._marks.append((now, self._total))
 
     def per_s(self, now: float) -> float:
-        """Over the last ten seconds, or since the last lump but one when that was before them."""
+        """The rate over the last WINDOW_S seconds, or since the last lump but one if that is longer ago."""
         earlier = [mark for mark in self._marks if mark[0] < self._last_at]
         if not earlier:
             return 0.0
@@ -155,52 +155,52 @@ class RateMeter:
 
 
 class RunCounters:
-    """All that is counted of one node. Whoever reads it holds `lock`.
+    """Everything counted for one node. Readers must hold `lock`.
 
-    Points in time (`…_at`, `…_since`) are Unix seconds where not said to be of the monotonic clock.
+    Points in time (`…_at`, `…_since`) are Unix seconds unless they are said to be monotonic.
     """
 
     def __init__(self, stages: int) -> None:
         self.lock = threading.RLock()
         self.stages = range(stages)
         self.sums: dict[str, dict[Labels, float]] = {tally.name: {} for tally in TALLIES}
-        """Tally → values of its labels → sum."""
+        """Tally → label values → sum."""
         self.created_at: dict[tuple[str, Labels], float] = {}
-        """(tally, values of its labels) → when the first amount came."""
+        """(tally, label values) → when the first amount was added."""
         self.latest: dict[str, float] = {}
-        """By the names of LAST_VALUES."""
+        """Name of a LastValue → its value."""
         self.rates = {"tokens": RateMeter(), "bytes": RateMeter()}
         """Tally → amounts per second."""
         self.began_at = time.monotonic()
         """Monotonic."""
         self._wall_ahead_s = time.time() - self.began_at
         self.beat_at: float | None = None
-        """Monotonic: when the event loop came to its heartbeat last."""
+        """Monotonic: when the event loop last ran its heartbeat."""
         self.largest_lag_s = 0.0
         self.state = ""
         self.stage: int | None = None
         self.training_at: float | None = None
-        """When the state became `training` for the first time; as `last_step_at` by the wall clock of the beginning, so
-        that what lies between them is right even if the clock has been set since."""
+        """When the state first became `training`. Like `last_step_at`, this uses the wall clock of the process's start,
+        so that the time between them is right even if the clock has been set since."""
         self.last_step_at: float | None = None
         """When the last inner step ended."""
         self.first_loss: float | None = None
-        """Of the first inner step that had tokens."""
+        """Loss of the first inner step that had tokens."""
         self.loss_sum = self.loss_tokens = 0.0
-        """Over all inner steps but those whose loss is not finite."""
+        """Sums over all inner steps with a finite loss."""
         self.last_losses: deque[tuple[float, float]] = deque(maxlen=FINAL_STEPS)
         """(loss sum, tokens) of the last inner steps."""
         self.resumed: dict[str, object] | None = None
-        """Where this process last had its weights from: source, round, step and peer."""
+        """Where this process last took its weights from: source, round, step and peer."""
         self.members: Mapping[tuple[int, str], int] | None = None
-        """Nodes of the swarm by stage and state; None before the first look."""
+        """(stage, state) → number of nodes; None before the first reading of the membership."""
         self.deserted_since: dict[int, float] = {}
         """Stage that nobody serves → since when. Monotonic."""
         self.guarded_rounds: dict[int, float] = {}
-        """Another stage → outer round of its snapshot that is held for it."""
+        """Guarded stage → outer round of the snapshot held for it."""
 
     def count(self, kind: str, fields: Fields) -> None:
-        """Take an event (`ports.Telemetry.event`). Raises for malformed fields, and then has added nothing of it."""
+        """Count an event (`ports.Telemetry.event`). Raises for malformed fields, and then adds nothing of it."""
         with self.lock:
             fields = self._with_derived(kind, fields)
             tallies, last_values = EVENTS.get(kind, ((), ()))
@@ -212,11 +212,11 @@ class RunCounters:
                 self._add(tally, labels, amount)
 
     def total(self, name: str) -> Any:
-        """Sum of a tally over all its labels; whole where its amounts are."""
+        """Sum of a tally over all its labels; an integer if its amounts are."""
         return sum(self.sums[name].values())
 
     def by_label(self, name: str, labels: int | None = None) -> dict[str, Any]:
-        """Sums of a tally by the values of its first labels (None: all), with a space between them."""
+        """Sums of a tally by its first `labels` label values (all if None), joined by spaces."""
         found: dict[str, float] = {}
         for values, amount in self.sums[name].items():
             key = " ".join(values[:labels])
@@ -225,12 +225,12 @@ class RunCounters:
 
     @property
     def final_loss(self) -> float | None:
-        """That of the last FINAL_STEPS inner steps; None before the first."""
+        """Mean loss of the last FINAL_STEPS inner steps, nats per token; None before the first."""
         tokens = sum(tokens for _, tokens in self.last_losses)
         return sum(loss for loss, _ in self.last_losses) / tokens if tokens else None
 
     def _with_derived(self, kind: str, fields: Fields) -> Fields:
-        """The fields by which the event is counted, where they are not those that it comes with."""
+        """The fields by which an event is counted, some of them derived from those it comes with."""
         match kind:
             case "gauge":
                 return {str(fields["name"]): fields["value"]}
@@ -287,12 +287,12 @@ class RunCounters:
 
 
 def known_labels(tally: str) -> list[Labels]:
-    """Values of a tally's labels that always have a place."""
+    """Label values of a tally that are always counted separately."""
     return [(value,) for value in KNOWN.get(tally, ())]
 
 
 def number(value: object) -> float:
-    """The value. Raises TypeError when it is not a number."""
+    """The value. Raises TypeError if it is not a number."""
     if isinstance(value, int | float):
         return value
     raise TypeError(f"{value!r} is not a number")

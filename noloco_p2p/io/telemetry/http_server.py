@@ -1,8 +1,8 @@
-"""What a node says over HTTP (/metrics, /sd, /health, /status), and the small server that answers with it.
+"""A node's pages over HTTP (/metrics, /sd, /health, /status), and the small server that serves them.
 
-It runs in threads of its own: it answers while the event loop of the node is stuck. One request a connection, a bounded
-number of them at once, each for a bounded time: a slow client holds a thread for DEADLINE_S at most, and loses it
-sooner when others come.
+The server runs in its own threads, so it answers even while the node's event loop is stuck. A connection carries one
+request. The number of requests in progress and the time for each are bounded: a slow client holds a thread for
+DEADLINE_S at most, and loses it sooner if others need it.
 """
 
 import contextlib
@@ -34,28 +34,28 @@ from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH, targets
 
 REQUESTS_LIMIT = 16
-"""Requests at once; for one more the oldest of the host that has the most is cut off."""
+"""Most requests in progress. To accept one more, the oldest request of the host that has the most is cut off."""
 DEADLINE_S = 10.0
-"""Longest life of a request, from its connection to the last byte of the answer."""
+"""Longest life of a request, from its connection to the last byte of the answer, seconds."""
 SILENCE_S = 5.0
-"""Longest wait for the next bytes of a client."""
+"""Longest wait for the next bytes from a client, seconds."""
 POLL_S = 0.25
-"""How often the server looks for requests past their deadline, and whether it is to close."""
+"""Time between two checks for requests past their deadline and for a request to shut down, seconds."""
 CPU_SHARE = 0.1
-"""Most of a core that the requests of one host take in the long run: the next one waits until the last are paid for."""
+"""Most of a core that one host's requests take in the long run: each waits until earlier ones are paid for."""
 FREED_S = 0.1
-"""Wait for the thread of a request that was cut off."""
+"""Longest wait for a cut-off request to give up its place, seconds."""
 SMALLEST_GZIP_BYTES = 1_024
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
-STARTING = "starting: this node is meeting the others and reading what it needs"
-"""Its health before there is a node that could be asked."""
+STARTING = "starting: this node is connecting to the others and loading its data"
+"""The health of a process whose node does not exist yet."""
 HELP = """\
 /metrics  for Prometheus
 /sd       all nodes that this one knows, for Prometheus' HTTP service discovery
 /health   ok, or 503 with the reason
-/status   what this node does and waits for, as JSON
+/status   what this node is doing and waiting for, as JSON
 """
 
 logger = logging.getLogger("noloco_p2p")
@@ -63,7 +63,7 @@ logger = logging.getLogger("noloco_p2p")
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """What a page answers."""
+    """The response of a page."""
 
     body: bytes
     content_type: str = TEXT
@@ -73,17 +73,17 @@ class HttpResponse:
 
 
 Health = Callable[[], tuple[Status | None, str | None]]
-"""The node's status, None before there is one, and what is wrong in one line, None when nothing is."""
+"""Returns the node's status, None before the node exists, and in one line what is wrong, None if nothing is."""
 ADDRESS = re.compile(r"\S*(?:/(?:ip|dns)[46]?/|\d+\.\d+\.\d+\.\d+|[\w.\]-]+:\d)\S*")
-"""A word with an address in it, or with a host and a port."""
+"""Matches a word that contains an address, or a host and a port."""
 Page = Callable[[str, str], HttpResponse]
-"""(query, header `Accept`) → response, in a thread of the server. It must not wait for the event loop."""
+"""(query, header `Accept`) → response. Runs in a thread of the server, and must not wait for the event loop."""
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Answers GET and HEAD of the paths of `pages`, with a thread for each request, REQUESTS_LIMIT of them at most.
+    """Answers GET and HEAD for the paths of `pages`, with one thread per request, at most REQUESTS_LIMIT.
 
-    Not `http.server.HTTPServer`, which looks up the name of this machine: that can take long.
+    It does not use `http.server.HTTPServer`, which looks up this machine's name; that can take a long time.
     """
 
     daemon_threads = True
@@ -96,9 +96,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.address_family = addresses[0][0]
         self.pages, self.outside = pages, outside
         self._accepted: dict[Any, tuple[float, str]] = {}
-        """Connection → when it was accepted, and from where, oldest first."""
+        """Connection → when it was accepted, and its host; oldest first."""
         self._paid_at: dict[str, float] = {}
-        """When the next request of each host may be answered."""
+        """Host → when its next request may be answered."""
         self._changed = threading.Condition()
         super().__init__((host, port), _PageHandler)
 
@@ -106,8 +106,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def open(
         cls, host: str, port: int, pages: Mapping[str, Page], outside: Mapping[str, Page] | None = None
     ) -> "HttpServer":
-        """Listen, and answer from now on (port 0 picks one), whoever is at a public address with the pages for
-        `outside`. LocalError when it cannot be opened."""
+        """Listen (port 0 picks a free one) and start answering. Clients at public addresses get the pages of `outside`.
+        Raises LocalError if the port cannot be opened."""
         try:
             server = cls(host, port, pages, pages if outside is None else outside)
         except OSError as error:
@@ -118,13 +118,13 @@ class HttpServer(socketserver.ThreadingTCPServer):
         return server
 
     def close(self) -> None:
-        """Cut off the requests in hand and stop listening (POLL_S at most)."""
+        """Stop listening, and cut off the requests in progress. Takes POLL_S at most."""
         self.shutdown()
         self.server_close()
         self.cut_off(time.monotonic())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give it a thread; the oldest request is cut off when there is none left."""
+        """Start a thread for a request; if there is no room, first cut off the oldest request of the busiest host."""
         with self._changed:
             if not self._has_room():
                 hosts = Counter(host for _, host in self._accepted.values())
@@ -137,7 +137,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer when it is the host's turn, close, and give the place back."""
+        """Answer when the host's turn comes, close the connection, and free the place."""
         host = client_address[0]
         try:
             if _is_cut_off_within(self._paid_at.get(host, 0.0) - time.monotonic(), request):
@@ -153,11 +153,11 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 self._changed.notify_all()
 
     def service_actions(self) -> None:
-        """Between two connections, and every POLL_S: end what takes too long."""
+        """Called after each connection and every POLL_S: cut off requests that take too long."""
         self.cut_off(time.monotonic() - DEADLINE_S)
 
     def cut_off(self, until: float) -> None:
-        """Break the connections that were accepted at that time or before; their threads end by it."""
+        """Shut down the connections accepted at or before `until` (monotonic clock), which ends their threads."""
         with self._changed:
             late = [request for request, (accepted_at, _) in self._accepted.items() if accepted_at <= until]
         for request in late:
@@ -171,19 +171,19 @@ class HttpServer(socketserver.ThreadingTCPServer):
         return len(self._accepted) < REQUESTS_LIMIT
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Log at debug level only: a client that disconnects is not worth reporting."""
         logger.debug("web: a request failed", exc_info=True)
 
 
 class _PageHandler(http.server.BaseHTTPRequestHandler):
-    """One request."""
+    """Handles one request."""
 
     server: HttpServer
     timeout = SILENCE_S
     error_message_format, error_content_type = "%(code)d %(message)s\n", TEXT
 
     def do_GET(self) -> None:
-        """Answer with the page, or 404; HEAD: the same without the body."""
+        """Answer with the page, or 404. For HEAD, leave out the body."""
         response = self._response()
         body = response.body
         self.send_response(response.code)
@@ -205,10 +205,10 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
         where = urlsplit(self.path)
         page = (self.server.outside if _is_public(self.client_address[0]) else self.server.pages).get(where.path)
         if page is None:
-            return HttpResponse(f"404 no such page; there are: {' '.join(self.server.pages)}\n".encode(), code=404)
+            return HttpResponse(f"404 no such page; the pages are: {' '.join(self.server.pages)}\n".encode(), code=404)
         try:
             return page(where.query, self.headers.get("Accept", ""))
-        except Exception as error:  # whoever watches learns of a bug and goes on watching
+        except Exception as error:  # report a bug to the client, and keep the server running
             logger.debug("web: %s failed", where.path, exc_info=True)
             return HttpResponse(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
 
@@ -217,11 +217,11 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
         return "noloco"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a scrape is no news."""
+        """Do nothing: a scrape is not worth logging."""
 
 
 def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
-    """Path → what makes its response."""
+    """The pages that every node has, by path."""
 
     def metrics(query: str, accept: str) -> HttpResponse:
         encoder, content_type = choose_encoder(accept)
@@ -232,7 +232,7 @@ def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
     def discovery(query: str, accept: str) -> HttpResponse:
         status, _ = health()
         if status is None or (status.advert.state == "starting" and not status.seen):
-            return _line(STARTING, 503)  # it would know of itself only: Prometheus keeps the targets that it had
+            return _line(STARTING, 503)  # it only knows itself so far; on an error Prometheus keeps its targets
         return HttpResponse(json.dumps(targets(status), separators=(",", ":")).encode(), JSON)
 
     def health_page(query: str, accept: str) -> HttpResponse:
@@ -255,9 +255,9 @@ def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
 
 
 def without_addresses(health: Health) -> Health:
-    """What is told to outsiders: nobody's addresses, and none in a text."""
+    """The health as shown to outsiders: without any node's addresses, and with those in texts masked."""
 
-    def told() -> tuple[Status | None, str | None]:
+    def masked() -> tuple[Status | None, str | None]:
         status, wrong = health()
         if status is not None:
             seen = tuple(replace(one, advert=_unlocated(one.advert)) for one in status.seen)
@@ -265,7 +265,7 @@ def without_addresses(health: Health) -> Health:
             status = replace(status, advert=_unlocated(status.advert), seen=seen, troubles=troubles)
         return status, wrong and ADDRESS.sub("…", wrong)
 
-    return told
+    return masked
 
 
 def _unlocated(advert: Advert) -> Advert:
@@ -273,7 +273,7 @@ def _unlocated(advert: Advert) -> Advert:
 
 
 def _is_cut_off_within(seconds: float, request: Any) -> bool:
-    """Wait so long, if at all, or until somebody has shut the connection of a request down."""
+    """Wait for up to `seconds`, and return whether the request's connection was shut down meanwhile."""
     poll = select.poll()
     poll.register(request, 0)
     return seconds > 0 and bool(poll.poll(1e3 * seconds))

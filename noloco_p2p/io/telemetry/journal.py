@@ -1,13 +1,16 @@
-"""The journal of a node: what happened to it, as JSON lines in its own directory. `noloco report` reads it.
+"""A node's journal: what happened to it, as JSON lines in its own directory. `noloco report` reads it.
 
-Each line has `event`, `time` (Unix seconds) and `up_s` (seconds since the journal was opened, which no change of the
-clock moves). The first is `start`, the last `end`; between them come the events of WRITTEN, and `progress`: how far the
-node is, and all tallies since its start. So no count is lost with a line.
-A line of progress is written every second at first, then at every thousandth of the process's age: a week has about
-7,400. Of any other kind a burst is written at once and then a few in a period, so that a file stays small however long
-the run; the next line of progress says how many were held back.
-Its files are bounded. DIR/events.jsonl is the newest; when it is full it becomes events.jsonl.1, that .2, … and what
-would be .8 is gone. All together hold at most FILES × FILE_BYTES (32 MiB). Whatever happens to the disk costs lines.
+Each line has `event`, `time` (Unix seconds) and `up_s` (seconds since the journal was opened, unaffected by changes of
+the clock). The first is `start`, the last `end`. Between them are the events of WRITTEN, and `progress` lines: how far
+the node is, and all tallies since its start. So a lost line loses no count.
+
+A progress line is written every second at first, and later whenever the process's age has grown by a thousandth, which
+is about 7,400 lines in a week. Events of any other kind are written in a burst at first and then only a few per period,
+so that the files stay small however long the run is; the next progress line says how many were held back.
+
+The files are bounded. DIR/events.jsonl is the newest. When it is full it becomes events.jsonl.1, that becomes .2, and
+so on; the one that would become .8 is deleted. Together they have at most FILES × FILE_BYTES (32 MiB). Trouble with the
+disk costs lines, and nothing else.
 """
 
 import errno
@@ -28,7 +31,7 @@ from noloco_p2p.io.telemetry.counters import TALLIES, RunCounters
 from noloco_p2p.io.telemetry.log import BackgroundHandler, RepeatLimiter
 
 Clock = Callable[[], float]
-"""Gives seconds."""
+"""Returns seconds."""
 
 WRITTEN: Mapping[str, tuple[str, ...]] = {
     "stage": ("stage",),
@@ -46,40 +49,40 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
     "warning": ("message",),
     "stuck": ("message", "well"),
 }
-"""Events that have lines, with the fields that are written."""
+"""Kinds of events that get lines → the fields that are written."""
 
 ON_CHANGE = {"membership": "counts", "deserted": "stages"}
-"""Events that come again and again; a line is written when the keys, or the values of the first, have changed."""
+"""Recurring kinds of events → the field whose change makes a line: of its keys, or for `membership` of all of it."""
 
 SHORTEST_PERIOD_S = 1.0
 PERIODS = 1_000
-"""Lines of progress in the life of the process so far, at the present rate."""
+"""The time between progress lines is the process's age divided by this, but at least SHORTEST_PERIOD_S."""
 BURST = 40
 PER_PERIOD = 4
-"""Lines of one kind that are written at once, and then in each period."""
+"""Lines of one kind that may be written at once, and after that in each period."""
 QUEUE_LINES = 1_024
-"""Lines that wait for the writing thread; further ones are lost."""
+"""Most lines that wait for the writing thread; any beyond that are lost."""
 MOST_CHARACTERS = 300
-"""Of a text; peers may have written it."""
+"""Most characters of a text, which a peer may have written."""
 MOST_MEMBERS = 256
-"""Entries of a mapping that are written."""
+"""Most entries of a mapping that are written."""
 DIGITS = 6
 NAME = "events.jsonl"
 FILES = 8
 FILE_BYTES = 4 << 20
 RETRY_S = 10.0
-"""After a failure (a full disk, a directory that is gone) lines are lost for this long, then it is tried again."""
+"""How long lines are lost after a failure (a full disk, a removed directory) before the next attempt, seconds."""
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """How many lines of one kind may still be written."""
+    """Limits the lines of one kind: how many may still be written."""
 
     left: float = BURST
     at_s: float = 0.0
 
     def take(self, up_s: float, period_s: float) -> bool:
-        """Whether one more may, at this age of the process."""
+        """Whether one more line may be written when the process is `up_s` old; if so, it is counted."""
         self.left = min(BURST, self.left + PER_PERIOD * (up_s - self.at_s) / period_s)
         self.at_s = up_s
         if self.left < 1:
@@ -89,7 +92,7 @@ class TokenBucket:
 
 
 class Journal:
-    """Turns events into lines and hands them to `write`. From any thread; raises only for malformed fields."""
+    """Turns events into lines and passes them to `write`, from any thread. Raises only for malformed fields."""
 
     def __init__(
         self, write: Callable[[str], None], counters: RunCounters, now: Clock = time.monotonic, wall: Clock = time.time
@@ -102,19 +105,19 @@ class Journal:
         self._began_at = now()
         self._next_s = SHORTEST_PERIOD_S
         self._losses = (0.0, 0.0)
-        """(loss sum, tokens) by the last line of progress."""
+        """(loss sum, tokens) at the last progress line."""
         self._buckets: dict[str, TokenBucket] = {}
         self._held: dict[str, int] = {}
         self._shown: dict[str, object] = {}
         self._limiter = RepeatLimiter(now=now)
 
     def start(self, **fields: object) -> None:
-        """The first line: who this is."""
+        """Write the first line, whose `fields` say which node this is."""
         with self._counters.lock:
             self._line("start", fields, self._now())
 
     def note(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Something has happened (`ports.Telemetry.event`), and `counters` has counted it."""
+        """Note an event (`ports.Telemetry.event`) that `counters` has already counted."""
         with self._counters.lock:
             if self._ended:
                 return
@@ -125,7 +128,7 @@ class Journal:
                 self._progress(now)
 
     def end(self) -> None:
-        """The last lines: progress up to now, and that the process ended in order. What comes later is left out."""
+        """Write the last lines: progress so far, and that the process ended cleanly. Later events are ignored."""
         with self._counters.lock:
             self._ended = True
             now = self._now()
@@ -133,7 +136,7 @@ class Journal:
             self._line("end", {}, now)
 
     def _event(self, kind: str, fields: dict[str, object], now: float) -> None:
-        """A line, unless it says what the one before said, or too many of its kind have come."""
+        """Write a line, unless it repeats the one before, or there have been too many of its kind."""
         state = fields.get(ON_CHANGE.get(kind, ""))
         if isinstance(state, Mapping):
             shown = dict(state) if kind == "membership" else set(state)
@@ -173,30 +176,30 @@ class Journal:
 
 
 class FileJournal(Journal):
-    """The journal of a node's directory. `open` begins it; nothing of it waits for the disk or raises because of it."""
+    """The journal in a node's directory, begun by `open`. It never waits for the disk or raises because of it."""
 
     def __init__(self, directory: Path, counters: RunCounters) -> None:
         self._background = BackgroundHandler(EventFiles(directory), QUEUE_LINES, "journal")
         super().__init__(lambda line: self._background.emit(logging.makeLogRecord({"msg": line})), counters)
 
     def open(self, **fields: object) -> None:
-        """Begin: `fields` say who this is."""
+        """Begin the journal; `fields` say which node this is."""
         self._background.start()
         self.start(**fields)
 
     def close(self) -> None:
-        """Write the last lines."""
+        """Write the last lines, and stop the writing thread."""
         self.end()
         self._background.stop()
 
 
 def period_s(up_s: float) -> float:
-    """Seconds from one line of progress to the next in a process of this age."""
+    """Seconds from one progress line to the next in a process that is `up_s` old."""
     return max(SHORTEST_PERIOD_S, up_s / PERIODS)
 
 
 def _bounded(value: object) -> object:
-    """The value, JSON-ready and bounded; null for a number that JSON does not have."""
+    """The value, JSON-ready and bounded; None for a number that JSON cannot represent."""
     if isinstance(value, bool | int) or value is None:
         return value
     if isinstance(value, float):
@@ -211,7 +214,7 @@ def _bounded(value: object) -> object:
 
 
 def _rounded(value: float) -> float | None:
-    """Six digits after the point, or six significant ones below 1; whole numbers exactly."""
+    """The value rounded to six decimals, or to six significant digits below 1; whole numbers exactly."""
     if not math.isfinite(value):
         return None
     if value.is_integer():
@@ -220,9 +223,9 @@ def _rounded(value: float) -> float | None:
 
 
 class EventFiles(logging.handlers.RotatingFileHandler):
-    """Appends lines, each in one `write` of the system: a process that is killed loses none that it had written.
+    """Appends lines, each with one `write` system call, so that a process that is killed loses none it had written.
 
-    Used by one thread. It has no lock: at the end of the process `logging` would wait for it while a disk hangs.
+    Used by one thread only. It has no lock, because `logging` would wait for that at exit while a disk hangs.
     """
 
     def __init__(
@@ -233,37 +236,38 @@ class EventFiles(logging.handlers.RotatingFileHandler):
         self._retry_at = -math.inf
 
     def write(self, line: str) -> None:
-        """Append a line, given without its end and shorter than a file; it is lost while nothing can be written."""
+        """Append a line (without its newline, and shorter than a file). It is lost if nothing can be written."""
         self.emit(logging.makeLogRecord({"msg": line}))
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `write`."""
         if self._now() >= self._retry_at:
             if self.stream is not None and not os.path.exists(self.baseFilename):
-                self.close()  # the directory was removed, and may be there again
+                self.close()  # the directory was removed, and may have been created again
             super().emit(record)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Never for what is no regular file, which has no position that Python 3.13 could ask for."""
+        """Never roll over anything but a regular file: only that has the position that Python 3.13 asks for."""
         return os.path.isfile(self.baseFilename) and bool(super().shouldRollover(record))
 
     def createLock(self) -> None:  # noqa: N802
-        """One that is no lock, see above."""
+        """Set a lock that does nothing; see the class."""
         self.lock = _NoLock()  # type: ignore[assignment]
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Write nothing for a while; what is opened then may end within a line, see `_open`."""
+        """Write nothing for a while. The file may then end in the middle of a line; see `_open`."""
         self._retry_at = self._now() + RETRY_S
         self.close()
 
     def _open(self) -> io.TextIOWrapper:
-        # Open for reading too: for the last byte, and because a pipe that is opened to write only waits for a reader.
+        # Open for reading, too: to look at the last byte, and because opening a pipe for writing only waits for a
+        # reader.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         file = _WholeWrites(os.open(self.baseFilename, flags, 0o666), "w")
         try:
             size = os.fstat(file.fileno()).st_size
             if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                file.write(b"\n")  # the process was killed, or the disk was full, within the last line
+                file.write(b"\n")  # the process was killed, or the disk was full, in the middle of the last line
         except OSError:
             file.close()
             raise
@@ -271,14 +275,14 @@ class EventFiles(logging.handlers.RotatingFileHandler):
 
 
 class _NoLock(nullcontext[None]):
-    """False: `logging` does not take it. From Python 3.13 on it enters it all the same."""
+    """A lock that does nothing. It is false, so `logging` does not acquire it; Python 3.13 enters it anyway."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class _WholeWrites(io.FileIO):
-    """A file that is full within a line raises, as it does before one: what is written later needs a new line."""
+    """Raises if the disk fills up within a line, just as before one, so that the next write starts a new line."""
 
     def write(self, data: Any, /) -> int:
         """See `io.RawIOBase`."""
@@ -289,6 +293,6 @@ class _WholeWrites(io.FileIO):
 
 
 def oldest_first(directory: Path) -> list[Path]:
-    """The files of a directory, in the order in which they were written."""
+    """The journal files in a directory, oldest first."""
     found = [directory / NAME, *(directory / f"{NAME}.{number}" for number in range(1, FILES))]
     return [path for path in reversed(found) if path.is_file()]

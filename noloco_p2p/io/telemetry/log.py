@@ -1,7 +1,7 @@
-"""What the log says of a node's events, and how its lines get out, for people or for machines.
+"""The log: turns a node's events into lines, as text or as JSON, and writes them.
 
-They are written by a thread of their own: a full pipe costs lines, never time. An event of which nobody says or counts
-anything is logged at debug level.
+A separate thread writes the lines, so a full pipe costs lines but never delays the node. Events that have no line and
+are not counted are logged at debug level.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from noloco_p2p.humanize import plain, progress
 from noloco_p2p.io.telemetry.counters import EVENTS, Fields, RunCounters
 
 QUEUE_LINES = 4_096
-"""Lines that wait for the writing thread; further ones are dropped and counted."""
+"""Most lines that wait for the writing thread; any beyond that are dropped and counted."""
 STOP_S = 2.0
-"""Longest wait for an output that takes nothing any more, at each step of the end."""
+"""Longest wait at each step of stopping for an output that accepts nothing any more, seconds."""
 PROGRESS_S = 10.0
-"""Seconds between two lines of progress, and between two about outer rounds with the same result: the next has one."""
+"""Seconds between two lines of progress, and between two lines about outer rounds with the same result."""
 QUIET_S = 5.0
-"""Seconds between two lines about the same trouble."""
+"""Shortest time between two lines about the same trouble, seconds."""
 MOST_KEYS = 256
-"""Texts that a limiter remembers."""
+"""How many keys a limiter remembers."""
 LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
-"""Their plain names: hivemind renames some of logging's when it is imported."""
+"""Plain names of levels, because importing hivemind renames some of logging's."""
 LINES = {
     "state": "{state}: {reason}",
     "outer_round": "outer round {round}: {result}{from_peer} ({reason}), {seconds:.2f} s, {bytes:,} bytes",
@@ -40,15 +40,15 @@ LINES = {
     "stuck": "watchdog: {message}",
     "info": "{message}",
 }
-"""Kind of event → its line. `from_peer` is made here, all else are fields of the event."""
+"""Kind of event → its line. `from_peer` is made here; everything else is a field of the event."""
 
 logger = logging.getLogger("noloco_p2p")
 
 
 class BackgroundHandler(logging.handlers.QueueHandler):
-    """Hands records to another handler in a thread of its own; what comes while too many wait is dropped.
+    """Passes records to another handler in a separate thread; drops records while too many are waiting.
 
-    Not a `QueueListener`: its `stop` waits without a limit, and fails when the queue is full.
+    It does not use `QueueListener`, whose `stop` waits without a limit, and fails if the queue is full.
     """
 
     def __init__(self, target: logging.Handler, most_waiting: int, name: str) -> None:
@@ -59,7 +59,7 @@ class BackgroundHandler(logging.handlers.QueueHandler):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the writing thread."""
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -71,7 +71,7 @@ class BackgroundHandler(logging.handlers.QueueHandler):
             self.dropped += 1
 
     def stop(self, *last: logging.LogRecord) -> None:
-        """Write what waits, and `last`; gives up when nothing is taken for STOP_S."""
+        """Write the waiting records, then `last`; gives up if the output accepts nothing for STOP_S."""
         with contextlib.suppress(queue.Full):
             for record in (*last, None):
                 self._waiting.put(record, timeout=STOP_S)
@@ -83,24 +83,24 @@ class BackgroundHandler(logging.handlers.QueueHandler):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (Unix seconds), level, message, and the event's own fields."""
+    """Formats one JSON object per line: time (Unix seconds), level, message, and the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end. The message holds the traceback: `QueueHandler` has put it there."""
+        """The line without its newline. The message includes the traceback, if any: `QueueHandler` has added it."""
         line: dict[str, Any] = {"time": round(record.created, 3), "level": record.levelname.lower()}
         return json.dumps({**line, "message": record.getMessage(), **getattr(record, "fields", {})}, default=str)
 
 
 class PlainFormatter(logging.Formatter):
-    """Lines for a terminal: what peers have said is in them."""
+    """Formats lines for a terminal, and makes texts from peers in them printable."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The lines, more than one where the message holds a traceback."""
+        """One line, or several if the message includes a traceback."""
         return "\n".join(map(plain, super().format(record).split("\n")))
 
 
 def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO) -> Callable[[], None]:
-    """Send the root logger's records to `stream` and nowhere else. Returns what writes out the rest and ends it."""
+    """Send the root logger's records to `stream` only. Returns a function that writes the rest and stops."""
     output = logging.StreamHandler(stream)
     lines = PlainFormatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     output.setFormatter(JsonFormatter() if json_lines else lines)
@@ -122,7 +122,7 @@ def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO
 
 
 class RepeatLimiter:
-    """Lets one line with the same key through in `interval_s`, and says how many it has held back since."""
+    """Lets one line per key through within `interval_s`, and counts the lines that it holds back."""
 
     def __init__(self, interval_s: float = QUIET_S, now: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
@@ -130,7 +130,7 @@ class RepeatLimiter:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def admit(self, key: str) -> int | None:
-        """None: hold it back; else the number held back since the last line with this key."""
+        """None to hold a line back, otherwise the number of lines held back since the last one with this key."""
         now = self._now()
         last, held = self._seen.get(key, (float("-inf"), 0))
         if now - last < self._interval_s:
@@ -143,21 +143,21 @@ class RepeatLimiter:
 
 
 class EventLog:
-    """Writes the lines of events that `counters` has counted already; whoever calls it holds their lock."""
+    """Logs events that `counters` has already counted. Callers must hold the lock of `counters`."""
 
     def __init__(self, counters: RunCounters, steps: int) -> None:
-        """`steps` of the run; 0: not known, and no line says how far it is."""
+        """`steps` is the length of the run; if 0, it is not known, and there are no lines of progress."""
         self._counters = counters
         self._steps = steps
         self._limiter = RepeatLimiter()
         self._often = RepeatLimiter(PROGRESS_S)
         self._deserted: dict[int, float] = {}
-        """Stages that are known to be without a replica, and since when."""
+        """Stage without a replica → since when (monotonic clock), as last logged."""
         self._guarded: set[int] = set()
-        """Stages whose snapshot has been held before."""
+        """Stages whose guarding has been logged."""
 
     def write(self, kind: str, fields: Fields) -> None:
-        """Say what happened. Raises for malformed fields."""
+        """Log an event. Raises for malformed fields."""
         match kind:
             case "warning":
                 self._warn(str(fields["message"]), "", kind, fields)
@@ -179,7 +179,7 @@ class EventLog:
                 logger.debug("%s %s", kind, fields)
 
     def _level(self, kind: str, fields: Fields) -> int:
-        """INFO, but DEBUG for what goes on as it began: the first checkpoint says that the node writes them."""
+        """INFO for news and DEBUG for repetition: for example, only the first checkpoint is logged at INFO."""
         match kind:
             case "outer_round" if self._often.admit(f"{kind} {fields['result']}") is None:
                 return logging.DEBUG
@@ -194,14 +194,14 @@ class EventLog:
         return logging.INFO
 
     def _deserted_stages(self) -> None:
-        """A line when a stage loses its last replica or has one again, none in between."""
+        """Log one line when a stage loses its last replica, and one when it has a replica again."""
         before, self._deserted = self._deserted, self._counters.deserted_since
         now = time.monotonic()
         for stage in self._deserted.keys() - before.keys():
             seconds = now - self._deserted[stage]
             text = f"stage {stage} has had no replica for {seconds:.0f} s: the run waits for one"
             _log(logging.WARNING, text, "deserted", {"stage": stage, "seconds": seconds})
-        # Else this node has stopped to look: it leaves, or pauses.
+        # In other states this node does not look any more, because it is leaving or pausing.
         back = before.keys() - self._deserted.keys() if self._counters.state == "training" else ()
         for stage in back:
             text = f"stage {stage} has a replica again, after {now - before[stage]:.0f} s"
@@ -213,7 +213,7 @@ class EventLog:
         self._warn(text, peer + reason, kind, fields)
 
     def _warn(self, text: str, details: str, kind: str, fields: Fields) -> None:
-        """A warning, at most one with this text in QUIET_S, whatever its details."""
+        """Log a warning, but at most one with this text within QUIET_S, regardless of its details."""
         held = self._limiter.admit(text)
         if held is not None:
             more = f" (and {held} more)" if held else ""
@@ -226,6 +226,6 @@ def _from_peer(fields: Fields) -> str:
 
 
 def _log(level: int, text: str, kind: str, fields: Fields) -> None:
-    """`fields` go into JSON lines beside the message, which they may not replace."""
+    """Log a line. JSON lines also get the `fields`, except one called `message`, which would replace the text."""
     named = {name: value for name, value in fields.items() if name != "message"}
     logger.log(level, "%s", text, extra={"fields": {"event": kind, **named}})

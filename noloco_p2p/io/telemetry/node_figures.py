@@ -1,4 +1,4 @@
-"""A node's figures: now, for its `Status`, and over its whole run, for its `summary.json`."""
+"""A node's figures: the current ones for its `Status`, and those of its whole run for its `summary.json`."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max
 
 
 def run_totals(counters: RunCounters) -> dict[str, Any]:
-    """The whole run until now, JSON-ready, under the names of `summary.json`. Losses are nats per token."""
+    """Figures of the run so far, JSON-ready, under the names of `summary.json`. Losses are in nats per token."""
     with counters.lock:
         attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
         totals = ("inner_steps", "tokens", "evaluations", "outer_rounds", "checkpoints", "moves", "rerouted")
@@ -46,8 +46,8 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
 
 
 def status_figures(counters: RunCounters, directory: Path | None) -> NodeFigures:
-    """All of them, now; `directory` is the node's, for the disk."""
-    # Asked without the lock, which the event loop needs for every event: a disk can hang.
+    """All figures as of now; `directory` is the node's, for its free disk space."""
+    # Read before taking the lock, which the event loop needs for every event: a disk can hang.
     memory_used, disk_free = rss_bytes(), None if directory is None else disk_free_bytes(directory)
     now = time.monotonic()
     with counters.lock:
@@ -83,7 +83,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is in RAM; where the system does not say, the most that it has ever been."""
+    """Memory of this process that is in RAM, bytes; if the system does not say, the largest it has ever been."""
     try:
         return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -92,7 +92,7 @@ def rss_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """RAM of this machine, or of the container that this process is in where that is less."""
+    """RAM of this machine, bytes, or the memory limit of this process's container if that is less."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
         return min(whole, int(CGROUP_MEMORY.read_bytes()))
@@ -100,7 +100,7 @@ def memory_bytes() -> int:
 
 
 def disk_free_bytes(path: Path) -> int | None:
-    """Free space of the file system of `path`; None when there is no such path."""
+    """Free space on the file system of `path`, bytes; None if there is no such path."""
     try:
         return shutil.disk_usage(path).free
     except OSError:

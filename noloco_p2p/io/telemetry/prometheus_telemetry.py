@@ -1,7 +1,7 @@
-"""The Telemetry port: a node's events are counted, and go to its log, its journal and its metrics.
+"""The Telemetry port: counts a node's events, and passes them to its log, journal and metrics.
 
-What is counted of an event is in counters.py, what the log says in log.py, what is answered over HTTP in
-http_server.py. The Prometheus metrics (ARCHITECTURE.md, "Metrics") are made at a scrape from what was counted.
+counters.py says what is counted, log.py has the log's lines, and http_server.py the HTTP pages. The Prometheus metrics
+(ARCHITECTURE.md, "Metrics") are made from the counters at each scrape.
 """
 
 import logging
@@ -27,16 +27,16 @@ from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import EventLog, RepeatLimiter
 
 PHASES = ("forward", "backward", "send", "wait", "step", "outer", "other")
-"""Phases of the work that are measured; any other name counts as `other`."""
+"""Phases of work that are measured; any other name counts as `other`."""
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper ends of the buckets of the histogram of phases."""
+"""Upper bounds of the buckets of the histogram of phases, seconds."""
 WATCHDOG_PERIOD_S = 1.0
 
 logger = logging.getLogger("noloco_p2p")
 
 
 class PrometheusTelemetry(Collector):
-    """Telemetry of ports.py for a run of `stages` stages, `steps` long (0: not known); `serve` opens the port."""
+    """`ports.Telemetry` for a run of `stages` stages and `steps` steps (0: not known); `serve` opens the port."""
 
     def __init__(self, stages: int, steps: int = 0) -> None:
         self.counters = RunCounters(stages)
@@ -51,7 +51,7 @@ class PrometheusTelemetry(Collector):
         self._identity: dict[str, str] = {}
         """Peer id, run id, stage and version."""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
-        """Bytes of the device's memory that are used, and that there are; called from any thread."""
+        """Returns the used and total bytes of the device's memory; may be called from any thread."""
         self._made_at = time.time()
         self.registry.register(self)
         text = "Seconds of one phase of the work."
@@ -62,10 +62,11 @@ class PrometheusTelemetry(Collector):
     def serve(
         self, host: str, port: int, more: Callable[[Health], Mapping[str, Page]] | None = None, *, private: bool = False
     ) -> int:
-        """Answer from threads of its own; returns the port (0 picks one). LocalError when it is in use.
+        """Answer HTTP requests in separate threads; returns the port (0 picks a free one). Raises LocalError if it is
+        in use.
 
-        `more` gives pages without addresses, besides those that every node has, or in their place.
-        `private`: whoever asks from a public address learns nobody's address.
+        `more` returns pages, which must not contain addresses, to add to those of every node or to replace them. With
+        `private`, clients at public addresses do not see any node's address.
         """
         others = {} if more is None else more(self._health)
         inside = {**pages(self.registry, self._health), **others}
@@ -74,7 +75,7 @@ class PrometheusTelemetry(Collector):
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Stop the watchdog and the server (a quarter of a second at most)."""
+        """Stop the watchdog and the server, which takes a quarter of a second at most."""
         if self._watchdog is not None:
             self._watchdog.close()
         if self._server is not None:
@@ -82,7 +83,7 @@ class PrometheusTelemetry(Collector):
             self._server = None
 
     def watch(self, status: Callable[[], Status], directory: Path) -> None:
-        """From now on there is a node, which works in `directory`; `status` is called from any thread."""
+        """Begin watching a node, which works in `directory`; `status` may be called from any thread."""
 
         def with_figures() -> Status:
             return replace(status(), figures=self.figures())
@@ -93,15 +94,16 @@ class PrometheusTelemetry(Collector):
         self._watchdog.start()
 
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
-        """What gives the used and total bytes of the device's memory, from any thread; None: the CPU's."""
+        """Report the device's memory: `memory` returns used and total bytes, from any thread. None stands for the CPU,
+        whose memory is that of this process."""
         self._device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
 
     def record(self, journal: Journal) -> None:
-        """Let a journal, made with `counters`, have every event from now on."""
+        """Pass every event to a journal, made with `counters`, from now on."""
         self._journal = journal
 
     def identify(self, **labels: str) -> None:
-        """Fill in node_info: peer id, run id, stage, version."""
+        """Set the labels of `noloco_node_info`: peer id, run id, stage, version."""
         self._identity = labels
 
     def event(self, kind: str, /, **fields: object) -> None:
@@ -112,7 +114,7 @@ class PrometheusTelemetry(Collector):
                 self._log.write(kind, fields)
                 if self._journal is not None:
                     self._journal.note(kind, fields)
-        except Exception:  # an instrument may never stop what it watches
+        except Exception:  # telemetry must never stop what it observes
             if self._limiter.admit(f"fault {kind[:40]}") is not None:
                 logger.debug("telemetry: event %s failed", kind, exc_info=True)
 
@@ -129,22 +131,22 @@ class PrometheusTelemetry(Collector):
             self.event("span", name=name, seconds=seconds)
 
     def totals(self) -> dict[str, Any]:
-        """What has been counted until now, under the names of `summary.json`."""
+        """Everything counted so far, under the names of `summary.json`."""
         return node_figures.run_totals(self.counters)
 
     def figures(self) -> NodeFigures:
-        """What has been counted until now, for the node's status; from any thread."""
+        """The figures for the node's status, as counted so far; may be called from any thread."""
         return node_figures.status_figures(self.counters, self._directory)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics but the histogram of phases. A bug in the status costs what comes from it, nothing else."""
+        """All metrics except the histogram of phases. A bug in the status only loses the metrics that come from it."""
         yield InfoMetricFamily("noloco_node", "Who this node is.", self._identity)
         with self.counters.lock:
             counted = [*_of_counters(self.counters, self._made_at), *_of_stages(self.counters)]
         yield from counted
         try:
             found = list(_of_status(*self._health(), self._device_memory))
-        except Exception:  # an instrument may never stop what it watches
+        except Exception:  # telemetry must never stop what it observes
             logger.debug("the node's status could not be read", exc_info=True)
             found = [_healthy(False)]
         yield from found
@@ -152,7 +154,7 @@ class PrometheusTelemetry(Collector):
     describe = collect
 
     def _health(self) -> tuple[Status | None, str | None]:
-        """The node's status, None before there is one, and what is wrong in one line, None when nothing is."""
+        """See `Health`."""
         if self._status is None:
             return None, STARTING
         status = self._status()
@@ -160,11 +162,11 @@ class PrometheusTelemetry(Collector):
 
 
 def _of_counters(counters: RunCounters, made_at: float) -> Iterator[Metric]:
-    """What TALLIES and LAST_VALUES say."""
+    """The metrics listed in TALLIES and LAST_VALUES."""
     for tally in TALLIES:
         if tally.help is not None:
             counter = CounterMetricFamily(f"noloco_{tally.name}", tally.help, labels=tally.labels)
-            # What is known beforehand is there at 0: nobody sees an increase from nothing to 1.
+            # Known labels start at 0, because Prometheus sees no increase in a series that appears with the value 1.
             initial = known_labels(tally.name) if tally.labels else [()]
             for labels, amount in (dict.fromkeys(initial, 0) | counters.sums[tally.name]).items():
                 first_at = made_at if labels in initial else counters.created_at[tally.name, labels]
@@ -175,7 +177,7 @@ def _of_counters(counters: RunCounters, made_at: float) -> Iterator[Metric]:
 
 
 def _of_stages(counters: RunCounters) -> Iterator[Metric]:
-    """The node's state, and what it knows of each stage."""
+    """The node's state, and what it knows about each stage."""
     now, members, stages = time.monotonic(), counters.members, counters.stages
     states = {(each,): each == (counters.state or STATES[0]) for each in STATES}
     yield _gauges("state", "1 for the state that this node is in, else 0.", ["state"], states)
@@ -191,7 +193,7 @@ def _of_stages(counters: RunCounters) -> Iterator[Metric]:
 def _of_status(
     status: Status | None, wrong: str | None, device_memory: Callable[[], tuple[int, int]] | None
 ) -> Iterator[Metric]:
-    """What is asked at the scrape: of the node itself, once there is one, and of the device."""
+    """Metrics read at the scrape: from the node's status, once there is one, and from the device."""
     yield _healthy(wrong is None)
     if status is not None:
         yield _gauge("run_steps", "Length of the run, in steps.", status.steps)
@@ -216,7 +218,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _gauges(name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]) -> Metric:
-    """A gauge: values of its labels, a tuple of texts → value."""
+    """A gauge, whose `values` map a tuple of label values to a number."""
     found = GaugeMetricFamily(f"noloco_{name}", text, labels=labels)
     for key, value in values.items():
         found.add_metric(key, value)
@@ -224,11 +226,10 @@ def _gauges(name: str, text: str, labels: Sequence[str], values: Mapping[Any, fl
 
 
 class Watchdog(threading.Thread):
-    """Looks at a node's status once a second; one line when something goes wrong, one when that is over.
+    """Checks a node's status once a second, and reports one line when something goes wrong and one when it is over.
 
-    In a thread of its own: a stuck event loop is noticed, too.
-
-    `status` is called from the watchdog's thread, `say` gets a line: `say(line, well)`.
+    It is a thread, so that it also notices a stuck event loop. It calls `status` from that thread, and reports with
+    `say(line, well)`.
     """
 
     def __init__(
@@ -242,13 +243,13 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
 
     def close(self) -> None:
-        """Look no more; returns when the thread has ended."""
+        """Stop, and wait for the thread to end."""
         self._ended.set()
         if self.is_alive():
             self.join()
 
     def look(self) -> None:
-        """Once: say what has changed. The same problem is said once, however long it lasts."""
+        """Check once, and report a change. The same problem is reported only once, however long it lasts."""
         found, before = problem(self._status()), self._problem
         self._problem = found
         if found is not None and (before is None or before.key != found.key):
@@ -261,5 +262,5 @@ class Watchdog(threading.Thread):
         while not self._ended.wait(self._period_s):
             try:
                 self.look()
-            except Exception:  # an instrument may never stop what it watches
-                logger.debug("the watchdog could not look", exc_info=True)
+            except Exception:  # telemetry must never stop what it observes
+                logger.debug("the watchdog failed", exc_info=True)

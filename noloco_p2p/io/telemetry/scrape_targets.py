@@ -1,4 +1,4 @@
-"""What Prometheus' HTTP service discovery is told: which nodes to scrape."""
+"""The response to Prometheus' HTTP service discovery: which nodes to scrape."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 
 NODES_LIMIT = 1024
-"""Others that Prometheus is told of."""
+"""Most other nodes that are listed."""
 METRICS_PATH = "/metrics"
 METRICS_URL = re.compile(r"http://((?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5})(/[\w./-]{0,100})?")
 GONE = frozenset({"left"})
@@ -15,7 +15,7 @@ GONE = frozenset({"left"})
 
 
 def targets(status: Status) -> list[dict[str, object]]:
-    """What Prometheus scrapes: this node and the first that it knows, in the order of their ids, one entry a target."""
+    """The targets to scrape, one entry each: this node and the first NODES_LIMIT that it knows, sorted by peer id."""
     known = [seen.advert for seen in status.seen if seen.advert.state not in GONE]
     adverts = sorted([status.advert, *known[:NODES_LIMIT]], key=lambda advert: advert.peer_id)
     return [target for advert in adverts if advert.state not in GONE for target in _targets(advert)]

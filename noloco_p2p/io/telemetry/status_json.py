@@ -1,7 +1,7 @@
-"""`Status` as the JSON of /status: flat, the advert's fields beside the status's own. What comes in is from strangers.
+"""`Status` as the JSON of /status: flat, with the advert's fields next to the status's own. Input comes from strangers.
 
-Unknown fields of later versions are passed over, missing ones have their defaults. `health` is written, never read.
-Whom and what a wait is for are words in JSON and values everywhere else: this is the only place that reads the words.
+Unknown fields of later versions are ignored, and missing ones get their defaults. `health` is written but never read.
+The target and purpose of a wait are words in JSON and values everywhere else; only this module parses the words.
 """
 
 import json
@@ -20,15 +20,15 @@ from noloco_p2p.errors import NO_JSON, Violation
 from noloco_p2p.humanize import plain
 
 LIMIT_BYTES = 4 * 1024 * 1024
-"""Length of a status. That of a node that knows 256 others has 150 kB."""
+"""Longest status accepted. A node that knows 256 others has one of 150 kB."""
 ITEMS_LIMIT = 4_096
-"""Items of a list; of more nodes the first are sent."""
+"""Most items of a list. If a node knows more other nodes, only the first ones are sent."""
 LIST_LIMIT = 256
-"""Waits, calls and troubles that are sent, the first ones."""
+"""Most waits, calls and troubles sent; only the first ones are."""
 FIELDS_LIMIT = 256
-"""Fields of an object."""
+"""Most fields of an object."""
 TEXT_LIMIT = 1_024
-"""Letters of a text; longer ones are cut."""
+"""Most characters of a text. Longer texts are cut before sending, and refused on receipt."""
 _line = partial(plain, most=TEXT_LIMIT)
 _NUMBER_LIMIT = 2.0**63
 _DEEPEST = 8
@@ -44,7 +44,7 @@ _GUARDING = re.compile(f"guards stage {_N}")
 
 @dataclass(frozen=True, slots=True)
 class WaitInWords:
-    """`Wait` as JSON has it."""
+    """A `Wait` in its JSON form."""
 
     what: str
     whom: str
@@ -55,19 +55,19 @@ class WaitInWords:
 
     @classmethod
     def of(cls, wait: Wait) -> "WaitInWords":
-        """The words for a wait."""
+        """Put a wait into words."""
         why = "" if wait.why is None else _line(str(wait.why))
         return cls(_line(wait.what), _line(str(wait.whom)), wait.since_s, wait.deadline_s, why, wait.idle)
 
     def read(self) -> Wait:
-        """The wait that these are the words for."""
+        """Parse the words back into a wait."""
         why = _purpose(self.why) if self.why else None
         return Wait(self.what, _target(self.whom), self.since_s, self.deadline_s, why, self.idle)
 
 
 @dataclass(frozen=True, slots=True)
 class _CallInWords:
-    """`Serving` as JSON has it."""
+    """A `Serving` in its JSON form."""
 
     caller: str
     why: str
@@ -76,7 +76,7 @@ class _CallInWords:
 
 @dataclass(frozen=True, slots=True)
 class _InWords:
-    """The part of a status that is words in JSON and values elsewhere."""
+    """The part of a status that consists of words in JSON and of values elsewhere."""
 
     waits: tuple[WaitInWords, ...] = ()
     serving: tuple[_CallInWords, ...] = ()
@@ -87,13 +87,13 @@ _IN_WORDS = TypeAdapter(_InWords)
 _STATUS = TypeAdapter(Status)
 _ADVERT = TypeAdapter(Advert)
 _NOT_SENT = "announced_at"
-"""Field of an advert that means something in one process only."""
+"""A field of adverts that only makes sense within one process."""
 _WRITTEN_APART: Any = {"advert": True, "waits": True, "serving": True, "seen": {"__all__": {"advert": {_NOT_SENT}}}}
 _ADVERT_FIELDS = frozenset(each.name for each in fields(Advert)) - {_NOT_SENT}
 
 
 def encode(status: Status, health: str | None = None) -> bytes:
-    """A status for others. `health` is the line that says what is wrong, None when nothing is."""
+    """Encode a status. `health` is one line that says what is wrong, None if nothing is."""
     in_words = _InWords(
         tuple(WaitInWords.of(each) for each in status.waits[:LIST_LIMIT]),
         tuple(_CallInWords(each.caller, _line(str(each.why)), each.since_s) for each in status.serving[:LIST_LIMIT]),
@@ -110,9 +110,9 @@ def encode(status: Status, health: str | None = None) -> bytes:
 
 
 def decode(content: bytes) -> Status:
-    """A status that somebody sent. Raises Violation, in one line that names what is wrong."""
+    """Decode a status from another node. Raises Violation with one line that says what is wrong."""
     if len(content) > LIMIT_BYTES:
-        raise Violation(f"status of {len(content)} bytes, at most {LIMIT_BYTES} are accepted")
+        raise Violation(f"status of {len(content)} bytes; at most {LIMIT_BYTES} are accepted")
     try:
         found = json.loads(content)
     except NO_JSON:
@@ -123,7 +123,7 @@ def decode(content: bytes) -> Status:
     advert = {name: found.pop(name) for name in _ADVERT_FIELDS & found.keys()}
     apart = {name: found.pop(name) for name in {"waits", "serving"} & found.keys()}
     try:
-        # Of JSON pydantic takes lists for tuples and texts for the keys of stages, and is strict in all else.
+        # From JSON, pydantic accepts lists as tuples and strings as keys of stages even in strict mode.
         status = _STATUS.validate_json(json.dumps(found | {"advert": advert}), strict=True)
         in_words = _IN_WORDS.validate_json(json.dumps(apart), strict=True)
     except ValidationError as error:
@@ -138,7 +138,7 @@ def decode(content: bytes) -> Status:
 
 
 def _target(text: str) -> values.WaitTarget:
-    """Who or what these words name."""
+    """The target of a wait that these words name."""
     if text in _RESOURCES:
         return values.Resource(text)
     if found := _STAGE.fullmatch(text):
@@ -147,7 +147,7 @@ def _target(text: str) -> values.WaitTarget:
 
 
 def _purpose(text: str) -> values.Purpose:
-    """What these words are for."""
+    """The purpose that these words name."""
     if found := _MICROBATCH.fullmatch(text):
         return values.ForMicrobatch(found[3], int(found[2]), held_out=found[1] is not None)
     if found := _ROUND.fullmatch(text):
@@ -158,7 +158,7 @@ def _purpose(text: str) -> values.Purpose:
 
 
 def _check(value: object, where: str, depth: int) -> None:
-    """Raises Violation for what is too long, too deep, not printable, or a number that is not finite or too large."""
+    """Raises Violation if a value is too long, too deep, not printable, or a number that is not finite or too large."""
     match value:
         case str() if len(value) > TEXT_LIMIT or not value.isprintable():
             raise Violation(f"status whose {where} is not short printable text")
@@ -169,7 +169,7 @@ def _check(value: object, where: str, depth: int) -> None:
         case list() | dict():
             most, what = (ITEMS_LIMIT, "items") if isinstance(value, list) else (FIELDS_LIMIT, "fields")
             if len(value) > most:
-                raise Violation(f"status whose {where} has {len(value)} {what}, at most {most} are accepted")
+                raise Violation(f"status whose {where} has {len(value)} {what}; at most {most} are accepted")
             for name, each in value.items() if isinstance(value, dict) else ((where, each) for each in value):
                 if len(name) > TEXT_LIMIT or not name.isprintable():
                     raise Violation(f"status with a name in {where} that is not short printable text")

@@ -266,7 +266,7 @@ def test_an_issuer_whose_own_certificate_has_ended_says_so_and_ends_with_it(
     with pytest.raises(LocalError, match=r"has expired .*noloco invite"):
         asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, mine, list, hear), 20))
     assert len(said) == 2
-    assert all("start it with --key again" in str(message) for message in said)
+    assert all("restart it with --key" in str(message) for message in said)
 
 
 def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
@@ -372,7 +372,7 @@ def test_a_member_tries_again_to_renew_if_its(tmp_path: Path, monkeypatch: pytes
             assert not keeping.done(), keeping.exception()
             trouble, then = await first
             assert trouble is not None
-            assert re.match(f"this node's certificate is not renewed: .*{reason}", trouble)
+            assert re.match(f"this node's certificate could not be renewed: .*{reason}", trouble)
             assert then == (None if what == "disk is full" else trouble)
             keeping.cancel()
 

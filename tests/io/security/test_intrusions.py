@@ -615,7 +615,7 @@ def test_an_observer_s_chain_says_so(tmp_path: Path) -> None:
 def test_credentials_are_those_of_their_own_key(tmp_path: Path) -> None:
     club = Club(tmp_path)
     mine, other = club.credentials("mine"), club.credentials("other")
-    with pytest.raises(Violation, match="not of this node"):
+    with pytest.raises(Violation, match="not to this node"):
         mine.adopt(other.chain)
     assert mine.membership.peer_id == mine.peer_id
 

@@ -59,7 +59,7 @@ def test_a_list_survives_its_bytes_and_only_the_root_makes_one(tmp_path: Path) -
     for what, one in wrong.items():
         with pytest.raises(Violation, match="not signed by this run's root"):
             pytest.fail(f"{what}: {DenyList.read(one, club.trust)}")
-    with pytest.raises(ConfigError, match="nobody is no peer id"):
+    with pytest.raises(ConfigError, match="nobody is not a peer id"):
         DenyList.make(club.root, RUN, 7, ["nobody"])
 
 
@@ -216,7 +216,7 @@ def test_no_issuer_admits_or_renews_whoever_is_revoked(tmp_path: Path) -> None:
     for wrong in ({"invitation": token}, {"certificate": held[ANN]}, {"invitation": token, "role": "observer"}):
         with pytest.raises(Declined, match="was revoked"):
             asks(ANN, **wrong)
-    with pytest.raises(Declined, match="the node that has admitted this peer was revoked"):
+    with pytest.raises(Declined, match="the node that admitted this peer was revoked"):
         asks(EVE, certificate=elsewhere)
     assert asks(BOB, certificate=held[BOB])
     assert asks(EVE, invitation=token)
