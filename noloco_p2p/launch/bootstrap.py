@@ -1,6 +1,6 @@
-"""How a node comes to its run: the libp2p daemon, linked to the peers that the command line names, and the manifest.
+"""How a node finds its run: it starts the libp2p daemon, links to the peers to join, and gets the manifest from them.
 
-An observer comes to a run in the same way: under an identity of its own, it announces nothing and serves nothing.
+An observer joins a run in the same way, under an identity of its own, but announces nothing and serves nothing.
 """
 
 import asyncio
@@ -38,19 +38,20 @@ class NodeOptions:
     """What the command line asks for."""
 
     join: tuple[str, ...]
-    """Addresses, and `@FILE` for files with them."""
+    """Addresses, or `@FILE` for a file of addresses."""
     run_id: str | None
     identity: Identity
-    """Held by this process; its directory is the node's."""
+    """Locked by this process; it lies in the node's directory."""
     watch_stdin: bool
+    """Stop at once when standard input closes: the launcher is gone."""
     overrides: settings.Overrides
     """Settings as given: file, environment, `--set`."""
     address_file: Path | None = None
-    """The join addresses are written there once others can join."""
+    """Where to write the join addresses once others can join."""
     key: Path | None = None
-    """The root key of a members-only run, by which this node admits others."""
+    """The root key of a members-only run, with which this node admits others."""
     pages: Callable[[Health], Mapping[str, Page]] | None = None
-    """Pages of its HTTP server besides those that every node has, or in their place."""
+    """Makes further pages for the HTTP server, or replacements for those that every node has."""
 
     @property
     def dir(self) -> Path:
@@ -58,9 +59,9 @@ class NodeOptions:
         return self.identity.path.parent
 
     def with_key(self) -> "NodeOptions":
-        """With the key of the run that a first node starts or continues, in a file of its directory if none was named.
+        """The same options with the root key, if this is the first node of a members-only run, new or continued.
 
-        Raises ConfigError, LocalError.
+        Without `--key` the key is in a file of the node's directory. Raises ConfigError, LocalError.
         """
         own, stored = self.dir / run_key.KEY, run_files.stored_manifest(self.dir)
         if self.key is None:
@@ -78,17 +79,17 @@ class NodeOptions:
 async def opened(
     join: tuple[str, ...], identity: Identity, listen: ListenSettings, begins: RunManifest | None
 ) -> Libp2pDaemon:
-    """The daemon; `join`: the values of `--join`; `begins`: the run of a first node. A file is waited for, and read
-    again while nobody answers.
+    """Start the libp2p daemon and link it to the peers. `join`: values of `--join`; `begins`: the run of a first node.
 
-    A node that ran here before needs none of them: it knows its run and other peers. Raises as `Libp2pDaemon.open`.
+    An address file is waited for, and read again while no peer answers. A node that ran in this directory before can do
+    without: it falls back to the peers that it knows. Raises as `Libp2pDaemon.open` does.
     """
     stored = run_files.stored_manifest(identity.path.parent)
     ran_before, known = stored is not None, begins or stored
     members = known is not None and known.security.root_key is not None
     addresses = join_file.JoinAddresses(join, join_file.PATIENCE_S if ran_before else math.inf)
     if addresses.files:
-        # What fails here fails again below, where it is asked for.
+        # Errors are ignored here, because they occur again below, or where the imports are needed.
         await asyncio.gather(addresses.come(), asyncio.to_thread(import_ahead), return_exceptions=True)
     while True:
         try:
@@ -107,22 +108,22 @@ async def opened(
                 continue
             if not addresses.given or not ran_before:
                 raise
-            log.warning("%s; trying the peers known from before", error)
+            log.warning("%s; trying the peers known from earlier", error)
             addresses = join_file.JoinAddresses(())
 
 
 def import_ahead() -> None:
-    """Import what takes seconds: while there is perhaps nobody to join yet, or before nodes are forked."""
+    """Import the slow modules early: while waiting for somebody to join, or before nodes are forked."""
     importlib.import_module("hivemind.dht.node")
     importlib.import_module("noloco_p2p.compute.model_family").import_transformers()
     importlib.import_module("noloco_p2p.compute.factory")
 
 
 async def own_run(options: NodeOptions, local: NodeConfig) -> tuple[RunManifest, Batches | None]:
-    """A first node's manifest, and its data unless it was given a later stage.
+    """The manifest of a first node, and its data, unless it continues a run or was given a later stage.
 
-    Model and data are tried before anybody can join: a model that cannot be split, or data that do not exist, would
-    otherwise be found only when all the others are there. Raises ConfigError, LocalError.
+    Model and data are checked before anybody can join: otherwise a model that cannot be split, or missing data, would
+    only be noticed after all the others have joined. Raises ConfigError, LocalError.
     """
     manifest = options.overrides.manifest()
     stored = run_files.stored_manifest(options.dir)
@@ -137,17 +138,17 @@ async def own_run(options: NodeOptions, local: NodeConfig) -> tuple[RunManifest,
 
 
 def check_model(manifest: RunManifest) -> None:
-    """Import all that the model needs, and split a small one like it. Raises ConfigError."""
+    """Import all that the model needs, and try to split a small model of the same kind. Raises ConfigError."""
     importlib.import_module("noloco_p2p.compute.factory").check_model(manifest)
-    # Imported objects live as long as the process; without this the collector scans them again and again in training.
+    # Imported objects live as long as the process. Frozen, they are not scanned by every collection during training.
     gc.freeze()
     gc.enable()
 
 
 async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConfig) -> RunManifest:
-    """The manifest of a peer that a join address authenticates, or, when none of them answers, the stored one.
+    """The manifest of a joined peer, or the stored one if none of them answers.
 
-    Raises ConfigError when it is another run than the settings and `--run` describe, and what the peer's answer raises.
+    Raises ConfigError if the settings or `--run` describe another run, and the errors of asking the peer.
     """
     manifest, failure = run_files.stored_manifest(options.dir), None
     for joined in libp2p.joined:
@@ -171,7 +172,7 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
 
 
 def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest) -> None:
-    """Raises ConfigError when the run is not the one that the command line names, or does not have its stage."""
+    """Raise ConfigError if the run is not the one that the command line or the directory names, or lacks its stage."""
     run_files.refuse_other_run(options.dir, manifest)
     if options.run_id is not None and manifest.run_id != options.run_id:
         raise ConfigError(
@@ -186,10 +187,10 @@ def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """What an observer has of a swarm."""
+    """An observer's view of a swarm: it can read the directory and call nodes."""
 
     manifest: RunManifest
-    """The run of the peer that it joined."""
+    """The run of the joined peer."""
     directory: HivemindDirectory
     links: Links
 
@@ -207,11 +208,11 @@ class NullTelemetry:
 
 @asynccontextmanager
 async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
-    """Join the swarm behind these values of `--join`, one live one suffices, for as long as the `with` lasts.
+    """Join the swarm behind these values of `--join` for the duration of the `with`. One live address is enough.
 
-    A file is waited for. In a members-only run, whoever `calls` nodes over gRPC needs an invitation.
-
-    Raises ConfigError (malformed address), LocalError (no daemon), and of the peer Unreachable, Declined or Violation.
+    A file of addresses is waited for. `calls`: nodes will be called over gRPC, which takes an invitation in a
+    members-only run. Raises ConfigError (malformed address), LocalError (no daemon), and Unreachable, Declined or
+    Violation from the joined peer.
     """
     join_file.check(join)
     addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).come()

@@ -1,6 +1,6 @@
-"""The real world of one node, put together: libp2p, manifest, metrics, gRPC, directory, journal, node.
+"""Assembles one node in the real world: libp2p, manifest, metrics, gRPC, directory, journal, node.
 
-Everything that is opened is closed again in the opposite order, whatever happens in between.
+Everything that is opened is closed in reverse order, whatever happens in between.
 """
 
 import asyncio
@@ -45,27 +45,28 @@ from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Device, Stage, World
 
 LARGEST_ACTIVATION_BYTES = 1 << 30
-"""An activation that claims to be larger is refused before its stage is asked."""
+"""An activation whose header claims a larger size is refused before the stage sees it."""
 LAG_PERIOD_S = 0.5
+"""How often the lag of the event loop is measured."""
 SWITCH_INTERVAL_S = 0.0005
-"""Python's thread switch interval: with the default the loop waits up to 13 ms for the device thread (measured)."""
+"""Python's thread switch interval. With the default, the loop waits up to 13 ms for the device thread (measured)."""
 
 log = logging.getLogger("noloco_p2p")
 
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """What a node has of the real world, open."""
+    """The opened ports through which a node reaches the real world, and its first advert."""
 
     advert: Advert
-    """As it is before the node holds a stage."""
+    """The advert before the node holds a stage."""
     transport: GrpcTransport
     directory: HivemindDirectory
     telemetry: PrometheusTelemetry
 
 
 def run_to_end(options: NodeOptions, *, json_lines: bool) -> None:
-    """Run a node on uvloop until it has left. Our log goes to stderr; gRPC and hivemind are silenced below errors."""
+    """Run a node on uvloop until it has left. The log goes to stderr; of the libraries, only errors are logged."""
     stop_log = start_log(sys.stderr, json_lines=json_lines)
     for noisy in ("hivemind", "transformers", "datasets", "grpc"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -78,9 +79,9 @@ def run_to_end(options: NodeOptions, *, json_lines: bool) -> None:
 
 
 async def run(options: NodeOptions) -> None:
-    """Run one node until the run ends or a signal comes; it is cancelled by itself when it has to stop at once.
+    """Run one node until the run ends or a signal comes. When it has to stop at once, its own task is cancelled.
 
-    Raises what made it fail, always a NolocoError or a bug.
+    Raises whatever made it fail: a NolocoError, unless it is a bug.
     """
     signals = SignalHandler(options.watch_stdin)
     if options.address_file is not None:
@@ -96,7 +97,7 @@ async def run(options: NodeOptions) -> None:
         closing.push_async_callback(libp2p.close)
         local = run_key.with_invited_stage(local, libp2p)
         manifest, data = own if own is not None else (await bootstrap.joined_run(options, libp2p, local), None)
-        # What takes seconds to import is imported while a joining node meets the others and chooses its stage.
+        # Slow imports take place while a joining node meets the others and chooses its stage.
         imports = asyncio.create_task(asyncio.to_thread(bootstrap.check_model, manifest))
         imports.add_done_callback(lambda task: task.cancelled() or task.exception())
         closing.push_async_callback(asyncio.wait, [imports])
@@ -129,16 +130,16 @@ async def run(options: NodeOptions) -> None:
 
 
 async def refuse_second(ports: NodePorts) -> None:
-    """Raises LocalError when another process runs with this identity, in a copied directory, and answers."""
+    """Raise LocalError if another process with this identity, in a copied directory, is running and answers."""
     listed: list[Advert] = []
     with suppress(PeerError):
         listed = await ports.directory.peers()
     for other in listed:
         if other.peer_id == ports.advert.peer_id and other.metrics != ports.advert.metrics:
-            with suppress(PeerError):  # what a process has left that was killed
+            with suppress(PeerError):  # otherwise the advert was left by a process that was killed
                 await ports.transport.describe(other)
                 where = f"at {other.addresses[0]}, with this identity"
-                raise LocalError(f"another process takes part {where}: remove identity.key here, or stop that one")
+                raise LocalError(f"another process takes part {where}: remove identity.key here, or stop that process")
 
 
 async def _open_ports(
@@ -149,7 +150,7 @@ async def _open_ports(
     options: NodeOptions,
     standing: Standing,
 ) -> NodePorts:
-    """Metrics, gRPC and directory, each to be closed by `closing`. Raises LocalError (a port in use)."""
+    """Open metrics, gRPC and directory; `closing` closes them. Raises LocalError (a port in use)."""
     listen = local.listen
     telemetry = PrometheusTelemetry(manifest.stages, manifest.steps)
     private = standing.credentials is not None
@@ -165,7 +166,7 @@ async def _open_ports(
     way_in = await ways.find(libp2p, streams, listen, host, transport.port)
     directory = await standing.open_directory(libp2p, manifest, options.dir)
     closing.push_async_callback(directory.close)
-    # What peers may ask over libp2p streams comes last: one that is answered finds a DHT as well.
+    # Requests over libp2p streams are served last, so that a peer that gets an answer also finds a DHT.
     await joining.serve_manifest(libp2p, manifest.canonical_json())
     await joining.serve_dial_back(libp2p, standing.probe)
     if standing.records is not None:
@@ -195,9 +196,9 @@ def _node(
     data: Batches | None,
     imports: asyncio.Task[None],
 ) -> Node:
-    """The node; `data` is what stage 0 reads first, or None to open it once this node holds stage 0.
+    """Make the node. `data` is what stage 0 reads first; with None, it is opened once this node holds stage 0.
 
-    No stage is made before `imports` is done: two threads must not import those libraries at once.
+    No stage is made before `imports` is done: two threads must not import those libraries at the same time.
     """
     advert, telemetry = ports.advert, ports.telemetry
     ready = [data] if data is not None else []
@@ -225,7 +226,7 @@ def _node(
 
 
 async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2pDaemon, standing: Standing) -> None:
-    """Run the node; raises LocalError when its libp2p daemon cannot be kept alive, or its certificate has expired."""
+    """Run the node. Raises LocalError if its libp2p daemon cannot be kept alive, or its certificate has expired."""
     trouble, ttl_s = node.state.trouble, node.state.config.directory.ttl_s
     life = asyncio.create_task(node.run())
     beside = [directory.keep(partial(trouble, "libp2p")), clock_watch.keep(libp2p, ttl_s, partial(trouble, "clock"))]
@@ -250,10 +251,10 @@ async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
 
 
 class SignalHandler:
-    """Ends this process before the run ends, on a signal or when the launcher is gone. It listens at once.
+    """Handles the signals of this process, from its creation on, and the closing of standard input.
 
-    The first signal makes a node leave in good order. Before there is a node, at the second signal, and when the
-    launcher is gone, everything is cancelled.
+    The first signal to stop makes the node leave in good order. Before there is a node, at the second signal, and when
+    the launcher is gone, everything is cancelled. Two other signals pause and resume the node.
     """
 
     def __init__(self, watch_stdin: bool) -> None:
@@ -276,7 +277,7 @@ class SignalHandler:
             self._all.cancel()
 
     def _hang_up(self) -> None:
-        """A closed terminal may send several of these; they are one signal."""
+        """A closed terminal may send several of these signals; they count as one."""
         if self.node is None or not self.node.state.leaving:
             self._leave()
 
@@ -289,6 +290,6 @@ class SignalHandler:
     def _read_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            log.warning("the launcher is gone: this node stops")
+            log.warning("the launcher is gone: stopping this node")
             if self._all is not None:
                 self._all.cancel()

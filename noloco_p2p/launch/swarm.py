@@ -31,23 +31,24 @@ from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
 ADDRESS = "join-address"
-"""File of the run's directory from which all nodes but the first read where that one is."""
+"""File in the run's directory from which all nodes but the first read the address to join."""
 TICK_S = 0.2
+"""Pause between two looks at the processes, seconds."""
 START_INTERVAL_S = 1.0
-"""From one look at nodes that start to the next, seconds."""
+"""Time between two updates of the display until the first inner step, seconds."""
 LOG_LINES = 15
-"""Lines of a failed node's log that are shown."""
+"""Number of lines shown from the log of a node that failed."""
 LEAVE_MARGIN_S = 10.0
-"""Time beyond `limits.drain_s` for a node to close what it has open, seconds."""
+"""Time that a node has beyond `limits.drain_s` to close what it has open, seconds."""
 KILL_UNSTEPPED_S = 0.5
-"""Time to end for nodes that have taken no step: they have nothing to lose, seconds."""
+"""Time that nodes have to end before they are killed if none has taken a step: they have nothing to lose, seconds."""
 
 Beside = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
-"""What goes on beside a swarm, from its directory and its manifest."""
+"""Makes a context that is entered while the swarm runs, from the run's directory and its manifest."""
 
 
 class LocalSwarm:
-    """The processes of one run, from start to end. `run` is its life; no process outlives it."""
+    """The processes of one run, from start to end. `run` starts and ends them all; no process outlives it."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class LocalSwarm:
         signals: list[int],
         link: str | None,
     ) -> None:
-        """`signals`: the requests to stop, which may become more; `link` as in `--link`. Raises ConfigError."""
+        """`signals`: the requests to stop so far, a list that may grow; `link` as in `--link`. Raises ConfigError."""
         self._plan = plan
         self._arguments = plan.arguments(run_dir)
         self._resumed = resumed
@@ -70,16 +71,16 @@ class LocalSwarm:
         self._relay = None if link is None else RelayProcess(link, names, plan.manifest.seed)
         self._failed: NodeProcess | None = None
         self._cut_off = False
-        """The relay has died, so that no node reaches another one."""
+        """The relay has died, so no node can reach another."""
         self._saved = True
         """False if the run has ended but its last weights could not be written."""
         self._shown_at = 0.0
         self._trains = False
-        """Some node has taken an inner step."""
+        """Whether any node has taken an inner step."""
         self._path = run_dir / node_probe.SUMMARY
 
     def run(self) -> int:
-        """Start, watch, end, write the summary; returns the exit code."""
+        """Start, watch, end, write the summary. Returns the exit code."""
         began = time.monotonic()
         carried = None
         try:
@@ -106,7 +107,10 @@ class LocalSwarm:
         return self._exit_code(bool(summary["completed"]))
 
     def _start(self) -> bool:
-        """All nodes at once; when the first one can be reached, the others are told where. False: it never could."""
+        """Start all nodes at once, and tell the others where the first one is once it can be reached.
+
+        False if it never could be, because something failed or somebody asked to stop.
+        """
         self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self._nodes))))
         if self._relay is not None:
             self._relay.start(self._nodes)
@@ -130,7 +134,7 @@ class LocalSwarm:
         return True
 
     def _watch(self) -> None:
-        """Show the state of the nodes until all have ended, one has failed, or somebody asked to stop."""
+        """Show the state of the nodes until all have ended, one has failed, or somebody asks to stop."""
         with ThreadPoolExecutor(len(self._nodes)) as pool:
             while any(node.running for node in self._nodes) and not self._over():
                 self._show(pool)
@@ -138,7 +142,7 @@ class LocalSwarm:
         self._over()
 
     def _show(self, pool: Executor | None = None) -> None:
-        """The nodes, once in a while; with `pool` their metrics are read. What a start waits for, at once."""
+        """Update the display if it is due. With a `pool`, the nodes' metrics are read first."""
         now = time.monotonic()
         if now - self._shown_at >= (self._display.interval_s if self._trains else START_INTERVAL_S):
             self._shown_at = now
@@ -147,20 +151,20 @@ class LocalSwarm:
             self._display.show(list(map(current_row, self._nodes)), notes, doing)
 
     def _read(self, pool: Executor) -> list[str]:
-        """Read the nodes' metrics; returns a line for each stage that nobody serves."""
+        """Read the nodes' metrics. Returns a line for each stage that has no replica."""
         readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
         self._trains = self._trains or any(row(node).get("inner step") for node in self._nodes)
         return deserted(readings)
 
     def _pauses(self) -> str:
-        """Until when all nodes pause, outside of the hours that they have in common; empty: some do not."""
+        """A line that says until when all nodes pause, outside the hours they share; empty if they do not all pause."""
         until = hours.closed_until(self._plan.local.limits.hours, local_time())
         if until is None or {row(node).get("state") for node in self._nodes} - {None, "starting", "paused"}:
             return ""
         return f"outside limits.hours: all nodes pause until {until}"
 
     def _waits_for(self) -> str:
-        """What is not yet so that the first inner step can be taken."""
+        """A line that says what is still missing before the first inner step."""
         if not self._server.ready:
             return "importing torch"
         there = [node for node in self._nodes if node.endpoints is not None]
@@ -171,13 +175,13 @@ class LocalSwarm:
         return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
 
     def _over(self) -> bool:
-        """Somebody asked to stop, or a node or the relay has failed."""
+        """Whether somebody asked to stop, or a node or the relay has failed."""
         self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
         self._cut_off = self._cut_off or not (self._relay is None or self._relay.running)
         return self._failed is not None or bool(self._signals) or self._cut_off
 
     def _carried(self) -> dict[str, Any] | None:
-        """What `--link` was, and the bytes of each node's line; None without it."""
+        """The value of `--link`, and the bytes carried by each node's line if they are known; None without `--link`."""
         if self._relay is None:
             return None
         line = {"line": self._relay.link}
@@ -188,9 +192,9 @@ class LocalSwarm:
             return line
 
     def _leave(self) -> None:
-        """When it ends early: the nodes finish what they hold; a second signal stops them at once.
+        """If the run ends early, let the nodes finish what they hold; another signal stops them at once.
 
-        Stage after stage, so that what an earlier stage holds still finds a later one.
+        The stages leave one after the other, so that microbatches of an earlier stage still find the later ones.
         """
         if self._cut_off or not any(node.running for node in self._nodes):
             return
@@ -230,10 +234,10 @@ class LocalSwarm:
             print("error: the relay of --link died, so no node could reach another", file=sys.stderr)
             return 1
         if not self._saved:
-            why = "the last weights of a stage could not be saved, for the reason in its log"
+            why = "the last weights of a stage could not be saved; the logs of its nodes say why"
             print(f"error: {why}: fix that, then start again with this --dir", file=sys.stderr)
         elif not completed:
-            print("error: a node left before the run's end; see the logs", file=sys.stderr)
+            print("error: a node left before the end of the run; see the logs", file=sys.stderr)
         return 0 if completed else 1
 
 
@@ -247,11 +251,11 @@ def run_swarm(
     sample: bool = True,
     beside: Beside | None = None,
 ) -> int:
-    """Run a swarm to its end; returns the exit code. `link`: every node behind such a line (`line_spec.FORM`).
+    """Run a swarm to its end. Returns the exit code.
 
-    `members`: a members-only run, whose key is made in its directory.
-    `sample`: the model writes a few lines at the end. `beside` is entered before the nodes start, and left at the end.
-    Raises ConfigError or LocalError before any node is started.
+    `link`: the emulated line that each node gets (`line_spec.FORM`). `members`: a members-only run, whose key is made
+    in its directory. `sample`: the model writes a few lines at the end. `beside`: a context that is entered before the
+    nodes start and left at the end. Raises ConfigError or LocalError before any node is started.
     """
     if link is not None:
         LineSpec.parse(link)
@@ -270,7 +274,7 @@ def run_swarm(
         if resumed is not None:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
-            display.say("starting again at step 0: nothing had been saved")
+            display.say("starting again at step 0: nothing was saved")
         watched = nullcontext() if beside is None else beside(run_dir, m.model_dump(mode="json"))
         with watched, stop_signals() as signals:
             code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()

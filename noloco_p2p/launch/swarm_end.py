@@ -1,4 +1,4 @@
-"""What `noloco swarm` ends with: a few lines that the model writes, and the commands to continue with."""
+"""What `noloco swarm` prints at the end: a few lines written by the model, and the commands to try next."""
 
 import shlex
 import tempfile
@@ -13,13 +13,13 @@ from noloco_p2p.launch.export import TOKENIZER, run_export
 LINES, WIDTH = 4, 76
 SAMPLE_TOKENS = 240
 MOST_BYTES = 2 << 30
-"""Of the checkpoints that are read: a larger model is not loaded without being asked for."""
+"""Upper limit on the size of the checkpoints read for a sample; larger models are only loaded on request."""
 TENSORS = "*/checkpoints/*/*.safetensors"
-"""Of the checkpoints in a run's directory."""
+"""The tensor files of all checkpoints in a run's directory."""
 
 
 def sample_lines(run_dir: Path) -> list[str]:
-    """The first lines that a run's model writes, from its newest checkpoints, or one that says why there are none."""
+    """The first lines that the model of a run's newest checkpoints writes, or one line that says why there are none."""
     sizes = [path.stat().st_size for path in run_dir.glob(TENSORS)]
     if not sizes:
         return ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
@@ -37,12 +37,12 @@ def sample_lines(run_dir: Path) -> list[str]:
     except (NolocoError, OSError) as error:
         return [f"no sample: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))
-    shown = (plain(line).rstrip() for line in wrapped)  # a model that has learnt little writes control characters
+    shown = (plain(line).rstrip() for line in wrapped)  # a model that has learnt little may write control characters
     return ["the model writes:", *[f"    {line}" for line in shown if line][:LINES]]
 
 
 def say_what_next(run_dir: Path, say: Callable[[str], None]) -> None:
-    """The commands for a run that is complete, with its directory filled in; without checkpoints there is no model."""
+    """Print the commands for a completed run, with its directory filled in; its model needs checkpoints."""
     run, model, page = (shlex.quote(str(path)) for path in (run_dir, run_dir / "model", run_dir / "report.html"))
     say(f"report    noloco report {run} --out {page}")
     if not any(run_dir.glob(TENSORS)):

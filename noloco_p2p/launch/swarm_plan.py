@@ -1,4 +1,4 @@
-"""What `noloco swarm` is to start: a fresh run, or the unfinished one that a directory holds.
+"""What `noloco swarm` is to start: a fresh run, or the unfinished run in a directory.
 
 DIR/swarm.json     the settings of all nodes, used again when the run is resumed; also a valid configuration file
 DIR/swarm.lock     held by the running launcher
@@ -28,9 +28,9 @@ SETTINGS, LOCK = "swarm.json", "swarm.lock"
 ROOT_KEY = "root.key"
 """The key of a members-only run."""
 INVITED_S = 3_600.0
-"""In which the nodes of a swarm have joined its first one, seconds."""
+"""Time for which the first node's invitation admits the others, seconds."""
 NODES_END_S = 15.0
-"""The nodes of a launcher that was killed need a moment to notice and to end, seconds."""
+"""Longest wait for the nodes of a launcher that was killed to notice and end, seconds."""
 POLL_S = 0.1
 
 
@@ -41,7 +41,7 @@ class SwarmPlan:
     manifest: RunManifest
     local: NodeConfig
     resumes: bool
-    """The directory holds a run that has not ended."""
+    """Whether the directory holds a run that has not ended."""
 
     @property
     def nodes(self) -> list[tuple[int, int]]:
@@ -49,9 +49,10 @@ class SwarmPlan:
         return list(product(range(self.manifest.stages), range(self.manifest.start_replicas)))
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """For every node; its settings are in a file of the directory. Where it listens is said by its process.
+        """The arguments of every node: the file with its settings, and changes to them.
 
-        All nodes are on this machine and share their settings, so none may name a port.
+        All nodes are on this machine and share these settings, so no port is fixed in them. `NodeProcess` adds where
+        each node listens.
         """
         ports = ["dht_port", "grpc_port", "metrics_port"]
         ports += [] if self.local.listen.libp2p_metrics_port is None else ["libp2p_metrics_port"]
@@ -59,19 +60,23 @@ class SwarmPlan:
         return ["--config", str(run_dir / SETTINGS), *(word for each in sets for word in ("--set", each))]
 
     def environment(self, threads: int) -> dict[str, str]:
-        """For every node: ours without settings, which have been read already.
+        """The environment of every node: ours without settings, because those have already been read.
 
-        numpy is not computed with, and would start its threads on import, before the nodes are forked.
+        numpy gets a single thread: nodes do not compute with it, and it would start its threads on import, before the
+        nodes are forked.
         """
         own = {key: value for key, value in os.environ.items() if not key.startswith(ENVIRONMENT_PREFIX)}
         return {**own, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1"}
 
     def key_option(self, run_dir: Path) -> list[str]:
-        """For the first node of a members-only run, which admits the others."""
+        """The option that gives the first node of a members-only run its key, with which it admits the others."""
         return [] if self.manifest.security.root_key is None else ["--key", str(run_dir / ROOT_KEY)]
 
     def join_address(self, first: Path, address: str) -> str:
-        """What the other nodes join: the address of the first one, whose directory is `first`, and an invitation."""
+        """The address that the other nodes join: `address` of the first node, in a members-only run with an invitation.
+
+        `first` is the directory of the first node.
+        """
         if self.manifest.security.root_key is None or len(self.nodes) == 1:
             return address
         from noloco_p2p.launch import run_key
@@ -79,7 +84,8 @@ class SwarmPlan:
         return run_key.invite(first, first.parent / ROOT_KEY, uses=len(self.nodes) - 1, seconds=INVITED_S, stage=None)
 
     def write(self, run_dir: Path) -> None:
-        """Store the settings in the directory; it may be continued from elsewhere. Raises LocalError."""
+        """Store the settings in the directory. Paths are made absolute, because the run may be continued from another
+        working directory. Raises LocalError."""
         everything = self.manifest.model_dump(mode="json") | self.local.model_dump(mode="json")
         everything |= run_files.LocalFiles.of(self.local)._asdict()
         everything["audit"]["dir"] = self.local.audit.dir and run_files.absolute(self.local.audit.dir)
@@ -87,7 +93,10 @@ class SwarmPlan:
 
 
 def for_members(plan: SwarmPlan, run_dir: Path) -> SwarmPlan:
-    """The same with the key in this directory, which is made for a fresh run. Raises ConfigError, LocalError."""
+    """The plan of a members-only run: with the key in this directory, which a fresh run makes if there is none.
+
+    Raises ConfigError, LocalError.
+    """
     from noloco_p2p.launch import run_key
 
     path = run_dir / ROOT_KEY
@@ -100,17 +109,17 @@ def for_members(plan: SwarmPlan, run_dir: Path) -> SwarmPlan:
 
 
 class ResumePoint(NamedTuple):
-    """Where a resumed run goes on."""
+    """Where a resumed run continues."""
 
     round: int
     step: int
 
 
 def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
-    """What these settings ask for; nothing is created yet.
+    """The plan that these settings ask for. Nothing is created yet.
 
-    Raises ConfigError, also when the directory holds a finished run, an unfinished one with another manifest, or a node
-    of another run; LocalError when a node's directory does not say of which run it is.
+    Raises ConfigError, also if the directory holds a finished run, an unfinished run with another manifest, or a node
+    of another run; LocalError if a node's directory does not say to which run it belongs.
     """
     if run_dir is not None:
         homes.require_own(run_dir, Home.SWARM)
@@ -129,7 +138,7 @@ def make_plan(overrides: settings.Overrides, run_dir: Path | None) -> SwarmPlan:
 
 
 def make_run_dir(name: str, directory: Path | None) -> Path:
-    """The directory of this run: the one asked for, or a fresh `noloco-runs/<name>-<n>`. Raises LocalError."""
+    """Make the directory of this run: the one given, or a fresh `noloco-runs/<name>-<n>`. Raises LocalError."""
     try:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -142,18 +151,18 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
                 return fresh
             n += 1
     except OSError as error:
-        raise LocalError(f"the run's directory cannot be made: {error}") from error
+        raise LocalError(f"the run's directory cannot be created: {error}") from error
 
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Lock the directory against a second launcher. Raises LocalError when there is one."""
+    """Lock the directory against a second launcher. Raises LocalError if there is one."""
     try:
         lock = locked(run_dir / LOCK)
     except OSError as error:
         raise LocalError(f"{run_dir / LOCK}: {error.strerror}") from error
     if lock is None:
-        raise LocalError(f"another noloco swarm runs in {run_dir}: stop it, or name another --dir")
+        raise LocalError(f"another noloco swarm is running in {run_dir}: stop it, or name another --dir")
     try:
         yield
     finally:
@@ -161,24 +170,24 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def wait_for_old_nodes(node_dirs: Sequence[Path]) -> None:
-    """Until no node runs in these directories any more. Raises LocalError when one still does after NODES_END_S."""
+    """Wait until no node runs in these directories. Raises LocalError if one still does after NODES_END_S."""
     give_up_at = time.monotonic() + NODES_END_S
     for node_dir in node_dirs:
         while node_probe.in_use(node_dir):
             if time.monotonic() >= give_up_at:
-                raise LocalError(f"a node still runs in {node_dir}: stop it, or name another --dir")
+                raise LocalError(f"a node is still running in {node_dir}: stop it, or name another --dir")
             time.sleep(POLL_S)
 
 
 def resume_point(plan: SwarmPlan, run_dir: Path) -> ResumePoint | None:
-    """Where the run goes on from the checkpoints in the directory; None without any. Raises LocalError."""
+    """Where the run continues from the checkpoints in the directory; None if there are none. Raises LocalError."""
     from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
     return common_point(s.holding for s in stored_checkpoints(run_dir) if s.manifest.run_id == plan.manifest.run_id)
 
 
 def is_saved(plan: SwarmPlan, run_dir: Path) -> bool:
-    """Whether every stage has a checkpoint of the last outer round, or there are to be none. Raises LocalError."""
+    """Whether every stage has a checkpoint of the last outer round, or none are to be written. Raises LocalError."""
     from noloco_p2p.io.storage.checkpoint_format import stored_checkpoints
 
     run = plan.manifest
@@ -188,9 +197,9 @@ def is_saved(plan: SwarmPlan, run_dir: Path) -> bool:
 
 
 def common_point(held: Iterable[Holding]) -> ResumePoint | None:
-    """The newest outer round from which every stage that has a checkpoint can go on, and the least step there.
+    """The newest outer round that every stage with checkpoints has reached, and the lowest step at which one continues.
 
-    A stage goes on from the checkpoint nearest to that round.
+    A stage continues from the checkpoint nearest to that round. None if there is no checkpoint.
     """
     holdings = list(held)
     round = least_newest(holdings)

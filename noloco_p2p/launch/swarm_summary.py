@@ -1,4 +1,4 @@
-"""A swarm's summary for its owner: `summary.json`, and the same as lines of text."""
+"""A swarm's summary for its owner: the content of `summary.json`, and the same as lines of text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp
@@ -11,18 +11,19 @@ from noloco_p2p.humanize import plural
 from noloco_p2p.launch.node_process import NodeProcess
 
 COPIED = ("inner_steps", "outer_rounds", "microbatches", "rerouted", "pulled", "alone", "bytes_sent", "bytes_received")
-"""Figures of a node that are copied as it wrote them."""
+"""Figures copied from the summary of each node."""
 OVERFLOW_NATS = 700.0
+"""Losses from here on have no perplexity: exp would overflow."""
 
 
 def summarise(
     nodes: Sequence[NodeProcess], manifest: RunManifest, resumed_from_step: int | None, wall_s: float
 ) -> dict[str, Any]:
-    """The swarm's summary. It counts what was done since the nodes were started, not what a resumed run did before.
+    """The swarm's summary. It counts only what was done since the nodes were started, even if the run was resumed.
 
-    Losses are means over stage-0 replicas, `replica_std` means over the replicas of each stage; `inner_steps` is the
-    mean over stage 0, rounded; `outer_rounds` is the largest number that any replica did. What no node wrote is null;
-    one replica has no std.
+    Losses are means over the stage-0 replicas, and `replica_std` has a mean for each stage; `inner_steps` is the mean
+    over stage 0, rounded; `outer_rounds` is the largest number of any replica. Figures that no node wrote are null; a
+    single replica has no std.
     """
     found = [(node, node.summary or {}) for node in nodes]
     stages = [[s for node, s in found if node.stage == stage] for stage in range(manifest.stages)]
@@ -52,12 +53,12 @@ def summarise(
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats per token; None without one, or where it would not be a number of JSON."""
+    """exp of a loss in nats per token; None if there is no loss, or if the result would be too large for JSON."""
     return None if loss is None or not loss < OVERFLOW_NATS else exp(loss)
 
 
 def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
-    """The summary for a person; `path`: where it was written."""
+    """The summary for people. `path`: where it was written; None if an earlier summary was kept."""
     loss, rate = summary["validation_loss"], summary["tokens_per_s"]
     found = [
         f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
@@ -67,7 +68,7 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
         found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
     speed = "" if rate is None else f", {rate:,.0f} tokens/s while training"
     found.append(f"{summary['tokens']:,} tokens{speed}")
-    return [*found, "keeping the earlier summary, which has more" if path is None else f"summary: {path}"]
+    return [*found, "keeping the earlier summary, which is more complete" if path is None else f"summary: {path}"]
 
 
 def _known(summaries: Iterable[Mapping[str, Any]], figure: str) -> list[float]:
@@ -80,7 +81,7 @@ def _mean(summaries: Iterable[Mapping[str, Any]], figure: str) -> float | None:
 
 
 def _training_s(first: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from the first inner step's start to the last one's end, less the mean time spent in evaluations."""
+    """Seconds from the start of the first inner step to the end of the last, less the mean time spent on evaluation."""
     began, ended = _known(first, "first_step_at"), _known(first, "last_step_at")
     return max(ended) - min(began) - (_mean(first, "evaluation_s") or 0.0) if began and ended else None
 

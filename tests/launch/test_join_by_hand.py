@@ -117,7 +117,7 @@ def test_a_copy_of_a_directory_whose_node_runs_is_refused(tmp_path: Path) -> Non
         copy = nodes.start("--join", first.endpoints().join[0], *LOCAL, own_dir="copy")
         assert copy.end() == 2
         at = (node_probe.read_json(other.dir / node_probe.ENDPOINTS) or {})["grpc"]
-        said = f"another process takes part at {at}, with this identity: remove identity.key here, or stop that one"
+        said = f"another process takes part at {at}, with this identity: remove identity.key here, or stop that process"
         assert copy.logged() == f"error: {said}\n"
         taken = other.total("inner_steps_total")
         other.wait_for_steps(int(taken) + 2)

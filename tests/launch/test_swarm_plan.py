@@ -148,7 +148,7 @@ def test_fresh_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:
     with (
         planning.held(tmp_path),
-        pytest.raises(LocalError, match="another noloco swarm runs in"),
+        pytest.raises(LocalError, match="another noloco swarm is running in"),
         planning.held(tmp_path),
     ):
         pass
@@ -162,7 +162,7 @@ def test_a_node_that_still_runs_is_waited_for(tmp_path: Path, monkeypatch: pytes
     planning.wait_for_old_nodes([node_dir])
     with (
         closing(Identity.open(node_dir / KEY)),
-        pytest.raises(LocalError, match=r"a node still runs in \S+0-0: stop it"),
+        pytest.raises(LocalError, match=r"a node is still running in \S+0-0: stop it"),
     ):
         planning.wait_for_old_nodes([node_dir])
     planning.wait_for_old_nodes([node_dir])
