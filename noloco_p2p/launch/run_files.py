@@ -1,4 +1,4 @@
-"""A node's directory: its identity, the run that it belongs to, and what it writes for its launcher and its owner."""
+"""A node's directory: its identity, the run that it belongs to, and the files for its launcher and its owner."""
 
 import hashlib
 import itertools
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 
 LOCAL = "local.json"
-"""In a node's directory: where the run's files are on this machine."""
+"""File in a node's directory that says where the run's data and tokenizer are on this machine."""
 MANIFEST = "manifest.json"
-"""The run that a node's directory belongs to, as JSON; its checkpoints are of that run."""
+"""File in a node's directory with the manifest of the run that the directory, with its checkpoints, belongs to."""
 
 
 def own_identities(home: Path | None) -> Iterator[Identity]:
-    """The identity in a node's directory; without one, one after the other, of each `node-<n>` that no node holds.
+    """The identity in a node's directory; if none is given, that of each `node-<n>` not in use, one after the other.
 
-    The next is for when a directory is of another run. Raises ConfigError for a directory that is something else.
+    The caller takes the next one if a directory belongs to another run. Raises ConfigError if `home` is something else.
     """
     if home is not None:
         homes.require_own(home, Home.NODE)
@@ -53,9 +53,10 @@ def own_identities(home: Path | None) -> Iterator[Identity]:
 
 
 def stored_manifest(directory: Path) -> RunManifest | None:
-    """The run that this directory belongs to; None for a fresh one. Raises LocalError (see `stored_run`).
+    """The run that this directory belongs to; None for a fresh directory.
 
-    Of an earlier version's run too: with the keys of this version it would be another run, without its checkpoints.
+    Raises LocalError as `stored_run` does, and for a run of another version: with the keys of this version it would be
+    another run, without its checkpoints.
     """
     found = stored_run(directory)
     if found is not None and found[0] != found[1].run_id:
@@ -64,8 +65,10 @@ def stored_manifest(directory: Path) -> RunManifest | None:
 
 
 def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
-    """The id and the settings of the run that this directory belongs to, whichever version wrote it; None for a fresh
-    one. Raises LocalError (unreadable, damaged)."""
+    """(id, manifest) of the run that this directory belongs to, whichever version wrote it; None for a fresh directory.
+
+    Raises LocalError (unreadable, damaged).
+    """
     path = directory / MANIFEST
     try:
         data = path.read_bytes()
@@ -79,7 +82,7 @@ def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
 
 
 def refuse_other_run(directory: Path, manifest: RunManifest) -> None:
-    """Raises OtherRun when a node's directory belongs to a run with other settings."""
+    """Raise OtherRun if a node's directory belongs to a run with other settings."""
     stored = stored_manifest(directory)
     if stored is not None and stored != manifest:
         keys = ", ".join(k for k in RunManifest.model_fields if getattr(stored, k) != getattr(manifest, k))
@@ -87,7 +90,10 @@ def refuse_other_run(directory: Path, manifest: RunManifest) -> None:
 
 
 def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
-    """The ports that this node had before, where any would do and they are still free: so its peers find it again."""
+    """The settings with the ports that this node had before, so that its peers find it again.
+
+    Only ports that are set to 0 are replaced, and only if the earlier ones are still free.
+    """
     found = node_probe.read_json(directory / node_probe.ENDPOINTS) or {}
     before = {
         "dht_port": str((found.get("join") or [""])[-1]).partition("/tcp/")[2].partition("/")[0],
@@ -111,10 +117,10 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: str, how_to_join: str) -> None:
-    """Say who this node is, where its metrics are and how to join it; the same in `endpoints.json`.
+    """Print who this node is, where its metrics are and how to join it, and write the same to `endpoints.json`.
 
-    `host` is where it listens: `noloco-node health` asks there, also where what is announced does not lead back here.
-    An invitation is printed, in `how_to_join`, and not kept.
+    `host` is where it listens: `noloco-node health` asks there, because the announced address may not lead back here.
+    An invitation in `how_to_join` is printed, but not stored.
     """
     lines = {"peer id": advert.peer_id, "run": advert.run_id, "metrics": advert.metrics, "join": how_to_join}
     with writing("standard output"):
@@ -134,7 +140,7 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
 
 
 def store_summary(directory: Path, node: "Node", telemetry: "PrometheusTelemetry") -> None:
-    """Write `summary.json`: what the node did. Losses are those of stage 0, nats per token. Raises LocalError."""
+    """Write `summary.json`: what the node did. Only stage 0 has losses, in nats per token. Raises LocalError."""
     advert = node.state.advert
     found = telemetry.totals() | {
         "peer_id": advert.peer_id,
@@ -149,10 +155,10 @@ def store_summary(directory: Path, node: "Node", telemetry: "PrometheusTelemetry
 
 
 def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
-    """Write a summary, of a node or of a swarm, unless the one that is there knows more; whether it was written.
+    """Write the summary of a node or swarm, unless the existing file says more. Returns whether it was written.
 
-    What has finished knows more than what has not, then what took inner steps more than what took none.
-    In any case the time of the file is then that of the end. Raises LocalError.
+    A summary of a finished run says more than one of an unfinished run; otherwise, one with inner steps says more than
+    one without. The modification time of the file becomes now in either case. Raises LocalError.
     """
 
     def knows(one: Mapping[str, object]) -> tuple[bool, bool]:
@@ -167,53 +173,53 @@ def store_unless_less(path: Path, summary: Mapping[str, object]) -> bool:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """A JSON object, see `write_whole`."""
+    """Write a JSON object as `write_whole` does."""
     write_whole(path, json.dumps(content, indent=2, allow_nan=False).encode() + b"\n")
 
 
 class LocalFiles(NamedTuple):
-    """Where a node reads what its run needs beside the manifest, as absolute paths."""
+    """Where a node reads what its run needs in addition to the manifest, as absolute paths."""
 
     tokenizer_dir: str | None = None
     data_files: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, local: NodeConfig) -> "LocalFiles":
-        """Those that a node's settings name."""
+        """The files named in a node's settings."""
         return cls(local.tokenizer_dir and absolute(local.tokenizer_dir), tuple(map(absolute, local.data_files)))
 
 
 def absolute(name: str) -> str:
-    """A path, or a glob, that means the same in every working directory."""
+    """The same path or glob, in a form that does not depend on the working directory."""
     return str(Path(name).expanduser().absolute())
 
 
 def store_local_files(directory: Path, local: NodeConfig) -> None:
-    """Store them for what is done with the run later (`noloco export`, `noloco eval`). Raises LocalError."""
+    """Store where the run's files are, for later commands (`noloco export`, `noloco eval`). Raises LocalError."""
     write_json(directory / LOCAL, LocalFiles.of(local)._asdict())
 
 
 def local_files(directories: Iterable[Path]) -> LocalFiles:
-    """The files of the first of these nodes that stored them."""
+    """The files of the first of these nodes that has stored them."""
     found = next(filter(None, (node_probe.read_json(directory / LOCAL) for directory in directories)), {})
     return LocalFiles(found.get("tokenizer_dir"), node_probe.texts(found.get("data_files")))
 
 
 def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:
-    """The summary of the swarm that these nodes belong to; empty where no launcher wrote one."""
+    """The summary of the swarm that these nodes belong to; empty if no launcher wrote one."""
     found = (node_probe.read_json(directory.parent / node_probe.SUMMARY) or {} for directory in directories)
     return next((one for one in found if one.get("run_id") == run_id), {})
 
 
 def store_manifest(directory: Path, manifest: RunManifest) -> None:
-    """The run that this directory belongs to from now on, as it is hashed. Raises LocalError (a full disk)."""
+    """Store the run that this directory belongs to from now on, in the form that is hashed. Raises LocalError."""
     write_whole(directory / MANIFEST, manifest.canonical_json())
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """A reader sees the old file or the whole new one, after a loss of power too; `mode` is that of a new one.
+    """Write a file atomically: readers see the old content or all of the new, even after a power failure.
 
-    Raises LocalError (a full disk).
+    `mode` is the mode of a new file. Raises LocalError (a full disk).
     """
     with writing(path):
         durable_files.write_whole(path, content, mode)
@@ -221,7 +227,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 @contextmanager
 def writing(place: object) -> Iterator[None]:
-    """Raises LocalError, which names the place, when something inside the `with` cannot be written."""
+    """Inside the `with`, turn an OSError into a LocalError that names the place that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -235,5 +241,5 @@ def machine() -> str:
 
 
 def command(program: str) -> str:
-    """The command line of this process. An invitation in it is left out: it is a secret."""
+    """The command line of this process, without the invitation that it may contain, which is a secret."""
     return re.sub(r"/invite/\w+", "/invite/…", shlex.join([program, *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""The key of a members-only run, and its uses: admit this machine's node, invite others, revoke members, observe."""
+"""The root key of a members-only run, and who may do what: admit a node, invite others, revoke members, observe."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,59 +30,62 @@ from noloco_p2p.launch import homes, node_probe, run_files
 from noloco_p2p.launch.swarm_plan import ROOT_KEY
 
 KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.pem", "invitations.json", "revoked"
-"""The root's key, beside the directories of nodes; in that of a node its certificates, who has used invitations, and
-who is revoked."""
+"""File names. The root key may be in a node's directory or above it. The others are in a node's directory: its
+certificates, who has used invitations, and who is revoked."""
 PRINTED_USES, PRINTED_S = 100, 7 * 86_400.0
-"""Of the invitation in the address that a node with the run's key prints."""
+"""Uses and lifetime of the invitation in the address that a node with the root key prints."""
 
 
 def make(path: Path) -> str:
-    """Write a new root key, mode 0600; its public half, in hexadecimal. Raises ConfigError: the file is there."""
+    """Write a new root key, with mode 0600. Returns its public half in hexadecimal.
+
+    Raises ConfigError if the file exists, and LocalError.
+    """
     key = Ed25519PrivateKey.generate()
     if path.exists():
-        raise ConfigError(f"{path} is there already: name another file, or use that key")
+        raise ConfigError(f"{path} already exists: name another file, or use that key")
     try:
         make_folders(path.parent)
     except OSError as error:
-        raise LocalError(f"{path.parent} cannot be made: {error.strerror}") from error
+        raise LocalError(f"{path.parent} cannot be created: {error.strerror}") from error
     run_files.write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
     return public_half(key)
 
 
 def read(path: Path) -> Ed25519PrivateKey:
-    """Raises ConfigError: it is no root key, or others may read it."""
+    """Read a root key. Raises ConfigError if the file does not hold one, or if others may read it."""
     try:
         key = load_pem_private_key(path.read_bytes(), None)
         readable = path.stat().st_mode & 0o077
     except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not what noloco key new writes"
+        reason = error.strerror if isinstance(error, OSError) else "it was not written by noloco key new"
         raise ConfigError(f"the run's key {path} cannot be read: {reason}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} is no Ed25519 key: make one with noloco key new")
+        raise ConfigError(f"{path} is not an Ed25519 key: make one with noloco key new")
     if readable:
         raise ConfigError(f"{path} is readable by others: run chmod 600 on it")
     return key
 
 
 def public_half(key: Ed25519PrivateKey) -> str:
-    """For `security.root_key`."""
+    """The public half of a root key in hexadecimal, as in `security.root_key`."""
     return key.public_key().public_bytes_raw().hex()
 
 
 def trust_in(manifest: RunManifest) -> RunTrust | None:
-    """None: the run is open."""
+    """What certificates of this run are checked against; None if the run is open."""
     root = manifest.security.root_key
     return None if root is None else RunTrust(manifest.run_id, bytes.fromhex(root))
 
 
 def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage: int | None) -> str:
-    """A join address of the node with an invitation to its run. Raises ConfigError, one line that says what to do."""
+    """A join address of the node, with an invitation to its run. Raises ConfigError, one line that says what to do."""
     node_dir, manifest = _members_run(node_dir)
     found = node_probe.read_endpoints(node_dir)
     if found is None:
-        raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of the node that others will join")
+        raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of the node that others will join")
     if not (node_dir / ISSUER).exists():
-        raise ConfigError(f"the node of {node_dir} admits nobody: start it with --key, or name one that was")
+        raise ConfigError(f"the node of {node_dir} cannot admit others: start it with --key, or name one that was")
     if stage is not None and stage >= manifest.stages:
         raise ConfigError(f"stage {stage}: the run has stages 0 to {manifest.stages - 1}")
     if not 1 <= uses <= MOST_USES:
@@ -93,7 +96,7 @@ def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage
 
 
 def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyList:
-    """Add peers to the list in a node's directory, which it gives to all others. Raises ConfigError, LocalError."""
+    """Add peers to the deny list in a node's directory, which the node spreads. Raises ConfigError, LocalError."""
     node_dir, manifest = _members_run(node_dir)
     trust = trust_in(manifest)
     assert trust is not None
@@ -106,52 +109,57 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
 
 
 def _members_run(directory: Path) -> tuple[Path, RunManifest]:
-    """A node's directory, of a swarm's that of its first node, and the manifest of its members-only run.
+    """(directory of a node, manifest of its members-only run). For a swarm's directory, the node is its first one.
 
-    Raises ConfigError: there is none.
+    Raises ConfigError if there is no node, or if its run is open.
     """
     is_swarm = homes.kind_of(directory) is homes.Home.SWARM
     node_dir = next(node_probe.node_dirs(directory), directory) if is_swarm else directory
     manifest = run_files.stored_manifest(node_dir)
     if manifest is None:
-        raise ConfigError(f"no node has run in {node_dir}: --dir is the directory of a node of the run")
+        raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of a node of the run")
     if manifest.security.root_key is None:
         raise ConfigError(f"the run of {node_dir} is open: anybody can join it by its join address")
     return node_dir, manifest
 
 
 def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519PrivateKey:
-    """The run's key, from the file that was named, or beside or above the node's directory. Raises ConfigError."""
+    """The root key, from the file that was named, or in or above the node's directory, or in `noloco-runs`.
+
+    Raises ConfigError.
+    """
     places = [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
     place = key or next(filter(Path.exists, places), None)
     if place is None:
-        raise ConfigError(f"the run's key is none of {', '.join(map(str, places))}: name it with --key")
+        raise ConfigError(f"the run's key is not at {' or '.join(map(str, places))}: name it with --key")
     root = read(place)
     if public_half(root) != manifest.security.root_key:
-        raise ConfigError("the key is not that of this run: name the file given to --key when the run was started")
+        raise ConfigError("this is not the run's key: name the file given to --key when the run was started")
     return root
 
 
 def with_invited_stage(local: NodeConfig, libp2p: Libp2pDaemon) -> NodeConfig:
-    """The settings of a newcomer, which holds the stage that its invitation names unless it was told another one."""
+    """The settings of a newcomer: it takes the stage that its invitation names, unless its own settings name one."""
     stages = (Invitation.parse(address.invitation).stage for address in libp2p.joined if address.invitation)
     return local if local.stage is not None else local.model_copy(update={"stage": next(stages, None)})
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node or an observer is in its run."""
+    """What a node or an observer may do in its run, and by which certificates."""
 
     links: Links
     records: MemberRecords | None = None
-    """None: the run is open. The same holds for the fields below."""
+    """None if the run is open. This also holds for the fields below."""
     credentials: Credentials | None = None
+    """Also None for an observer that does not call nodes."""
     issuer: Issuer | None = None
+    """Also None if this node may not admit others."""
     invitation: str = ""
-    """What makes a join address enough for newcomers; empty where none is needed, or the run's key is not here."""
+    """Appended to a join address so that newcomers need nothing else; empty in an open run or without the root key."""
 
     async def probe(self, address: str, peer: PeerId) -> str | None:
-        """See `join_handshake.ReachabilityProbe`. Who examines a machine (noloco doctor) is an observer there."""
+        """See `join_handshake.ReachabilityProbe`. The machine may also be an observer's (noloco doctor)."""
         reason = await probe(address, peer, self.links, PROBE_TIMEOUT_S)
         if reason is not None and self.credentials is not None:
             seen = await probe(address, peer, self.links, PROBE_TIMEOUT_S, "observer")
@@ -159,14 +167,14 @@ class Standing:
         return reason
 
     async def open_directory(self, libp2p: Libp2pDaemon, manifest: RunManifest, home: Path) -> HivemindDirectory:
-        """The run's directory; `home` keeps the addresses that were seen. Raises as `HivemindDirectory.open`."""
+        """The run's directory. `home` keeps the addresses seen there. Raises as `HivemindDirectory.open` does."""
         known = home / "known-peers.json"
         return await HivemindDirectory.open(
             libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known, members=self.records
         )
 
     async def keep_valid(self, libp2p: Libp2pDaemon, changed: Callable[[str | None], None]) -> None:
-        """See `admission.keep_valid`; for members."""
+        """For members: see `admission.keep_valid`."""
         assert self.credentials is not None
         assert self.records is not None
         records = self.records
@@ -177,7 +185,7 @@ class Standing:
         await admission.keep_valid(libp2p, self.credentials, self.issuer, issuers, changed)
 
     async def keep_revoked(self, libp2p: Libp2pDaemon) -> None:
-        """See `revocations.keep`; for members."""
+        """For members: see `revocations.keep`."""
         records, credentials = self.records, self.credentials
         assert records is not None
         assert credentials is not None
@@ -188,20 +196,20 @@ class Standing:
         await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
 
     def how_to_join(self, home: Path, joins: Sequence[str]) -> str:
-        """What others are told: to join at the first address, nearby also at others, or who invites them."""
+        """How others join: by the first address, or by the others if they are nearby; or where to get an invitation."""
         if self.credentials is None or self.invitation:
             return "\nnearby   ".join(f"noloco-node --join {address}" for address in joins)
         if self.issuer is None:
-            return "members-only; this node admits nobody: ask whoever started the run for an invitation"
+            return "members-only; this node cannot admit others: ask whoever started the run for an invitation"
         return f"members-only; to make an invitation: noloco invite --dir {home}"
 
 
 async def of_node(
     home: Path, identity: Identity, key: Path | None, manifest: RunManifest, libp2p: Libp2pDaemon
 ) -> Standing:
-    """A node's, by the certificate that its directory has, by the run's key, or by an invitation.
+    """The standing of a node: by the certificate in its directory, by the root key, or by an invitation.
 
-    Raises ConfigError or a PeerError, in one line, when none of them admits it; LocalError (a full disk).
+    Raises ConfigError or a PeerError, in one line, if none of them admits it; LocalError (a full disk).
     """
     trust = trust_in(manifest)
     if trust is None:
@@ -235,9 +243,10 @@ async def of_node(
 
 
 async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pDaemon, *, calls: bool) -> Standing:
-    """An observer's, who reads the directory and `calls` nodes over gRPC or not.
+    """The standing of an observer, which reads the directory and, if it `calls`, also calls nodes over gRPC.
 
-    For that the address that it joined has to carry an invitation, of which it costs no use. Raises as `of_node`.
+    To call nodes of a members-only run, the address that it joined must carry an invitation; this does not count as one
+    of its uses. Raises as `of_node` does.
     """
     trust = trust_in(manifest)
     if trust is None:
@@ -245,14 +254,14 @@ async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pD
     records = MemberRecords(trust, Revocations(trust))
     await revocations.ask(libp2p, records.revoked, libp2p.joined)
     if not calls:
-        return Standing(open_links(identity, manifest.run_id), records)  # no member takes a call over these
+        return Standing(open_links(identity, manifest.run_id), records)  # no member answers calls over these links
     chain = await admission.invited(libp2p, trust, "observer", dht_time())
     credentials = Credentials(trust, identity, chain, revoked=records.revoked)
     return Standing(Links(credentials), records, credentials)
 
 
 def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocations) -> Issuer | None:
-    """None: this node may not admit others, or not any more."""
+    """What this node admits others with; None if it may not, or no longer."""
     try:
         certificate = (home / ISSUER).read_bytes()
         trust.membership(
@@ -266,7 +275,7 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocation
 
 
 def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:
-    """The certificate that this node had, if it is still valid."""
+    """The certificate chain in this node's directory, if it is still valid."""
     try:
         chain = (home / CERTIFICATE).read_bytes()
         found = trust.membership(chain)
