@@ -1,4 +1,4 @@
-"""Where the CPU time of node processes goes, thread by thread, from Linux's /proc."""
+"""Measures where the CPU time of node processes goes, thread by thread, from Linux's /proc."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ class CpuSeconds:
     threads: dict[int, float]
     """By thread id; the one whose id is the process id runs the event loop."""
     children: float
-    """Of the live processes that it started (the libp2p daemon)."""
+    """CPU seconds of the live processes that it started (the libp2p daemon)."""
 
 
 def read(pid: int) -> CpuSeconds | None:
-    """CPU seconds of a process; None where there is no /proc or no such process."""
+    """CPU seconds of a process; None if there is no /proc or no such process."""
     threads = {}
     try:
         for task in (PROC / str(pid) / "task").iterdir():
@@ -36,13 +36,13 @@ def read(pid: int) -> CpuSeconds | None:
 
 
 def _fields(stat: Path) -> tuple[int, float]:
-    """Parent process, and user and system time: fields 4, 14 and 15 of proc(5); the name in field 2 may hold spaces."""
+    """(parent process, CPU seconds): fields 4, 14 and 15 of proc(5). The name in field 2 may contain spaces."""
     fields = stat.read_text().rpartition(")")[2].split()
     return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def machine() -> float | None:
-    """CPU seconds of everything on this machine since its start; None when /proc does not show our cores."""
+    """CPU seconds of everything on this machine since its start; None if /proc shows other cores than ours."""
     try:
         lines = [line.split() for line in (PROC / "stat").read_text().splitlines() if line.startswith("cpu")]
     except OSError:
@@ -61,8 +61,8 @@ def cores() -> int:
 def split(pid: int, before: CpuSeconds, after: CpuSeconds) -> dict[str, float]:
     """CPU seconds between two readings: `compute`, `loop` and `wire`.
 
-    `loop` is the main thread (event loop: messages, digests, routing); `compute` the busiest other thread, which is the
-    device's; `wire` all the rest: gRPC's own threads, the libp2p daemon, and the little that data and metrics take.
+    `loop` is the main thread (event loop: messages, digests, routing); `compute` is the busiest other thread, which is
+    the device's; `wire` is the rest: gRPC's own threads, the libp2p daemon, and the little that data and metrics take.
     """
     spent = {task: seconds - before.threads.get(task, 0.0) for task, seconds in after.threads.items()}
     loop = spent.pop(pid, 0.0)

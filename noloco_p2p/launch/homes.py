@@ -1,6 +1,6 @@
-"""What a directory is, told by the files in it: no command writes into one that is something else.
+"""Tells from its files what a directory is, so that no command writes into a directory of another kind.
 
-Nothing is written to mark a directory: whatever version made it, its files say what it is.
+No marker is written: the files themselves show what a directory is, whichever version made it.
 """
 
 import re
@@ -11,14 +11,15 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch import node_probe
 
 MOUNT_POINT = "lost+found"
-"""Every file system has it: a volume with nothing else than this and hidden files is empty."""
+"""Found at the top of every ext file system: a volume with only this and hidden files is empty."""
 HEAD_BYTES = 4096
+"""How much of a file is searched for its mark."""
 NODE_NAME = re.compile(r"\d+-\d+")
-"""Of a node inside the directory of its swarm: stage and replica."""
+"""Name of a node's directory inside the directory of its swarm: stage and replica."""
 
 
 class Home(Enum):
-    """What a directory is: in words, and files of which one is enough to tell. The first that fits counts."""
+    """What a directory is: a description, and patterns of files, any of which identifies it. The first match counts."""
 
     SWARM = "the directory of a swarm", ("swarm.json", "swarm.lock")
     NODE = "the directory of a node", ("identity.key", "identity.key.lock")
@@ -38,13 +39,13 @@ class Home(Enum):
 
 
 def kind_of(directory: Path) -> Home:
-    """What it is; one that does not exist is empty. Raises ConfigError when it cannot be read."""
+    """What a directory is; one that does not exist is empty. Raises ConfigError if it cannot be read."""
     try:
         if directory.is_dir():
             names = {path.name for path in directory.iterdir() if path.name[0] != "."} - {MOUNT_POINT}
         else:
             names = set()
-            # Below a file there is nothing, either; so the nearest thing that exists decides.
+            # A path below a file does not exist, but cannot be created either: the nearest path that exists decides.
             nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
             if not nearest.is_dir():
                 return Home.FILE
@@ -55,9 +56,9 @@ def kind_of(directory: Path) -> Home:
 
 
 def require(named: str, directory: Path, *wanted: Home, advice: str = "name another directory") -> Home:
-    """What the directory is, one of `wanted`, whose first is the command's own kind. Raises ConfigError, in one line.
+    """What the directory is, which must be one of `wanted`; the first of these is the kind that the command is for.
 
-    `named`: how the command line names it, such as `--dir `.
+    Raises ConfigError, in one line. `named`: how the command line names the directory, such as `--dir `.
     """
     kind = kind_of(directory)
     if kind in wanted:
@@ -73,15 +74,15 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
 
 
 def require_run(named: str, directory: Path) -> None:
-    """A directory of a run to read: of a swarm, of a node, or one that may have such below it. Raises ConfigError."""
+    """Raise ConfigError unless a run can be read from the directory: it is a swarm's or a node's, or may hold such."""
     empty = (Home.EMPTY,) if directory.is_dir() else ()
     require(named, directory, Home.SWARM, Home.NODE, Home.OTHER, *empty, advice="name that of a node or of a swarm")
 
 
 def require_own(directory: Path, *wanted: Home) -> None:
-    """As `require`, for the --dir of a run that is to write there.
+    """As `require`, for the --dir that a run is going to write to.
 
-    It may not be inside the directory of a swarm, unless it is that of one of its nodes and the swarm has not ended.
+    It may not be inside the directory of a swarm, unless it belongs to one of its nodes and the swarm has not ended.
     """
     kind = require("--dir ", directory, *wanted, Home.EMPTY)
     around = directory.absolute().parent
@@ -92,19 +93,19 @@ def require_own(directory: Path, *wanted: Home) -> None:
 
 
 def refuse_finished(named: str, run_dir: Path) -> None:
-    """Raises ConfigError when this swarm has done all its steps."""
+    """Raise ConfigError if the swarm of this directory has completed its run."""
     if (node_probe.read_json(run_dir / node_probe.SUMMARY) or {}).get("completed"):
         raise ConfigError(f"{named}{run_dir} holds a finished run; name another --dir")
 
 
 def require_file(named: str, path: Path) -> None:
-    """A file that is to be written may replace no directory, device or pipe. Raises ConfigError, OSError."""
+    """Refuse to write a file in place of a directory, device or pipe. Raises ConfigError, OSError."""
     if path == Path("-") or (path.exists() and not path.is_file()):
-        raise ConfigError(f"{named}{path} is no regular file: name another one")
+        raise ConfigError(f"{named}{path} is not a regular file: name another one")
 
 
 def require_page(named: str, path: Path, mark: bytes, what: str) -> None:
-    """A file that is to be written may replace one of its own kind, which has `mark` near its beginning, and no other.
+    """Refuse to write a file in place of one of another kind: those of its own kind have `mark` near the beginning.
 
     Raises ConfigError.
     """
@@ -117,9 +118,9 @@ def require_page(named: str, path: Path, mark: bytes, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{named}{path} cannot be written: {error.strerror}") from error
     if head and mark not in head:
-        raise ConfigError(f"{named}{path} is there and is no {what} of noloco: name another file")
+        raise ConfigError(f"{named}{path} exists and is not a {what} of noloco: name another file")
 
 
 def _of(words: str) -> str:
-    """`the directory of a node` as `of a node`; others as they are."""
+    """Shorten `the directory of a node` to `of a node`; leave other words as they are."""
     return words.removeprefix("the directory ")

@@ -1,7 +1,7 @@
-"""Join addresses passed in a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
+"""Passes join addresses in a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
 
-The file has one address a line. The node that writes it removes that of an earlier run when it starts, and writes its
-own in one step when others can join. A node that read an old address finds nobody there, and reads the file again.
+The file has one address per line. The writing node removes the file of an earlier run when it starts, and writes its
+own atomically once others can join. A node that has read an old address gets no answer there, and reads the file again.
 """
 
 import asyncio
@@ -20,33 +20,33 @@ AT = "@"
 FILE_LIMIT_BYTES = 65_536
 POLL_S = 0.2
 AGAIN_S = 2.0
-"""Pause after nobody answered at an address from a file, seconds."""
+"""Pause before a file is read again after no node answered at its addresses, seconds."""
 PATIENCE_S = 60.0
-"""Longest wait for the file by an observer, and by a node that ran before and can continue without it, seconds."""
+"""Longest wait for the file, for an observer and for a node that ran before and can continue without it, seconds."""
 
 log = logging.getLogger("noloco_p2p")
 
 
 class JoinAddresses:
-    """The addresses that the `--join` options give, now and later."""
+    """The addresses given by `--join` options, including those that files will hold later."""
 
     def __init__(self, given: Sequence[str], patience_s: float = math.inf) -> None:
-        """`given`: addresses, and `@FILE`. `patience_s`: longest wait for a file, from now on."""
+        """`given`: addresses, or `@FILE`. `patience_s`: longest wait for a file, from now on."""
         self.given = tuple(given)
         self.files = [Path(text.removeprefix(AT)) for text in given if text.startswith(AT)]
-        """Where some of them come from."""
+        """The files among `given`."""
         self._give_up_at = time.monotonic() + patience_s
         self._said: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
-        """The addresses known now. Raises ConfigError for a file that cannot be read, or holds anything else."""
+        """The addresses known now. Raises ConfigError for a file that cannot be read or holds anything else."""
         for text in self.given:
             yield from read(Path(text.removeprefix(AT))) if text.startswith(AT) else (text,)
 
     async def come(self) -> tuple[str, ...]:
-        """The addresses, as soon as there is one; logs once that it waits.
+        """The addresses, as soon as there is one; empty if no `--join` was given.
 
-        Empty when no `--join` was given. Raises ConfigError, and Unreachable when its patience ends.
+        Logs once that it waits. Raises ConfigError, and Unreachable after `patience_s`.
         """
         while not (found := tuple(self)) and self.files:
             if time.monotonic() >= self._give_up_at:
@@ -56,10 +56,10 @@ class JoinAddresses:
         return found
 
     async def may_change(self, failure: Unreachable) -> bool:
-        """Nobody answered: whether a file may have other addresses later. If so, logs why, and pauses."""
+        """After no node has answered: whether a file may yet get other addresses. If so, logs `failure` and pauses."""
         if not self.files or time.monotonic() >= self._give_up_at:
             return False
-        self._say(logging.WARNING, f"{failure}; reading the file again until somebody answers")
+        self._say(logging.WARNING, f"{failure}; reading the file again until a node answers")
         await asyncio.sleep(AGAIN_S)
         return True
 
@@ -70,20 +70,20 @@ class JoinAddresses:
 
 
 def check(given: Sequence[str]) -> None:
-    """Refuse what is no value of `--join` before anything starts. Raises ConfigError."""
+    """Check the values of `--join` before anything starts. Raises ConfigError."""
     if AT in given:
-        raise ConfigError("--join @ names no file: write --join @FILE")
+        raise ConfigError("--join @ lacks a file name: write --join @FILE")
     for address in JoinAddresses(given):
         JoinAddress.parse(address)
 
 
 def read(path: Path) -> list[str]:
-    """The join addresses in a file, one a line; none when it is empty or not there. Raises ConfigError."""
+    """The join addresses in a file, one per line; none if it is empty or does not exist. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_LIMIT_BYTES + 1)
         if len(content) > FILE_LIMIT_BYTES:
-            raise ConfigError(f"{path}: more than {FILE_LIMIT_BYTES} bytes are no list of join addresses")
+            raise ConfigError(f"{path} has more than {FILE_LIMIT_BYTES} bytes: it is not a list of join addresses")
         lines = content.decode().splitlines()
     except FileNotFoundError:
         return []
@@ -101,20 +101,22 @@ def read(path: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove what an earlier process wrote there. Raises LocalError when `write` would fail as well,
-    ConfigError when it is something else."""
+    """Remove the file that an earlier process wrote.
+
+    Raises LocalError if the file could not be written either, ConfigError if it is something else.
+    """
     if not path.parent.is_dir():
         raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
     try:
         homes.require_file("--address-file ", path)
         if path.is_file():
-            read(path)  # what is no list of addresses is not ours to remove
+            read(path)  # raises unless it is a list of addresses: anything else is not ours to remove
         path.unlink(missing_ok=True)
     except OSError as error:
         raise LocalError(f"--address-file {path} cannot be removed: {error.strerror or error}") from error
 
 
 def write(path: Path, addresses: Sequence[str]) -> None:
-    """Atomic: a reader sees no file or the whole one; with an invitation, only its owner can. Raises LocalError."""
+    """Write the file atomically. If an address has an invitation, only the owner may read it. Raises LocalError."""
     text = "".join(f"{address}\n" for address in addresses)
     write_whole(path, text.encode(), 0o600 if "/invite/" in text else 0o666)

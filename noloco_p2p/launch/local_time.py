@@ -5,6 +5,7 @@ from datetime import datetime
 
 
 def local_time() -> datetime:
-    """The time in the machine's time zone, which changes when a laptop travels: a process looks it up only once."""
+    """The time in the machine's current time zone, which changes when a laptop travels. Without `tzset` a process would
+    keep the zone that it started with."""
     time.tzset()
     return datetime.now()

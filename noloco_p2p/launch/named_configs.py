@@ -1,6 +1,7 @@
-"""The configurations that come with the package: `--config tiny` is configs/tiny.yaml, `noloco sim lan` its neighbour.
+"""Finds the configurations that come with the package: `--config tiny` is configs/tiny.yaml, and `noloco sim lan` is
+configs/sim/lan.yaml.
 
-A wheel has the folder inside the package, a checkout beside it.
+The folder is inside the package in a wheel, and next to it in a checkout.
 """
 
 import textwrap
@@ -10,20 +11,20 @@ from noloco_p2p.errors import ConfigError
 
 PACKAGE = Path(__file__).parents[1]
 SCENARIOS = "sim"
-"""Folder of those that `noloco sim` takes."""
+"""Folder of the scenarios of `noloco sim`."""
 ABOUT_WIDTH = 60
 
 
 def folder() -> Path:
-    """The folder that holds them."""
+    """The folder of the configurations."""
     inside = PACKAGE / "configs"
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def named(path: Path | None, kind: str = "") -> Path | None:
-    """The file itself, or the configuration of the folder `kind` that has this name, a single word.
+    """The file itself if it exists; otherwise the configuration with this name, a single word, in the folder `kind`.
 
-    Raises ConfigError when there is neither.
+    Raises ConfigError if a single word is neither.
     """
     if path is None or path.is_file() or path.name != str(path) or path.suffix:
         return path
@@ -31,7 +32,7 @@ def named(path: Path | None, kind: str = "") -> Path | None:
 
 
 def text(name: str) -> str:
-    """What is in the configuration, or else the scenario, of this name. Raises ConfigError."""
+    """The text of the configuration or, if there is none, the scenario of this name. Raises ConfigError."""
     return _found(name, "", SCENARIOS).read_text("utf-8").rstrip()
 
 
@@ -43,7 +44,7 @@ def _found(name: str, *kinds: str) -> Path:
 
 
 def listing() -> list[str]:
-    """A line for each: its name, and the first sentence of the comment at its top."""
+    """A line for each configuration and scenario: its name, and the first sentence of the comment at its top."""
     lines = []
     for kind, title in (("", "for --config:"), (SCENARIOS, "for noloco sim:")):
         files = sorted((folder() / kind).glob("*.yaml"))

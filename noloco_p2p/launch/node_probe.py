@@ -1,6 +1,6 @@
 """A running node seen from outside: the files in its directory, its /metrics, and the signals that pause and resume it.
 
-For the launcher of `noloco swarm` and for the benches, which learn everything this way and never from shared memory.
+The launcher of `noloco swarm` and the benches learn everything this way, and nothing from shared memory.
 """
 
 import fcntl
@@ -19,9 +19,9 @@ from typing import Any
 from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Unreachable
 
 HOME = Path("noloco-runs")
-"""Where a node without --dir has its directory: the first `node-<n>` there that no other process uses."""
+"""Folder of the directories of nodes without --dir: each takes the first `node-<n>` that no other process uses."""
 ENDPOINTS, SUMMARY = "endpoints.json", "summary.json"
-"""Written by a node into its directory once it can be reached, and at its end."""
+"""Files that a node writes to its directory, once it can be reached and at its end."""
 KEY_LOCK = "identity.key.lock"
 """Locked by the process that runs as this node (io/dht/identity.py)."""
 PROC = Path("/proc")
@@ -49,11 +49,11 @@ class MetricsReading:
     samples: tuple[tuple[str, Mapping[str, str], float], ...]
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum of the samples `noloco_<name>` that carry these labels; 0.0 when there is none."""
+        """Sum of the samples `noloco_<name>` that carry these labels; 0.0 if there are none."""
         return sum(self.by("", name, **labels).values())
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The same sum, apart for each value of `label`."""
+        """The same sum, separately for each value of `label`."""
         sums: dict[str, float] = {}
         for found, has, value in self.samples:
             if found == f"noloco_{name}" and labels.items() <= has.items():
@@ -63,7 +63,7 @@ class MetricsReading:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file that is written atomically; None when the file is missing, unreadable or holds none."""
+    """The object in a JSON file; None if the file is missing, cannot be read, or holds no object."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, *NO_JSON):
@@ -72,12 +72,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def texts(found: object) -> tuple[str, ...]:
-    """The strings of a list in such an object; none if it is not a list."""
+    """The strings in a list from such an object; empty if the value is not a list."""
     return tuple(each for each in found if isinstance(each, str)) if isinstance(found, list) else ()
 
 
 def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
-    """What a node says of itself in `endpoints.json`; None until it is reachable, or when that says too little."""
+    """What a node wrote about itself to `endpoints.json`; None if the file is missing or incomplete."""
     found = read_json(node_dir / ENDPOINTS)
     if found is None or not found.keys() >= {field.name for field in fields(NodeEndpoints)}:
         return None
@@ -85,7 +85,7 @@ def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
 
 
 def scrape(url: str, timeout_s: float) -> MetricsReading:
-    """Read a node's metrics. Raises Unreachable when nothing that can be read comes within `timeout_s`."""
+    """Read a node's metrics. Raises Unreachable if no readable answer comes within `timeout_s`."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -102,9 +102,9 @@ def scrape(url: str, timeout_s: float) -> MetricsReading:
 
 
 def send_signal(directory: Path, number: signal.Signals) -> list[str]:
-    """Send a signal to every node that runs in the directory or just below it; returns their descriptions.
+    """Send a signal to every node running in the directory or one level below. Returns descriptions of these nodes.
 
-    Raises ConfigError when no node runs there, LocalError when one may not be sent a signal.
+    Raises ConfigError if no node is running there, LocalError if one may not be signalled.
     """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}")
@@ -117,12 +117,12 @@ def send_signal(directory: Path, number: signal.Signals) -> list[str]:
             except OSError as error:
                 raise LocalError(f"node {signalled[-1]}: {error.strerror}") from error
     if not signalled:
-        raise ConfigError(f"no node runs in {directory}: --dir is the directory of a node, or that of noloco swarm")
+        raise ConfigError(f"no node is running in {directory}: give --dir the directory of a node or of noloco swarm")
     return signalled
 
 
 def node_dirs(directory: Path) -> Iterator[Path]:
-    """The directory itself when it is a node's, else those of nodes just below it."""
+    """The directory itself if it is a node's; otherwise the directories of nodes one level below it."""
     if (directory / KEY_LOCK).exists():
         yield directory
     else:
@@ -130,10 +130,10 @@ def node_dirs(directory: Path) -> Iterator[Path]:
 
 
 def running(node_dir: Path) -> NodeEndpoints | None:
-    """The node of this directory, if a process runs as it and has written where it can be reached.
+    """The node of this directory, if it is running and has written where it can be reached.
 
-    What a killed node left behind may name a process that belongs to another program by now: the process must be
-    the one that holds the node's identity.
+    The process id that a killed node left behind may belong to another program by now, so the process must be the one
+    that holds the lock on the node's identity.
     """
     endpoints = read_endpoints(node_dir)
     if endpoints is None or not in_use(node_dir) or not _holds_lock(endpoints.pid, node_dir / KEY_LOCK):
@@ -142,7 +142,7 @@ def running(node_dir: Path) -> NodeEndpoints | None:
 
 
 def in_use(node_dir: Path) -> bool:
-    """Whether a process runs as the node of this directory."""
+    """Whether a process is running as the node of this directory."""
     try:
         with (node_dir / KEY_LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -154,7 +154,7 @@ def in_use(node_dir: Path) -> bool:
 
 
 def _holds_lock(pid: int, lock: Path) -> bool:
-    """Whether the process has the lock file open; on a system without /proc, whether its name is that of a node."""
+    """Whether the process has the lock file open; without /proc, whether its command line mentions noloco."""
     if PROC.is_dir():
         try:
             return any(file.exists() and file.samefile(lock) for file in (PROC / str(pid) / "fd").iterdir())

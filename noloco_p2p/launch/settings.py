@@ -1,7 +1,7 @@
-"""Where settings come from: defaults < YAML file < environment (`NOLOCO__A__B`) < `--set a.b=v`.
+"""Reads settings from all their sources: defaults < YAML file < environment (`NOLOCO__A__B`) < `--set a.b=v`.
 
-One flat file may hold the keys of both models of `config`. All faults are reported at once, one line each,
-with the file and line (or the variable, or the option) and the nearest key that exists.
+A single flat file may hold the keys of both models of `config`. All faults are reported at once, one per line, with the
+file and line (or the variable, or the option); for an unknown key, with the nearest key that exists.
 """
 
 import json
@@ -28,7 +28,7 @@ WANTED = {
     "dict": "be a section of keys",
     "model": "be a section of keys",
 }
-"""First word of pydantic's error types → what the key must do."""
+"""First word of a pydantic error type → what the key must do."""
 
 LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
 LIMITS |= {
@@ -37,49 +37,49 @@ LIMITS |= {
     "min_length": "have a length of at least",
     "max_length": "have a length of at most",
 }
-"""What pydantic calls the limit that a value does not keep to → what the key must do."""
+"""Pydantic's name of the limit that a value violates → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
 CHOICES = (("inner", "optimizer"), ("outer", "rule"))
-"""How the keys end on which the defaults of the rest of their section depend."""
+"""The last two parts of keys on which the defaults of the other keys in their section depend."""
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
 SECURITY, ROOT_KEY, OPEN = "security", "root_key", "open"
-"""`security: open` says that there is no key, and that a first node at a public address is to make none."""
+"""`security: open` means that there is no key, and that a first node that others can reach does not make one either."""
 Options = Mapping[str, tuple[str, object]]
-"""Name of an option → (key, value); the value is None for an option that was not given."""
+"""Name of an option → (key, value); the value is None if the option was not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """All that somebody has set, later entries before earlier ones. Made by `read`: keys and types are right."""
+    """All settings that were given; later entries override earlier ones. Made by `read`: keys and types are valid."""
 
     entries: tuple[SettingEntry, ...]
 
     def manifest(self) -> RunManifest:
-        """The manifest of a first node. Raises ConfigError when its values do not go together."""
+        """The manifest of a first node. Raises ConfigError if its values contradict each other."""
         return self._validated(RunManifest)
 
     def node(self) -> NodeConfig:
-        """The local settings. Raises ConfigError when they do not go together."""
+        """The local settings. Raises ConfigError if they contradict each other."""
         return self._validated(NodeConfig)
 
     @property
     def names_the_run(self) -> bool:
-        """A key of the manifest is among them. Its root's key names no run: a node finds it again beside the run."""
+        """Whether a key of the manifest is set. `security` does not count: a node finds the root key with its run."""
         return any(entry.key[0] in RunManifest.model_fields and entry.key[0] != SECURITY for entry in self.entries)
 
     @property
     def says_who_may_join(self) -> bool:
-        """`security`, or a key in it, is among them."""
+        """Whether `security`, or a key in it, is set."""
         return any(entry.key[0] == SECURITY for entry in self.entries)
 
     def for_members(self, root_key: str) -> "Overrides":
-        """The same for a members-only run with this public half of its key."""
+        """The same settings for a members-only run whose root key has this public half."""
         return Overrides((*self.entries, SettingEntry((SECURITY, ROOT_KEY), root_key, "--key")))
 
     def above(self, defaults: Mapping[Key, object]) -> "Overrides":
-        """The same on top of a command's own defaults."""
+        """The same settings on top of a command's own defaults."""
         return Overrides((*(SettingEntry(key, value, "defaults") for key, value in defaults.items()), *self.entries))
 
     def _validated(self, model: type[Model]) -> Model:
@@ -87,9 +87,9 @@ class Overrides:
         return model.model_validate_json(_overlaid_json(model, self.entries), strict=True)
 
     def check_agrees(self, swarm: RunManifest, elsewhere: str = "in the swarm: leave it out") -> None:
-        """For a node that joins: ConfigError, a line for each manifest key given here that differs from the swarm's.
+        """Raise ConfigError, with a line for each manifest key given here whose value differs from that of the swarm.
 
-        `elsewhere` ends each line: where the other value is set, and what to do.
+        `elsewhere` is the end of each line: where the other value is set, and what to do.
         """
         theirs = dict(single_values(swarm.model_dump(mode="json")))
         mine = dict(single_values(json.loads(_overlaid_json(RunManifest, self.entries, swarm))))
@@ -105,7 +105,7 @@ class Overrides:
 def read(
     path: Path | None, environ: Mapping[str, str], sets: Sequence[str], options: Options | None = None
 ) -> Overrides:
-    """What a file, the environment, `--set` and other options set. Raises ConfigError with a line for each fault."""
+    """The settings from a file, the environment, `--set` and options. Raises ConfigError with a line for each fault."""
     faults: list[str] = []
     entries = read_entries(named(path), environ, sets, KNOWN, faults)
     given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
@@ -115,13 +115,13 @@ def read(
 
 
 def load(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> tuple[RunManifest, NodeConfig]:
-    """Both models, for a first node. Raises ConfigError with a line for each fault."""
+    """Both models, as a first node reads them. Raises ConfigError with a line for each fault."""
     overrides = read(path, environ, sets)
     return overrides.manifest(), overrides.node()
 
 
 def manifest_from_json(data: bytes) -> RunManifest:
-    """A manifest that a peer has sent. Raises Violation, in one line, when it is not one."""
+    """A manifest received from a peer. Raises Violation, in one line, if it is not valid."""
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise Violation(f"the manifest received has {len(data)} bytes, more than {MANIFEST_LIMIT_BYTES}")
     try:
@@ -134,26 +134,26 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _without_word(entry: SettingEntry) -> SettingEntry:
-    """`security: open` as the key that it stands for: no root key."""
+    """Replace `security: open` by what it stands for: no root key."""
     is_word = entry.key == (SECURITY,) and entry.value == OPEN
     return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if is_word else entry
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:
-    """`base`, by default the defaults, with what the entries set."""
+    """`base`, or the model's defaults, overlaid with the entries, as JSON."""
     mine = [entry for entry in entries if entry.key[0] in model.model_fields]
     values = over_defaults(mine, model()) if base is None else overlaid(mine, base.model_dump(mode="json"))
     return json.dumps(values, default=str)
 
 
 def over_defaults(entries: Sequence[SettingEntry], defaults: BaseModel) -> dict[str, Any]:
-    """Defaults with what somebody has set; whoever sets one of `CHOICES` gets the defaults that go with it."""
+    """The defaults overlaid with the entries. An entry for one of `CHOICES` brings the defaults that go with it."""
     emptied = [SettingEntry(entry.key[:-1], {}, entry.where) for entry in entries if entry.key[-2:] in CHOICES]
     return overlaid([*emptied, *entries], defaults.model_dump(mode="json"))
 
 
 def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[str, Any]:
-    """A model's values (which are changed) with what somebody has set."""
+    """A model's values overlaid with the entries. Modifies and returns `values`."""
     for entry in entries:
         section = values
         for name in entry.key[:-1]:
@@ -165,7 +165,7 @@ def overlaid(entries: Sequence[SettingEntry], values: dict[str, Any]) -> dict[st
 
 
 def _faults(model: type[Model], entries: Sequence[SettingEntry], *, together: bool = True) -> list[str]:
-    """A line for each fault; `together`: also for values that do not go together, which have no place."""
+    """A line for each fault. `together`: also for values that contradict each other, which have no single place."""
     found: dict[Key, str] = {}
     try:
         model.model_validate_json(_overlaid_json(model, entries), strict=True)
@@ -180,7 +180,7 @@ def _faults(model: type[Model], entries: Sequence[SettingEntry], *, together: bo
 
 
 def in_words(key: Key, error: dict[str, Any]) -> str:
-    """A fault of pydantic's in plain words."""
+    """An error of pydantic in plain words."""
     kind, context = str(error["type"]), dict(error.get("ctx", {}))
     name = ".".join(key)
     if key[:2] == FREE_SECTION and len(key) == 3:
@@ -194,14 +194,14 @@ def in_words(key: Key, error: dict[str, Any]) -> str:
 
 
 def where(entries: Sequence[SettingEntry], key: Key) -> str:
-    """The place of the last entry for this key, or of one above or below it."""
+    """The place of the last entry for this key; otherwise of the last one above or below it; otherwise `defaults`."""
     exact = [entry.where for entry in entries if entry.key == key]
     related = [entry.where for entry in entries if entry.key[: len(key)] == key[: len(entry.key)]]
     return ["defaults", *related, *exact][-1]
 
 
 def single_values(section: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, object]]:
-    """Every value that is no section."""
+    """Every key and value that is not a section."""
     for name, value in section.items():
         if isinstance(value, dict):
             yield from single_values(value, (*key, name))
@@ -214,6 +214,6 @@ def _shown(value: object) -> str:
 
 
 def refuse(lines: list[str]) -> None:
-    """ConfigError with these lines, if there are any."""
+    """Raise ConfigError with these lines, if there are any."""
     if lines:
         raise ConfigError("\n".join(lines))

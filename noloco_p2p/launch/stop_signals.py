@@ -1,4 +1,4 @@
-"""The requests to stop that a launcher hears."""
+"""The signals by which a launcher is asked to stop."""
 
 import signal
 from collections.abc import Iterator
@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The requests to stop that arrive inside the `with`: the numbers of the signals. A hangup that nohup ignores is
-    none; in the background of a script Ctrl-C is ignored, too, and counts."""
+    """The numbers of the signals that arrive inside the `with` and ask to stop, in order.
+
+    SIGHUP does not count if it was ignored before, as under nohup. SIGINT always counts, although the background
+    processes of a script start with it ignored.
+    """
     heard: list[int] = []
 
     def hear(number: int, _: object) -> None:

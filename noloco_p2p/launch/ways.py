@@ -15,14 +15,15 @@ from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.launch.run_key import Standing
 
 RELAYED_SHARE = 0.05
-"""The share of its line that a member gives to relaying."""
+"""The share of its line that a member uses for relaying."""
 UNMEASURED_MBIT_PER_S = 100.0
-"""The assumed rate of a line that has not been measured."""
-NOT_HERE = "not through this node, which others cannot dial, but by the address of another one"
+"""The assumed upload rate of a line that has neither been measured nor capped."""
+NOT_HERE = "not through this node, which others cannot dial; use the address of another node"
+"""What a node prints in place of a join address if others cannot dial it."""
 
 
 def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, standing: Standing) -> Streams:
-    """The streams over a node's links; `closing` closes them."""
+    """Open the streams over a node's links; `closing` closes them."""
     members = standing.records
     streams = Streams(libp2p, run_id, lambda: "" if members is None else members.certificate)
     closing.push_async_callback(streams.close)
@@ -31,9 +32,9 @@ def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, sta
 
 
 async def find(libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, host: str, port: int) -> WaysIn | None:
-    """How this node, whose gRPC server listens as in `listen`, is reached; None: at `host` and `port`, as announced.
+    """How others reach this node, whose gRPC server listens as in `listen`; None if at `host` and `port`, as announced.
 
-    Raises LocalError: the node is not reached at all.
+    Raises LocalError if they cannot reach it at all.
     """
     ways = WaysIn(libp2p, streams, (from_here(listen.host).strip("[]"), port), joined(host, port))
     if await joining.check_reachable(libp2p, joined(host, port), ways):
@@ -46,7 +47,10 @@ async def find(libp2p: Libp2pDaemon, streams: Streams, listen: ListenSettings, h
 def relay(
     libp2p: Libp2pDaemon, run_id: str, standing: Standing, transport: GrpcTransport, local: NodeConfig
 ) -> MemberRelay | None:
-    """Relays at the rate that was set, or at a member's share; None: this node relays nothing."""
+    """The relay of this node, at the rate in its settings or, in a members-only run, at a share of its line.
+
+    None if it relays nothing.
+    """
     given, most = local.limits.relay_mbit_per_s, local.limits.upload_mbit_per_s or UNMEASURED_MBIT_PER_S
     if given == 0 or (given is None and standing.records is None):
         return None

@@ -1,6 +1,6 @@
-"""Single settings as somebody wrote them, each with its place: a YAML file with line numbers, variables, `--set`.
+"""Reads single settings as they were written, each with its place: the line of a YAML file, a variable, or `--set`.
 
-The keys that exist come from pydantic models; what the values mean is not checked here.
+The keys that exist come from pydantic models; the values are not checked here.
 """
 
 import difflib
@@ -20,9 +20,9 @@ Key = tuple[str, ...]
 
 ENVIRONMENT_PREFIX = "NOLOCO__"
 FREE_SECTION: Key = ("model", "config")
-"""The one section whose keys are not ours. Given as a section it replaces the default's; single keys change it."""
+"""The one section with arbitrary keys. Given as a whole, it replaces the default section; single keys modify that."""
 SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
-"""Keys of earlier versions → what is set in their place."""
+"""Keys of earlier versions → the keys that replace them."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError)
 """What PyYAML raises for text that is not YAML."""
 SIGNS_AND_DIGITS = list("-+0123456789")
@@ -32,22 +32,22 @@ NO_NUMBER = re.compile(r"^[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?
 
 
 class SettingEntry(NamedTuple):
-    """One key that somebody has set."""
+    """One key that was set."""
 
     key: Key
     value: object
     where: str
-    """`file:line`, the variable or the option."""
+    """`file:line`, the name of the variable, or the option."""
 
 
 class SettingsLoader(yaml.SafeLoader):
-    """YAML as people mean it: version 1.1 reads `1e-3` as text, `22:00` as 1320, `010` as 8.
+    """Reads YAML the way people mean it: YAML 1.1 would read `1e-3` as text, `22:00` as 1320 and `010` as 8.
 
-    A list or a section can have no alias: aliases of aliases make a small file a huge value.
+    Aliases of lists and sections are refused, because aliases of aliases can turn a small file into a huge value.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node, or the one that its alias stands for."""
+        """The next node, or the node that an alias stands for."""
         alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
         node: yaml.Node | None = super().compose_node(parent, index)
         if alias is not None and not isinstance(node, yaml.ScalarNode):
@@ -58,12 +58,12 @@ class SettingsLoader(yaml.SafeLoader):
 
 
 SettingsLoader.add_implicit_resolver("tag:yaml.org,2002:float", WITH_EXPONENT, SIGNS_AND_DIGITS)
-for first in SIGNS_AND_DIGITS:  # before YAML's own, of which one would fit as well
+for first in SIGNS_AND_DIGITS:  # first in the list, because one of YAML's own resolvers would match too
     SettingsLoader.yaml_implicit_resolvers[first].insert(0, ("tag:yaml.org,2002:str", NO_NUMBER))
 
 
 def fields(model: type[BaseModel], key: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Every key of a model that is no section, in the order of the source."""
+    """Every key of a model that is not a section, in the order of the source."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from fields(field.annotation, (*key, name))
@@ -72,16 +72,16 @@ def fields(model: type[BaseModel], key: Key = ()) -> Iterator[tuple[Key, FieldIn
 
 
 class KnownKeys(NamedTuple):
-    """The keys that somebody may set."""
+    """The keys that can be set."""
 
     keys: dict[Key, FieldInfo]
     """In the order of the source."""
     sections: set[Key]
-    """The sections that contain them, () included."""
+    """The sections that contain them, including ()."""
 
     @classmethod
     def of(cls, *models: type[BaseModel]) -> "KnownKeys":
-        """Those of a file that may hold the keys of all these models."""
+        """The keys of all these models together."""
         keys = {key: field for model in models for key, field in fields(model)}
         return cls(keys, {key[:n] for key in keys for n in range(len(key))})
 
@@ -91,12 +91,12 @@ class KnownKeys(NamedTuple):
         return key in self.keys or key in self.sections or free
 
     def longest(self, location: Key) -> Key:
-        """The key or section at or above the place of a fault; () where there is none."""
+        """The key or section at or above the location of a fault; () if there is none."""
         starts = (location[:n] for n in range(len(location), 0, -1))
         return next((key for key in starts if key in self.keys or key in self.sections), ())
 
     def nearest(self, key: Key) -> str:
-        """The existing key that resembles most one that does not exist."""
+        """The existing key that most resembles an unknown one."""
         if key in SUCCESSORS:
             return SUCCESSORS[key]
         names = {".".join(known): known for known in self.keys}
@@ -110,10 +110,10 @@ class KnownKeys(NamedTuple):
 def read_entries(
     path: Path | None, environ: Mapping[str, str], sets: Sequence[str], known: KnownKeys, faults: list[str]
 ) -> list[SettingEntry]:
-    """What the file, the environment (`NOLOCO__A__B`) and the `--set a.b=v` options set, later entries before earlier.
+    """The settings from the file, the environment (`NOLOCO__A__B`) and the `--set a.b=v` options, in that order.
 
-    What is not YAML and keys that do not exist are left out, each with a line in `faults`. Raises ConfigError when
-    the file cannot be read at all.
+    A later entry overrides an earlier one. Invalid YAML and unknown keys are left out, each with a line in `faults`.
+    Raises ConfigError if the file cannot be read at all.
     """
     entries = [] if path is None else _Reader(_text_of(path), str(path), True, known, faults).entries(())
     for name in sorted(environ):
@@ -143,7 +143,7 @@ def _text_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one text: a whole file, or a variable's or an option's value, which may be a section as `{a: 1, b: 2}`."""
+    """Reads one text: a whole file, or the value of a variable or option, which may be a section (`{a: 1, b: 2}`)."""
 
     text: str
     source: str
@@ -152,7 +152,7 @@ class _Reader:
     faults: list[str]
 
     def entries(self, key: Key) -> list[SettingEntry]:
-        """What the text sets at and below a key; nothing, and a line in `faults`, when it is not YAML."""
+        """The settings in the text, at and below a key; none, with a line in `faults`, if it is not valid YAML."""
         try:
             loader = SettingsLoader(self.text)
             root = loader.get_single_node()

@@ -200,14 +200,14 @@ def test_files_that_are_something_else_are_not_replaced(tmp_path: Path) -> None:
     node = a_node(tmp_path / "node")
     (node / "events.jsonl").write_text('{"event": "start", "time": 1e9, "up_s": 0, "peer_id": "a", "stage": 0}\n')
     for words in (["report", str(node), "--out", str(mine)], ["sim", "--trace", str(mine)]):
-        assert re.match(rf"\S+ {mine} is there and is no \w+ of noloco", answer(words)), words
+        assert re.match(rf"\S+ {mine} exists and is not a \w+ of noloco", answer(words)), words
     with pytest.raises(ConfigError, match=re.escape(str(mine))):
         join_file.remove(mine)
     assert mine.read_text() == "years"
     os.mkfifo(tmp_path / "pipe")  # as root, a device would be replaced by a file
     for path in (Path("-"), tmp_path / "pipe", tmp_path):
         for words in (["report", str(node), "--out"], ["report", str(node), "--csv"], ["sim", "--trace"]):
-            option, refusal = words[-1], "is no regular file: name another one"
+            option, refusal = words[-1], "is not a regular file: name another one"
             assert answer([*words, str(path)]) == f"{option} {path} {refusal}"
         with pytest.raises(ConfigError, match=refusal):
             join_file.remove(path)

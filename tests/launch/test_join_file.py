@@ -55,7 +55,7 @@ def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> Non
         (f"{ONE}\nbootstrap:9466\n".encode(), ":2: malformed join address 'bootstrap:9466'"),
         (f"{ONE} {OTHER}".encode(), ":1: malformed join address"),
         (b"\xff\xfe", "not UTF-8 text"),
-        (b"\n" * (FILE_LIMIT_BYTES + 1), "no list of join addresses"),
+        (b"\n" * (FILE_LIMIT_BYTES + 1), "it is not a list of join addresses"),
     ],
 )
 def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, expected: str) -> None:
@@ -122,7 +122,7 @@ def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
         assert not await JoinAddresses([ONE]).may_change(failure)
 
     asyncio.run(scenario())
-    assert caplog.messages == ["nobody answers; reading the file again until somebody answers"]
+    assert caplog.messages == ["nobody answers; reading the file again until a node answers"]
 
 
 def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:

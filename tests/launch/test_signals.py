@@ -83,7 +83,7 @@ def test_all_nodes_of_a_swarm_get_the_signal(tmp_path: Path) -> None:
 
 
 def test_without_a_node_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    for directory, endpoints in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node runs in")):
+    for directory, endpoints in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node is running in")):
         done = noloco("pause", "--dir", str(directory))
         assert done.returncode == 2
         assert endpoints in done.stderr
@@ -97,11 +97,11 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
     somebody = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         introduce(tmp_path, somebody.pid)
-        with pytest.raises(ConfigError, match="no node runs in"):
+        with pytest.raises(ConfigError, match="no node is running in"):
             node_probe.send_signal(tmp_path, node_probe.PAUSE)
         with running(tmp_path):  # the node was started again and has not written yet where it is
             introduce(tmp_path, somebody.pid)
-            with pytest.raises(ConfigError, match="no node runs in"):
+            with pytest.raises(ConfigError, match="no node is running in"):
                 node_probe.send_signal(tmp_path, node_probe.PAUSE)
         assert somebody.poll() is None
     finally:

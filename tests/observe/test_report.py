@@ -318,7 +318,7 @@ def test_the_series_of_a_run_for_other_programs(
     tokens = sum(rate * (at - before) for (before, _), (at, rate) in itertools.pairwise(progress))
     assert tokens == pytest.approx(first.total("tokens"), rel=0.1), "but for what came before the first row"
     out.write_text("mine")
-    with pytest.raises(ConfigError, match="is there and is no series of noloco"):
+    with pytest.raises(ConfigError, match="exists and is not a series of noloco"):
         series.write([recorded.directory], out)
 
 
