@@ -54,9 +54,9 @@ def test_the_report_says_which_goals_are_missed() -> None:
     }
     text = markdown(codecs.report(results(found)))
     assert "int8, llama, 2 stages, against the seed noise (0.0141 nats): trained with it 0.001 ± " in text
-    assert "; put in 0.02 ± 0.014, above it." in text
+    assert "; swapped in 0.02 ± 0.014, above it." in text
     assert "int4, llama, 2 stages, against 2% of perplexity (0.0198 nats): trained with it 0.05 ± " in text
-    assert ", above it; put in 0.011 ± 0.014." in text
+    assert ", above it; swapped in 0.011 ± 0.014." in text
     assert "| +5.13% |" in text
     assert "| 25% |" in text
 

@@ -114,11 +114,11 @@ def test_the_report_stands_whatever_came_out() -> None:
         todo = [case for case in downstream.EXPERIMENT.further(False, results) if case.name not in measured]
     assert {(one["method"], one["seed"]) for one in results} == {(m, s) for m in (*METHODS, FRESH) for s in (1, 2, 3)}
     page = markdown(report(results))
-    assert "NoLoCo, m = 10 less synchronous data parallel: 0.5 ±" in page
-    assert "without pre-training less synchronous data parallel: 0.50" in page
+    assert "NoLoCo, m = 10 minus synchronous data parallel: 0.5 ±" in page
+    assert "without pre-training minus synchronous data parallel: 0.50" in page
     assert "| NoLoCo, m = 10 | exact | 0.3 ± 0.1 |" in page
     lost = [
         dataclasses.replace(one, figures={**one.figures, "validation_loss": None, "completion_loss": None})
         for one in results
     ]
-    assert "NoLoCo, m = 10 less synchronous data parallel: – nats" in markdown(report(lost))
+    assert "NoLoCo, m = 10 minus synchronous data parallel: – nats" in markdown(report(lost))

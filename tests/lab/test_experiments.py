@@ -118,7 +118,7 @@ def test_another_experiments_directory_is_refused() -> None:
     with pytest.raises(ConfigError, match="quick run of toy"):
         _run(TOY)
     Path("out", "results.json").write_text("no JSON")
-    with pytest.raises(ConfigError, match="no results file"):
+    with pytest.raises(ConfigError, match="not a results file"):
         _run(TOY)
 
 

@@ -1,8 +1,8 @@
 """Experiments that a user can repeat. Each asks one question, runs its cases, and writes a report with its own figures.
 
-`spec` defines what an experiment is, `runner` measures its cases, `results` and `markdown_page` contain what the
+`spec` defines what an experiment is, `runner` measures its cases, and `results` and `markdown_page` contain what the
 reports share. `training`, `real_swarm` and `instrumented_stage` train real weights in the simulator. `allreduce` and
-`bounds` are models that are compared with the measurements. The other modules are the experiments.
+`bounds` are models that the measurements are compared with. The other modules are the experiments.
 """
 
 import importlib
@@ -29,8 +29,8 @@ EXPERIMENTS = {
 
 
 def find(name: str) -> Experiment:
-    """The experiment with this name. Raises ConfigError: there is none."""
+    """The experiment with this name. Raises ConfigError if there is none."""
     if name not in EXPERIMENTS:
-        raise ConfigError(f"no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
+        raise ConfigError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
     experiment: Experiment = importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}").EXPERIMENT
     return experiment

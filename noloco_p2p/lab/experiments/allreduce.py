@@ -43,19 +43,19 @@ class Wire:
 
 
 def dice(seed: int, *purpose: str | int) -> np.random.Generator:
-    """A new generator that depends on its arguments only."""
+    """A new random generator that depends only on the arguments."""
     return np.random.default_rng(generator(seed, *purpose).getrandbits(64))
 
 
 def levels(nodes: int) -> int:
-    """log2 of a power of two. Raises ValueError: it is not one."""
+    """log2 of `nodes`. Raises ValueError unless it is a power of two above 1."""
     if nodes < 2 or nodes & (nodes - 1):
         raise ValueError(f"the number of nodes must be a power of two, not {nodes}")
     return nodes.bit_length() - 1
 
 
 def exchange_s(wire: Wire, rng: np.random.Generator) -> float:
-    """The paper's pair: both send one vector to each other at once; the later arrival counts."""
+    """The paper's pair: both send one vector to each other at the same time; the later arrival counts."""
     return float(wire.draw(rng, (2,)).max()) + wire.vector_s
 
 
@@ -76,7 +76,7 @@ def tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
 
 
 def binomial_tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
-    """A tree of N nodes: in each turn half of the remaining nodes send to the other half; then the same backwards.
+    """A tree of N nodes: in each turn, half of the remaining nodes send to the other half; then the same in reverse.
 
     Without spread: 2·log2 N·(latency + vector).
     """
@@ -84,7 +84,7 @@ def binomial_tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
     while len(at) > 1:
         receivers, senders = np.split(at, 2)
         at = np.maximum(receivers, senders + wire.draw(rng, senders.shape) + wire.vector_s)
-    # A sender's next message leaves when the previous one is out: after `vector_s`, not after its latency.
+    # A sender's next message leaves once the previous one has left: after `vector_s`, not after its latency.
     out = at.copy()
     while len(at) < nodes:
         got = out + wire.vector_s + wire.draw(rng, out.shape)

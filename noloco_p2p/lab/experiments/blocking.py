@@ -1,4 +1,4 @@
-"""How much of their time do replicas wait at outer rounds: with pair pulls, with a global barrier?
+"""What share of their time do replicas wait at outer rounds, with pair pulls and with a global barrier?
 
 One stage, N replicas, {ROUNDS} outer rounds of m inner steps each, matched pairs. An inner step takes 1 s on average,
 log-normal with the given std/mean, times the node's own speed, which is also log-normal and constant over the run.
@@ -9,13 +9,13 @@ Idle share: the part of the time from a node's first inner step to the end of it
 for others; mean ± standard deviation over seeds. *Barrier* and *pairs* are models with step times from the same
 distribution: at the end of each round every node waits for the last of all nodes, or for its partner of the round,
 without a limit. *Waits for its partner* is the node's own code under the same rule. *default* is the node with default
-settings except for `outer.overlap`, with which nobody waits: it waits at most for the device time of two inner steps
-and then takes the newest available snapshot. Its clock follows the median of the others, so fast nodes do more steps
-per round and slow ones fewer.
+settings except that `outer.overlap`, under which nobody waits, is off: it waits at most for the device time of two
+inner steps and then takes the newest available snapshot. Its clock follows the median of the others, so fast nodes do
+more steps per round and slow ones fewer.
 
 Limits: There is only one stage. In a pipeline replicas also wait for microbatches, and a slow node holds up its
-neighbours (see the stragglers scenario of `noloco sim`). The barrier is the best possible one: it ends at the moment at
-which the last replica arrives. The effect of an old snapshot or of a different number of inner steps on the loss is not
+neighbours (see the stragglers scenario of `noloco sim`). The barrier is the best possible one: it ends the moment the
+last replica arrives. The effect of an old snapshot or of a different number of inner steps on the loss is not
 measured here (see `staleness`).
 """
 
@@ -99,7 +99,7 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
     waits = {"partner_wait_s": FOREVER_S if patient else None, "deadline_s": FOREVER_S}
     # Under `balanced` the clock does not follow the median: all nodes do m steps per round.
     routing, outer = "balanced" if patient else "random", {"inner_steps": m, **waits}
-    # A node that has finished stays until the last one has pulled from it.
+    # A node that has finished stays until all others have pulled from it.
     config = {"checkpoint": {"every_steps": None}, "directory": {"ttl_s": FOREVER_S}}
     plan = SimPlan(
         timing_manifest(replicas, seed, steps=ROUNDS * m, routing=routing, outer=outer),
@@ -126,7 +126,7 @@ def barrier(work_s: Times) -> float:
 
 
 def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
-    """When each node has done all rounds if it waits at the end of each only for its partner of that round.
+    """When each node has done all rounds, if at the end of each it waits only for its partner of that round.
 
     The pairs are those that nodes draw in a run with this seed.
     """
@@ -162,7 +162,7 @@ def figures_of(outcome: Outcome) -> Figures:
 Groups = Sequence[Results]
 """Results that differ in policy and seed."""
 ALL = {**POLICIES, "pairs_idle": "pairs (model)", "barrier_idle": "barrier (model)"}
-"""What idles: the policies, and the models."""
+"""What the report compares: the policies and the models."""
 SETTING_COLUMNS: Columns = {
     "N": "nodes",
     "step std/mean": lambda found: f"{found[0]['step_std']:g}",
@@ -229,7 +229,7 @@ def _plot(groups: Mapping[tuple[float, int], Results], step_std: float) -> Plot:
 
 
 def _rounds(groups: Groups) -> Table:
-    """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps a round."""
+    """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps per round."""
 
     def share(kind: str) -> Callable[[Results], Cell]:
         def cell(found: Results) -> Cell:

@@ -41,7 +41,7 @@ def s1(alpha: float, replicas: int | None = None) -> float:
 
 
 def equation_74(alpha: float, group: int = GROUP) -> tuple[float, float]:
-    """The range of γ by eq. 74 of arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times α to 2 + α."""
+    """The range of γ by eq. 74 of arXiv 2506.10911, as far as it is known: √(n/(2(n−1))) times (α to 2 + α)."""
     factor = math.sqrt(group / (2 * (group - 1)))
     return factor * alpha, factor * (2 + alpha)
 
@@ -83,7 +83,7 @@ def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
 def noise_spreads(
     factors: Factors, meet: Meet, scales: Sequence[float], *, replicas: int, seed: int, stale_rounds: int = 0
 ) -> list[float]:
-    """Std of θ before the merge of each round if Δ is white noise: what is measured if training adds nothing else.
+    """Std of θ before the merge of each round if Δ is white noise, that is, if training added nothing else.
 
     `scales`: the noise's std in each round. The pulled vector is `stale_rounds` old (METHOD.md, "Measures").
     """
@@ -145,7 +145,7 @@ def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
 
 
 def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
-    """Partners by round if a share of them is lost: `matched` as in a run with this seed, or `random`."""
+    """Partners by round, a share of which is lost: `matched` as in a run with this seed, or `random`."""
     chance, peers = generator(seed, "meetings", pairing), members(replicas)
 
     def meet(round: int) -> list[int]:
@@ -160,8 +160,8 @@ def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
 def play(mine: Pair, momentum: Array, theirs: Pair, partner: Sequence[int], factors: Factors) -> Pair:
     """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas.
 
-    `mine` is each replica's current (φ, Δ), `theirs` what is pulled from each. A replica that is its own partner has
-    none, since the mean of two equal snapshots is that snapshot.
+    `mine` is each replica's current (φ, Δ), `theirs` what others pull from it. A replica that is its own partner goes
+    alone, because the mean of two equal snapshots is that snapshot.
     """
     alpha, beta, gamma = factors
     chosen = list(partner)

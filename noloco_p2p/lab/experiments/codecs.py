@@ -6,15 +6,15 @@ the same tokens with the same settings and seeds. If only one direction is named
 learning rate {PEAK_LEARNING_RATE:g}.
 
 - *Above float32*: validation loss minus that of the float32 run with the same seed.
-- *Put in*: the weights trained in float32, evaluated with hidden states in the codec, minus their own loss.
-  There is no training in between, so it is free of the noise of training.
+- *Swapped in*: the loss of the weights trained in float32, evaluated with hidden states in the codec, minus their loss
+  without it. Nothing is trained in between, so this is free of the noise of training.
 - *Seed noise*: the standard deviation of float32's loss over the seeds. Two runs with one seed that differ only
   by rounding also drift apart; bfloat16 shows how far.
-- *Outer rounds*: eight replicas of one stage (a Llama of two layers), rounds that are waited for, peak learning
-  rate 0.005. Every codec of `outer.codec` beside `full`, with the same seeds. In random pairs mostly only one of
+- *Outer rounds*: eight replicas of one stage (a Llama of two layers), rounds that are waited for, peak learning rate
+  0.005. Every codec of `outer.codec` is compared with `full`, with the same seeds. In random pairs mostly only one of
   the two merges, so the codec's noise at one replica is not the opposite of that at the other.
 
-Limits: Models of a million parameters or less after some hundred steps. Their channels have means of their own, which
+Limits: Models of a million parameters or less after a few hundred steps. Their channels have means of their own, which
 the codecs remove, but not yet the few huge values that large models have after long training. Errors add up over three
 borders at most. The loss still falls fast, so a run that is a few steps behind looks worse than one that will end
 higher. What is trained in int4 is evaluated in int4; exported weights run without any codec.
@@ -53,7 +53,7 @@ class WireCase(NamedTuple):
 
     @property
     def codec(self) -> str:
-        """The codec for people."""
+        """The codec's name in reports."""
         if self.forward == self.backward:
             return self.forward
         return f"{self.forward} forward" if self.backward == BASE else f"{self.backward} backward"
@@ -73,7 +73,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train one case: its loss, the bytes at each border, and for float32 the loss with every codec put in."""
+    """Train one case: its loss, the bytes at each border, and for float32 the loss with every codec swapped in."""
     from noloco_p2p.lab.experiments.real_swarm import train_and_recode
 
     if "outer_codec" in case.settings:
@@ -147,7 +147,7 @@ def _verdict(groups: Groups) -> str:
         goal = "the seed noise" if wire.codec == "int8" else f"{GOAL_INT4:.0%} of perplexity"
         met = [
             f"{what} {mean_std(values, 2)}{'' if statistics.fmean(values) <= limit else ', above it'}"
-            for what, values in (("trained with it", found), ("put in", added))
+            for what, values in (("trained with it", found), ("swapped in", added))
         ]
         where = f"{wire.codec}, {wire.family}, {wire.stages} stages"
         lines.append(f"- {where}, against {goal} ({limit:.4f} nats): {'; '.join(met)}.")
@@ -169,7 +169,7 @@ def _table(groups: Groups) -> Table:
         "validation loss": lambda wire: mean_std(known(groups[wire], "validation_loss")),
         "above float32": lambda wire: mean_std(above(groups[wire], groups[wire.base], "validation_loss"), 2),
         "of perplexity": perplexity,
-        "put in": lambda wire: mean_std(put_in(groups, wire), 2),
+        "swapped in": lambda wire: mean_std(put_in(groups, wire), 2),
         "bytes per token and border": bytes_per_token,
         "of float32's": lambda wire: f"{bytes_per_token(wire) / bytes_per_token(wire.base):.0%}",
     }

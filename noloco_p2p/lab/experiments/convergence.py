@@ -11,13 +11,14 @@ and rounds that are waited for, unless they are *overlapped*. *No communication*
 never meet; for the merged model the weights of all are averaged at the end. The data streams, the schedule (a tenth
 warm-up, cosine to a tenth) and the clip over each stage are the same for all. Losses are in nats per byte on the same
 held-out text; mean ± standard deviation over seeds, and differences between runs with the same seed. Bytes between
-replicas are what a replica receives per parameter and inner step, including questions and chunks requested again. The
+replicas are what a replica receives per parameter and inner step, including requests and chunks requested again. The
 learning rate is the best on the optimizer's geometric grid with the first seed; the grid is extended while the best
 rate is at its end. The other seeds use that rate, and so do the runs of {LONG_FACTOR} times as many steps, with one
 seed.
 
 Limits: A model of this size is far from converged after a few hundred steps, and its batch is far below the size at
-which more parallelism stops to pay. The order of the methods can be seen here, and whether the replicas form one model;
+which more parallelism stops paying off. The order of the methods can be seen here, and whether the replicas form one
+model;
 the size of the gaps at 25,000 steps and a hundred times the parameters cannot. Rates were chosen with one seed on the
 reported held-out text, and other settings not at all. Times are not considered: the simulator predicts what a line
 makes of the bytes.
@@ -51,7 +52,7 @@ from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 REPLICAS, STAGES = 8, 2
 LONG_FACTOR = 8
-"""Number of steps of a long run, in units of a short one's."""
+"""Length of a long run as a multiple of a short one's."""
 RATES = {"adamw": (1.6e-3, 4e-3, 1e-2), "muon": (1e-2, 1.4e-2, 2e-2)}
 """Rates of each optimizer. Muon's are closer together, because a factor of 2.5 from the best rate costs more than the
 methods differ."""
@@ -61,7 +62,7 @@ CURVE_POINTS = 50
 HELD_OUT = 32
 """Held-out microbatches."""
 FULL, QUICK = {"hidden": 128, "layers": 4, "steps": 200}, {"hidden": 64, "layers": 2, "steps": 120}
-"""The trained model, and the optimizer steps of each of eight replicas."""
+"""Sizes of the trained model, and the optimizer steps of each of eight replicas."""
 SEEDS, QUICK_SEEDS = 3, 2
 
 
@@ -73,7 +74,7 @@ class Method:
     replicas: int = REPLICAS
     """Replicas of each stage in one swarm."""
     share: int = 1
-    """Microbatches per optimizer step, in units of one replica's."""
+    """Microbatches per optimizer step, as a multiple of one replica's."""
     outer: Mapping[str, Any] = field(default_factory=lambda: {"pairing": "none"})
     """Settings of the outer round."""
     inner: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +128,7 @@ def first_runs(results: Results, method: str) -> Results:
 
 
 def next_rates(results: Results, method: str, quick: bool) -> list[tuple[float, int]]:
-    """(rate, seed) of a method's next runs: a rate beyond the best one if that is at an end, else other seeds."""
+    """(rate, seed) of a method's next runs: a rate beyond the best one if that is at an end, otherwise other seeds."""
     grid, seeds = RATES[METHODS[method].optimizer], QUICK_SEEDS if quick else SEEDS
     return next_runs(first_runs(results, method), grid, seeds)
 

@@ -1,11 +1,12 @@
-"""Is anything lost that the loss does not show if a model is pre-trained by replicas that meet one peer now and then,
-and is then fine-tuned on tasks?
+"""If a model is pre-trained by replicas that meet one peer now and then, is anything lost that its loss does not show,
+but fine-tuning on tasks does?
 
 Pre-training is that of `convergence`: a byte-level Llama on the text of the standard library, eight replicas of two
 stages, equal tokens, and for each method the rate with the lowest held-out loss of the first seed. The mean over the
 replicas is exported and fine-tuned in one process, as by `noloco finetune` and in the same way for all: {EXAMPLES:,}
 examples of each of the five tasks that `noloco tasks` makes, batches of {BATCH_SIZE}, peak rate {TUNING_RATE:g}, and
-the loss on the completions only. {TEST} other items of each task are judged twice. *Exact*: greedy decoding gives the
+the loss on the completions only. {TEST} other items of each task are scored in two ways. *Exact*: greedy decoding gives
+the
 completion and then the end of text. *Choice*: of four texts of equal length the right one is the likeliest; guessing
 gives 0.25. *Without pre-training*: the weights have taken one step. *Jensen-Shannon*: the divergence of two replicas'
 next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to ln 2 =
@@ -30,7 +31,7 @@ from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known,
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 
 METHODS = ("parallel", "noloco", "gossip-int4")
-"""The methods of `convergence` that pre-train models; the others are compared with the first."""
+"""The methods of `convergence` that are compared; the differences are to the first."""
 RATES = convergence.RATES["adamw"]
 FRESH = "fresh"
 TITLES = {name: method.title for name, method in convergence.METHODS.items()} | {FRESH: "without pre-training"}
@@ -93,7 +94,7 @@ def measure(case: Case) -> Figures:
 
 
 def report(results: Results) -> list[Block]:
-    """Both tables, and in words the differences from the first method."""
+    """Both tables, and the differences from the first method in words."""
     runs = {name: select(results, method=name, rate=best_rate(first_runs(results, name))) for name in (*METHODS, FRESH)}
     return [_losses(runs), _tasks(runs), *(_finding(runs, name) for name in runs if name != METHODS[0])]
 
@@ -119,7 +120,7 @@ def _tasks(runs: Mapping[str, Results]) -> Table:
         for kind in ("exact", "choice"):
             each = [mean_std([one["tasks"][task][kind] for one in same], 3) for task in same[0]["tasks"]]
             rows.append([TITLES[name], kind, *each, mean_std(known(same, kind), 3)])
-    heads = ("pre-training", "judged by", *runs[METHODS[0]][0]["tasks"], "mean")
+    heads = ("pre-training", "scored by", *runs[METHODS[0]][0]["tasks"], "mean")
     return Table(heads, rows, f"Share of items that the fine-tuned models get right, {len(runs[METHODS[0]])} seeds.")
 
 
@@ -127,7 +128,7 @@ def _finding(runs: Mapping[str, Results], name: str) -> str:
     kinds = ("validation_loss", "exact", "choice")
     loss, exact, choice = (mean_std(above(runs[name], runs[METHODS[0]], kind), 3) for kind in kinds)
     return (
-        f"{TITLES[name]} less {TITLES[METHODS[0]]}: {loss} nats of loss before fine-tuning (mean over the replicas);"
+        f"{TITLES[name]} minus {TITLES[METHODS[0]]}: {loss} nats of loss before fine-tuning (mean over the replicas);"
         f" after it {exact} in the share of items right by exact match, {choice} by choice."
     )
 

@@ -1,4 +1,4 @@
-"""Scores of exported models: answers to the made tasks, and how far the replicas' predictions differ.
+"""Scores of exported models: results on the made tasks, and how far the replicas' predictions differ.
 
 Shape legend: R replicas, B rows or items, C choices, T sequence, V vocabulary.
 """
@@ -21,7 +21,7 @@ from noloco_p2p.launch import export
 from noloco_p2p.launch.examples import example, padded
 
 ITEMS = 16
-"""Items scored at once, with all their choices."""
+"""Number of items scored at once, with all their choices."""
 
 
 def task_scores(directory: Path, tasks: Mapping[str, Sequence[TaskItem]]) -> dict[str, dict[str, float]]:
@@ -45,7 +45,7 @@ def _scores(model: ExportedModel, tokenizer: Tokenizer, items: Sequence[TaskItem
     batch = padded([example(tokenizer, item.prompt, choice) for item in items for choice in item.choices])
     logits_BTV, targets_BT = model.logits(batch), host_tensor.to_torch(batch.targets).long()
     counted_BT = targets_BT != IGNORED
-    # Greedy decoding gives a text if and only if each of its ids is the likeliest after those before it.
+    # Greedy decoding yields a text if and only if each of its ids is the likeliest after those before it.
     greedy_BC = ((logits_BTV.argmax(-1) == targets_BT) | ~counted_BT).all(1).view(-1, CHOICES)
     chances_BT = logits_BTV.log_softmax(-1).gather(2, targets_BT.clamp(min=0)[:, :, None])[:, :, 0]
     likeliest_B = (chances_BT * counted_BT).sum(1).view(-1, CHOICES).argmax(1)
@@ -57,7 +57,7 @@ def replica_divergence(directories: Sequence[Path], batches: Sequence[Batch]) ->
     """Jensen-Shannon divergence of two replicas' next-token distributions in nats, the mean over all pairs and
     positions: from 0, if they are equal, to ln 2 (Lin 1991, "Divergence measures based on the Shannon entropy").
 
-    Raises ValueError: fewer than two replicas.
+    Raises ValueError if there are fewer than two replicas.
     """
     models = [ExportedModel.load(directory, "cpu") for directory in directories]
     found = []

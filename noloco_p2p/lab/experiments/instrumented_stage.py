@@ -1,6 +1,6 @@
-"""Real stages with instruments for the simulator's nodes: exact replica spread, loads, stale and lost partners, noise.
+"""Instrumented real stages for simulated nodes: exact replica spread, loads, stale and lost partners, noise.
 
-The node is unchanged: an instrumented stage passes every call on to the `TorchStage` that it wraps.
+The node's code is unchanged: an instrumented stage passes every call on to the `TorchStage` that it wraps.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +20,7 @@ from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.lab.experiments.training import ReplicaSpread, TrainingPlan
 
 KEPT_ROUNDS = 5
-"""Snapshots kept per replica, in addition to those that are pulled late: a partner may be ahead."""
+"""Number of vectors kept per replica, in addition to those that are pulled late: a partner may be ahead."""
 
 
 ReplicaWeights = tuple[list[torch.Tensor], int, float]
@@ -42,7 +42,7 @@ class TrainingMonitor:
     _vectors: dict[PeerId, dict[int, PartnerVector]] = field(default_factory=lambda: defaultdict(dict))
 
     def reached(self, stage: int, round: int, peer: PeerId, weights: ReplicaWeights) -> None:
-        """A replica has reached a round. The weights are released once all others have reached it, too."""
+        """Note that a replica has reached a round. The weights are released once all others have reached it as well."""
         count = self.plan.replicas[stage]
         if count == 1:
             return
@@ -64,7 +64,7 @@ class TrainingMonitor:
             del kept[old]
 
     def pulled(self, me: PeerId, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector | None:
-        """What arrives of a pulled vector; None: it is lost."""
+        """The vector that arrives in place of a pulled one; None if it is lost."""
         chance = generator(self.plan.seed, "lost partner", me, mine.round).random()
         if chance < self.plan.lost_partner:
             self.lost.add((me, mine.round))
@@ -86,7 +86,7 @@ class InstrumentedStage:
         self._learning_rate = 0.0
         self._clean: list[torch.Tensor] = []
         """θ, while noise has been added to it."""
-        # What is not measured is passed on unchanged.
+        # Calls that are not measured are passed on unchanged.
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
@@ -98,7 +98,7 @@ class InstrumentedStage:
         return self.stage.places
 
     def inner_step(self, label: StepLabel) -> StepResult:
-        """Measures; without outer rounds, every m inner steps take the place of a round."""
+        """Measures. Without outer rounds, every m inner steps count as a round."""
         self._set_noise(0)
         result = self.stage.inner_step(label)
         self._set_noise(label.inner_step + 1)
@@ -131,7 +131,7 @@ class InstrumentedStage:
             return self.stage.capture(round, step, inner_steps)
 
     def _set_noise(self, step: int) -> None:
-        """Replace the noise by that of this step's gradients; none at step 0 and after the last."""
+        """Replace the noise with that of this step's gradients; none at step 0 and after the plan's last step."""
         plan, thetas = self._monitor.plan, list(self.stage.parameters.values())
         for theta, clean in zip(thetas, self._clean, strict=False):
             theta.data.copy_(clean)

@@ -1,4 +1,4 @@
-"""How long does a replica wait for an outer round: with pair pulls, with all-reduces of N replicas?
+"""How long does a replica wait for an outer round with pair pulls, and how long with all-reduces of N replicas?
 
 One stage, N replicas, computing takes no time. Every link has a log-normal one-way latency of mean {LATENCY_MS:g} ms
 and the given std/mean. *Latency-bound*: the vectors have no size. *Bandwidth-bound*: a vector of {VECTOR_MB:g} MB, and
@@ -7,12 +7,12 @@ simulator (request, answer with u), with matched pairs unless stated otherwise. 
 links (formulas in `experiments/allreduce.py`): the paper's tree, a binomial tree, a ring, and a butterfly as in
 hivemind.
 
-*replica*: mean over replicas of the time from its snapshot to its merge. *pair*: the later of two partners, mean. *all
-N*: the last pull of the swarm, for which nobody waits. For all-reduces: until the last node has the mean. All replicas
-start together.
+*replica*: the time from a replica's snapshot to its merge, mean over replicas. *pair*: the later of two partners, mean.
+*all N*: the last pull of the swarm, for which nobody waits. All-reduces: the time until the last node has the mean. All
+replicas start together.
 
-The paper's pair is an exchange in which both send at once: the time of one message, the later of two. Its ratio
-compares one way through the tree with it (or both ways with two exchanges, which is the same). The node's pull is a
+The paper's pair is an exchange in which both send at once: the time of one message, the later of two. The paper's ratio
+compares one direction through the tree with it (or both with two exchanges, which is the same). The node's pull is a
 request and an answer, two messages one after the other, and we compare the whole all-reduce, up and down, with it.
 Without spread the two ratios are equal. A snapshot is one vector, like what an all-reduce of DiLoCo moves. An
 all-reduce leaves every replica with the mean of all, a pull with the mean of two.
@@ -47,7 +47,7 @@ from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LATENCY_MS, VECTOR_MB, MBIT_PER_S = 10.0, 12.5, 100.0
-"""Mean one-way latency of a link; size of a vector; access each way if bandwidth-bound: 100 latencies a vector."""
+"""Mean one-way latency of a link; size of a vector; access each way if bandwidth-bound: 100 latencies per vector."""
 BYTES_PER_S, VECTOR_BYTES = MBIT_PER_S * 1e6 / 8, int(VECTOR_MB * 1e6)
 EXCHANGES = 20_000
 """Draws for the paper's pair."""
@@ -58,7 +58,7 @@ MODELS: dict[str, Callable[[Wire, int, np.random.Generator], float]] = {
     "butterfly": allreduce.butterfly_s,
 }
 TREES = ("tree", "binomial")
-"""Cheap to draw, and with the longest tails where the paper gives ratios."""
+"""Models that are cheap to draw, with the longest tails where the paper reports ratios."""
 TITLES = {"tree": "tree (paper)", "binomial": "binomial tree", "ring": "ring", "butterfly": "butterfly"}
 REGIMES = {"latency": "latency-bound", "bandwidth": "bandwidth-bound"}
 NODES, QUICK_NODES = (4, 8, 16, 32, 64, 128, 256, 512, 1024), (4, 16, 64, 256)
@@ -85,7 +85,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Pulls of `worlds` swarms with seeds from `seed` on; the models over `tree_draws` or `draws` all-reduces."""
+    """Pulls in `worlds` swarms with seeds from `seed` on, and the models over `tree_draws` or `draws` all-reduces."""
     settings = case.settings
     nodes, seed, wire = int(settings["nodes"]), settings["seed"], wire_of(settings)
     models = {}
@@ -125,7 +125,7 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
 
 
 def figures_of(worlds: Sequence[Outcome]) -> Figures:
-    """How long a round took: by replica, by pair (the later of two that pulled from each other), for the last."""
+    """How long a round took: by replica, by pair (the later of two that pulled from each other), for the last one."""
     took: dict[str, list[float]] = {"replica": [], "pair": [], "last": []}
     results: Counter[str] = Counter()
     apart: list[float] = []
@@ -213,7 +213,7 @@ def _paper_ratios() -> dict[float, float]:
 
 
 def _beside_paper(results: Results) -> Table:
-    """Our Monte Carlo of the paper's model, and the node's pull, beside the paper's ratios at its 1,024 nodes."""
+    """Our Monte Carlo of the paper's model, and the node's pull, next to the paper's ratios at its 1,024 nodes."""
     largest, theirs = max(int(one["nodes"]) for one in results), _paper_ratios()
     columns: Columns = {
         "std/mean": lambda one: f"{one['std_over_mean']:g}",
@@ -223,7 +223,7 @@ def _beside_paper(results: Results) -> Table:
         ),
         f"tree / node's pull, N = {largest}": ratio,
     }
-    caption = "### Beside the paper (arXiv 2506.10911, figure 5; the ratios are its model, recomputed)"
+    caption = "### Next to the paper (arXiv 2506.10911, figure 5; the ratios are its model, recomputed)"
     found = sorted(_of(results, "latency", nodes=largest), key=lambda one: float(one["std_over_mean"]))
     return table(columns, found, caption)
 
@@ -277,7 +277,7 @@ def _quicker(results: Results) -> Table:
             best = found[ratios.index(min(ratios))]
             there = f"N = {best['nodes']}, std/mean {best['std_over_mean']:g}"
             rows.append([title, TITLES[name], quicker, min(ratios), there])
-    columns = ("regime", "all-reduce", "quicker than a replica's pull in", "least ratio to it", "there")
+    columns = ("regime", "all-reduce", "quicker than a replica's pull in", "smallest ratio to it", "at")
     return Table(columns, rows, "### Where an all-reduce is quicker than a pull")
 
 

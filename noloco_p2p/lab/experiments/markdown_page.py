@@ -1,4 +1,4 @@
-"""The report of an experiment in Markdown: its blocks and how they are written."""
+"""An experiment's report in Markdown: its blocks, and how they are written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.plots import Chart
 
 Cell = str | int | float | None
-"""A float is written with four significant digits, None as a dash."""
+"""A float is shown with four significant digits, None as a dash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ Block = str | Table | Chart
 
 
 def charts(blocks: Sequence[Block]) -> list[Chart]:
-    """The charts among the blocks. Raises ValueError: two have the same name."""
+    """The charts among the blocks. Raises ValueError if two have the same name."""
     found = [block for block in blocks if isinstance(block, Chart)]
     names = [chart.name for chart in found]
     if len(set(names)) < len(names):
@@ -34,7 +34,7 @@ def charts(blocks: Sequence[Block]) -> list[Chart]:
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """The blocks, separated by blank lines. Charts are files beside the page."""
+    """The blocks, separated by blank lines. Charts are files next to the page."""
     return "\n\n".join(_block(block) for block in blocks) + "\n"
 
 

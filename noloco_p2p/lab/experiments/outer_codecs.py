@@ -1,4 +1,4 @@
-"""The part of the codecs experiment about outer rounds: what each codec costs in loss, and its size."""
+"""The part of the experiment `codecs` about outer rounds: what each codec costs in loss, and its size."""
 
 import statistics
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def measure(case: Case) -> Figures:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 Groups = Mapping[OuterCase, Results]
-"""The runs of each, by seed."""
+"""The runs of each case, by seed."""
 
 
 def report(results: Results) -> list[Block]:
@@ -97,8 +97,8 @@ def _table(groups: Groups) -> Block:
         "above full": lambda one: mean_std(above(groups[one], groups[one.base], "validation_loss"), 2),
         "of the mean model": lambda one: mean_std(known(groups[one], "merged_loss")),
         "spread / that of full": wider,
-        "bytes a parameter and round": lambda one: mean_std(known(groups[one], "bytes_per_parameter")),
-        "chunks asked for again": lambda one: f"{statistics.fmean(known(groups[one], 'wrong')):.1%}",
+        "bytes per parameter and round": lambda one: mean_std(known(groups[one], "bytes_per_parameter")),
+        "chunks requested again": lambda one: f"{statistics.fmean(known(groups[one], 'wrong')):.1%}",
     }
-    caption = "Losses in nats per token, mean ± standard deviation over the seeds; bytes include questions."
+    caption = "Losses in nats per token, mean ± standard deviation over the seeds; bytes include requests."
     return table(columns, groups, caption)

@@ -1,4 +1,4 @@
-"""What do outer rounds cost in loss if they are merged some inner steps after they were frozen, because nobody waits?
+"""What do outer rounds cost in loss if they are merged some inner steps after they are frozen, because nobody waits?
 
 One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the standard library's text),
 {SIZES[replicas]} replicas with real torch weights and the node's own code in the simulator, matched pairs, α = 0.5, β =

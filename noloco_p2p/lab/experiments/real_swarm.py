@@ -30,7 +30,7 @@ STEP_LIMIT_S = 100.0
 
 
 class StreamBatches:
-    """The Batches port without a thread: microbatches from one source, which each of its positions names."""
+    """The Batches port without a thread: `source` returns the microbatch at each position, from 0."""
 
     def __init__(self, source: Callable[[int], Batch], validation: Sequence[Batch]) -> None:
         self._source = source
@@ -48,7 +48,7 @@ class StreamBatches:
 
     @property
     def cursor(self) -> dict[str, object]:
-        """See `ports.Batches`. For information only; no run continues from it."""
+        """See `ports.Batches`. For information only: no run continues from it."""
         return {"position": self._position}
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class DealtStreams:
         self._read: list[list[Batch]] = [[] for _ in streams]
 
     def at(self, replica: int, position: int) -> Batch:
-        """What a replica reads as its microbatch of this number: those of its streams in turn."""
+        """The microbatch that a replica reads at this position, from 0: it reads from its streams in turn."""
         replicas, order = self._plan.replicas[0], list(range(len(self._sources)))
         turn, part = divmod(position, len(order[replica::replicas]))
         if self._plan.mixed:
@@ -85,14 +85,14 @@ def corpus(tokenizer: str, vocabulary: int) -> Corpus:
 def train(plan: TrainingPlan) -> TrainingSummary:
     """Run a swarm to its end. Deterministic on one machine.
 
-    Raises ConfigError: the model or data do not fit; LocalError: a node stops because ten results in a row were not
-    finite; Deadlock: the run hangs.
+    Raises ConfigError if the model or data do not fit, LocalError if a node stops because ten results in a row were not
+    finite, and Deadlock if the run hangs.
     """
     return _run(plan).summary()
 
 
 def train_and_export(plan: TrainingPlan, directory: Path) -> TrainingSummary:
-    """`train`, and write the mean over the replicas and every single replica as `noloco export` does."""
+    """`train`, and export the mean over the replicas and every single replica, as `noloco export` does."""
     done = _run(plan)
     manifest, last = done.plan.manifest, -(-plan.manifest.steps // plan.manifest.outer.inner_steps)
     stages = tuple(
@@ -128,8 +128,8 @@ def train_and_recode(plan: TrainingPlan, codecs: Sequence[str]) -> tuple[Trainin
 
 
 def train_by_kind(plan: TrainingPlan) -> tuple[TrainingSummary, list[list[float]]]:
-    """`train`, and the final held-out loss of every replica, with those of its number in later stages, on each of the
-    plan's corpora."""
+    """`train`, and for each of the plan's corpora the final held-out loss of every replica, together with the replicas
+    of the same number in later stages."""
     done = _run(plan)
     part = len(done.held_out) // len(plan.corpora)
     parts = [done.held_out[at : at + part] for at in range(0, len(done.held_out), part)]
@@ -165,10 +165,10 @@ def _run(plan: TrainingPlan) -> "FinishedTraining":
 
 @dataclass(frozen=True, slots=True)
 class FinishedTraining:
-    """A run that has ended."""
+    """A training run that has ended."""
 
     plan: TrainingPlan
-    """With the manifest that the nodes had."""
+    """The plan, with the manifest that the nodes used."""
     monitor: TrainingMonitor
     outcome: Outcome
     held_out: Sequence[Batch]
@@ -242,7 +242,7 @@ def _waiting(node: SimProcess, ended_at_s: float) -> float:
 
 
 def _merged_loss(stages: Sequence[Sequence[SimProcess]], held_out: Sequence[Batch]) -> float:
-    """Held-out loss with the mean over the replicas of each stage. The first replica of each stage keeps the mean."""
+    """Held-out loss with the mean over each stage's replicas, which replaces the weights of the first replica."""
     replicas = [[_torch_stage(node) for node in nodes] for nodes in stages]
     for same in replicas:
         _set_mean(same[0], same)

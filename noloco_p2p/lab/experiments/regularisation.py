@@ -2,8 +2,8 @@
 
 A byte-level Llama (full size: about a million parameters) in {STAGES} stages, {REPLICAS} replicas of each, one
 microbatch of 4 × 64 tokens per inner step, balanced routes, Muon at a peak rate of {RATE:g}, a tenth of warm-up and a
-cosine to a tenth. All replicas read the same {PIECES} pieces of the standard library's text (at most 8 KiB each), each
-in an order of its own, again and again, so that overfitting can be seen.
+cosine to a tenth. All replicas read the same {PIECES} pieces of the standard library's text (at most 8 KiB each) again
+and again, each replica in its own order, so that overfitting can be seen.
 
 - *Data parallel*: the rule `sync`.
 - *Data parallel with noise*: every replica computes the gradients of a step at θ plus independent Gaussian noise. In
@@ -45,19 +45,19 @@ TITLES = {
     "gossip": "gossip, m = 1, int4",
 }
 FACTORS = {"noise": 1.0, "half": 0.5}
-"""Standard deviation of the noise, in units of that of NoLoCo's replicas."""
+"""Standard deviation of the noise as a multiple of that of NoLoCo's replicas."""
 FULL: Mapping[str, Any] = {"hidden": 128, "layers": 4}
 QUICK: Mapping[str, Any] = {"hidden": 64, "layers": 2}
 STEPS, QUICK_STEPS = (80, 240), (40, 160)
-"""Lengths of the runs."""
+"""Lengths of the runs, inner steps."""
 STOPPED, QUICK_STOPPED = (40, 120, 160), (60, 80, 120)
 """Other lengths of data parallel, which show its held-out loss at other training losses."""
 HELD_OUT = 16
-"""Microbatches of each of the two texts."""
+"""Number of held-out microbatches from each of the two texts."""
 
 
 def cases(quick: bool) -> list[Case]:
-    """All that needs no noise, for every length and seed."""
+    """All runs that need no noise, for every length and seed."""
     lengths, stopped = (QUICK_STEPS, QUICK_STOPPED) if quick else (STEPS, STOPPED)
     runs = [(method, steps) for steps in lengths for method in _QUIET] + [("sync", steps) for steps in stopped]
     return [_case(method, steps, seed, quick) for seed in (1, 2, 3) for method, steps in runs]
@@ -68,7 +68,7 @@ _QUIET = [method for method in TITLES if method not in FACTORS]
 
 def further(quick: bool, results: Results) -> list[Case]:
     """Data parallel with the noise that NoLoCo's replicas were measured to have."""
-    unbiased = sqrt(REPLICAS / (REPLICAS - 1))  # the measure is around the replicas' own mean
+    unbiased = sqrt(REPLICAS / (REPLICAS - 1))  # the spread is measured around the replicas' own mean
     cases, noloco = [], [one for one in results if one["method"] == "noloco"]
     for (method, factor), one in product(FACTORS.items(), noloco):
         noise = [[[at, factor * unbiased * std] for at, std in stage] for stage in one["spread"]]
@@ -84,7 +84,7 @@ def _case(method: str, steps: int, seed: int, quick: bool, noise: Any = ()) -> C
 
 @cache
 def texts() -> tuple[Any, ...]:
-    """Twice the same text to read: one holds out the standard library's held-out part, the other what is read."""
+    """Two corpora with one training text: one holds out the library's held-out part, the other the training text."""
     from noloco_p2p.io.data.corpora import FileCorpus, stdlib_corpus
     from noloco_p2p.io.data.tokenizers import load_tokenizer
 
@@ -119,7 +119,7 @@ def measure(case: Case) -> Figures:
 
 
 def at_training_loss(points: Iterable[tuple[float, float]], loss: float) -> float | None:
-    """The held-out loss at a training loss, between the two nearest of (training, held-out); None outside of them."""
+    """The held-out loss at a training loss, interpolated between points of (training, held-out); None outside them."""
     for (low, first), (high, second) in pairwise(sorted(points)):
         if low <= loss <= high:
             return first + (second - first) * (loss - low) / (high - low or 1.0)

@@ -1,4 +1,4 @@
-"""Functions for reports: select and group results, and turn them into tables and curves."""
+"""Functions for reports that select and group results, and turn them into tables and curves."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from noloco_p2p.observe.plotting.plots import Curve
 from noloco_p2p.observe.plotting.svg import LineStyle
 
 Figure = str | Callable[[Result], float | None]
-"""The name of a figure, or a function of the result; None if it was not finite."""
+"""The name of a figure, or a function of the result. Its value is None if it was not finite."""
 Column = str | Callable[[Any], Cell]
 """The name of a figure or setting of the row, or a function from the row to the cell."""
 Columns = Mapping[str, Column]
 """By title."""
 MOST_RATES = 5
-"""Learning rates that are tried at most."""
+"""Maximum number of learning rates to try."""
 
 
 # --- choosing results -------------------------------------------------------------------------------------------------
@@ -59,25 +59,25 @@ def loss(result: Result) -> float:
 
 
 def best_rate(runs: Results) -> float:
-    """The rate of the run with the lowest loss. Raises ValueError: no runs."""
+    """The rate of the run with the lowest loss. Raises ValueError if there are no runs."""
     return float(min(runs, key=loss)["rate"])
 
 
 def rate_beyond(runs: Results, grid: Sequence[float]) -> float | None:
     """The next rate to try after these runs, whose rates are on a geometric grid: the one beyond the best rate, if that
-    is the lowest or highest so far. None: it is not, or MOST_RATES have been tried."""
+    is the lowest or highest so far. None if it is neither, or if MOST_RATES have been tried."""
     best, rates = best_rate(runs), sorted({one["rate"] for one in runs})
     beyond = {rates[0]: best * grid[0] / grid[1], rates[-1]: best * grid[1] / grid[0]}
     return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
 
 
 def next_runs(runs: Results, grid: Sequence[float], seeds: int) -> list[tuple[float, int]]:
-    """(rate, seed) of the runs to make after these with seed 1: see `rate_beyond`, else the other seeds at the best."""
+    """(rate, seed) of the runs to make after these with seed 1: `rate_beyond`, or else the other seeds at the best."""
     beyond = rate_beyond(runs, grid)
     return [(best_rate(runs), seed) for seed in range(2, seeds + 1)] if beyond is None else [(beyond, 1)]
 
 
-# --- what a report shows of them --------------------------------------------------------------------------------------
+# --- showing results in a report --------------------------------------------------------------------------------------
 
 
 def table(columns: Columns, rows: Iterable[Any], caption: str = "", *more: Sequence[Cell]) -> Table:

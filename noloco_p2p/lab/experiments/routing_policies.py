@@ -14,7 +14,8 @@ the weights is taken over the replicas of a stage, on θ before the merge if the
 of the measurements that all runs of the arm have. Load and waits for admission (mean over time) are those of stage 1.
 
 Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
-signs can be compared, sizes hardly. Without outer rounds fixed routes are eight small models that never meet; a run
+signs can be compared, magnitudes hardly. Without outer rounds fixed routes are eight small models that never meet; a
+run
 this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order of
 arrival decides which replica takes how many inner steps, and the clock follows the median: tokens differ by a few per
 cent, and part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full replica says
@@ -41,21 +42,20 @@ POLICIES = ("fixed", "random", "weighted", "balanced")
 REPLICAS = 8
 """Replicas of each of the two stages."""
 DEVICES = {"equal": (0.0, 1.0), "log-normal 0.3": (0.3, 1.0), "one 3 times slower": (0.0, 3.0)}
-"""Sigma of the device times, and the factor on those of the first replica of the last stage."""
+"""(sigma of the device times, factor on those of the first replica of the last stage)."""
 PAIRINGS = {"without": "none", "with": "matched"}
 """Outer rounds: the name in a case, and the value in the manifest."""
 ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
-"""Whether there are outer rounds, and the peak learning rate: without them the replicas drift apart slowly or
-quickly."""
+"""(key of PAIRINGS, peak learning rate). Without outer rounds the rate makes replicas drift apart slowly or quickly."""
 ROUND_STEPS = 10
 """m; without outer rounds, the number of inner steps between two measurements of the spread."""
 JITTER = 0.2
 """Sigma of the log-normal device times when real weights are trained."""
 EVALUATED = 60
-"""Per cent of the run between two evaluations; the last one is at its end."""
+"""Per cent of the run between two evaluations; there is another one at the end."""
 STAGES = (0, 1)
 TRAINED = ("validation", "validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
-"""The figures that are kept from a `TrainingSummary`."""
+"""The figures to keep from a `TrainingSummary`."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -73,7 +73,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """One run of stages that only cost time, or of real weights: TRAINED, and `spread`, (inner step, std) by stage."""
+    """One run of stages that only cost time, or of real weights: TRAINED, and `spread`: (inner step, std) by stage."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     settings = case.settings
@@ -133,13 +133,13 @@ def serve(settings: Mapping[str, Any]) -> Figures:
 
 
 def late_std(result: Result, stage: int, count: int) -> float | None:
-    """Weight std over a stage's replicas, mean over the last half of the first `count` measurements; None: no such."""
+    """Weight std over a stage's replicas, mean over the last half of the first `count` measurements; None if none."""
     series = [std for _, std in result["spread"][stage]][:count]
     return fmean(series[len(series) // 2 :]) if series else None
 
 
 def common_count(results: Results, rounds: str, rate: float) -> int:
-    """How many measurements of the spread all runs of an arm have; a slow replica's few inner steps limit it."""
+    """How many measurements of the spread all runs of an arm have. The inner steps of slow replicas limit this."""
     return min(len(series) for one in select(results, rounds=rounds, rate=rate) for series in one["spread"])
 
 
@@ -231,7 +231,7 @@ def _changes(results: Results) -> Table:
 
 
 def _finding(results: Results, policy: str, rounds: str, rate: float) -> str:
-    """In words: with how many seeds the spread is smaller, and the perplexity within what the paper saw."""
+    """In words: with how many seeds the spread is smaller, and the perplexity within what the paper reports."""
     bound = 100 * published()["random_routing_without_outer"]["perplexity_increase_at_most"]
     found = changes(results, policy, rounds, rate)
     stds, perplexity = found["std"], found["perplexity"]
@@ -254,7 +254,7 @@ def _spread_plot(results: Results, stage: int) -> Plot:
 
 
 def _perplexity_plot(results: Results) -> Plot:
-    """Whether the cost of other routes grows or shrinks: the mean over the seeds at every evaluation."""
+    """Whether the cost of other routes grows or shrinks over the run: the mean over the seeds at every evaluation."""
     curves = []
     for (rounds, rate), policy in product(ARMS, POLICIES[1:]):
         mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))

@@ -1,7 +1,7 @@
 """Measures the cases of an experiment in separate processes, and writes `results.json`, `report.md` and the charts.
 
-Every result is written to disk at once. The same command continues where it was stopped, unless the package's code has
-changed since.
+Every result is written to disk at once. Repeating the command continues where it was stopped, unless the package's code
+has changed since.
 """
 
 import hashlib
@@ -29,11 +29,12 @@ RESULTS, REPORT = "results.json", "report.md"
 
 
 def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick: bool = False, jobs: int = 2) -> Path:
-    """Run an experiment, and write its report to the directory `out`. Returns its path. `say` gets a line per case.
+    """Run an experiment, and write its report to the directory `out`. Returns the report's path. `say` gets a line per
+    case.
 
     `quick` is a smaller version that answers the same question less precisely. `jobs` processes measure at once, with
-    one thread each. Raises ConfigError: the directory has another experiment's results; LocalError: it cannot be
-    written; and what `measure` raises. Results measured before an error stay on disk.
+    one thread each. Raises ConfigError if the directory has another experiment's results, LocalError if it cannot be
+    written, and whatever `measure` raises. Results measured before an error stay on disk.
     """
     homes.require("--out ", out, Home.EXPERIMENT, Home.EMPTY)
     try:
@@ -42,7 +43,7 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
         raise LocalError(f"{out}: {error.strerror}") from error
     file = ResultsFile(experiment, out / RESULTS, quick, jobs, code_digest())
     if kept := file.read():
-        say(f"{kept} cases are in {file.path} already")
+        say(f"{kept} cases are already in {file.path}")
 
     def position() -> Position:
         done, whole = len(file.found) - kept, len(file.cases) - kept
@@ -91,16 +92,19 @@ class ResultsFile:
         return [case for name, case in self.cases.items() if name not in self.found]
 
     def read(self) -> int:
-        """Read an earlier run's results of the same code. Returns their number. Raises ConfigError: they do not fit."""
+        """Read the results of an earlier run with the same code. Returns their number.
+
+        Raises ConfigError if the file is malformed or from another experiment.
+        """
         if not self.path.exists():
             return 0
         try:
             old = json.loads(self.path.read_text())
         except ValueError as error:
-            raise ConfigError(f"{self.path} is no results file ({error}); give another --out") from error
+            raise ConfigError(f"{self.path} is not a results file ({error}); give another --out") from error
         if (old.get("experiment"), old.get("quick")) != (self.experiment.name, self.quick):
             kind = "quick" if old.get("quick") else "full"
-            raise ConfigError(f"{self.path} is of a {kind} run of {old.get('experiment')}; give another --out")
+            raise ConfigError(f"{self.path} is from a {kind} run of {old.get('experiment')}; give another --out")
         if old["code"] != self.code:
             return 0
         kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
@@ -109,7 +113,7 @@ class ResultsFile:
         return len(self.found)
 
     def write(self, *, complete: bool) -> None:
-        """Write everything atomically. Wall times are kept apart, so that the rest is equal for equal runs."""
+        """Write everything atomically. Wall times are kept separate, so that the rest is the same for equal runs."""
         runs = [{"case": one.case.name, "settings": one.case.settings, "figures": one.figures} for one in self.results]
         document = {"experiment": self.experiment.name, "quick": self.quick, "complete": complete}
         wall = {"jobs": self.jobs, "cores": os.cpu_count(), "python": platform.python_version()}
@@ -118,7 +122,7 @@ class ResultsFile:
 
 
 def code_digest() -> str:
-    """SHA-256 of the package's sources: results of other code are not reused."""
+    """SHA-256 of the package's sources: results are only reused by the same code."""
     root = Path(noloco_p2p.__file__).parent
     digest = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
@@ -133,7 +137,7 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
     waiting = {pool.submit(_timed, file.experiment.measure, case): case for case in cases}
     while waiting:
         done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-        # Results are kept before a failure ends the run.
+        # Store the results before a failure ends the run.
         for future in sorted(done, key=lambda one: (one.exception() is not None, waiting[one].name)):
             case = waiting.pop(future)
             if (error := future.exception()) is not None:
@@ -147,7 +151,7 @@ def _measure(pool: Executor, cases: Sequence[Case], file: ResultsFile, say: Call
 def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
     began = time.perf_counter()
     figures = measure(case)
-    # Keep what a restart would read: tuples become lists now, and what is not finite None.
+    # Keep what a restart would read: tuples become lists, and non-finite numbers None.
     figures = json.loads(json.dumps(figures), parse_constant=lambda constant: None)
     return Result(case, figures, time.perf_counter() - began)
 
@@ -164,8 +168,8 @@ def _report(file: ResultsFile) -> Path:
     quick = "**This is the quick version: fewer and shorter cases than the full one.**"
     # How it was measured, and how to repeat it.
     made = (
-        f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}; every one with its settings and figures in"
-        f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in all, {file.jobs} at a"
+        f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}, each with its settings and figures in"
+        f" [{RESULTS}]({RESULTS}). {sum(one.wall_s for one in results):.0f} s of computing in total, {file.jobs} at a"
         f" time on {os.cpu_count()} cores. To repeat: `noloco experiment {experiment.name}"
         f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )

@@ -1,23 +1,23 @@
-"""What does it cost if every replica reads its own kind of data, and not a share of all of it?
+"""What does it cost if every replica reads its own kind of data, instead of a share of all of it?
 
 DiLoCo (arXiv 2311.08105) reports that its outer rounds are robust to that. Here a byte-level Llama (full size: about a
 million parameters) in {STAGES} stages reads eight kinds of text that exist wherever the package is installed: {TEXTS}.
-There are as many replicas of each stage, with one microbatch of 4 × 64 tokens per inner step. *Own kind*: each replica
-of stage 0 reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read as
-much of each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it
-sees one kind only, like the replica of stage 0 that it serves.
+Each stage has eight replicas, with one microbatch of 4 × 64 tokens per inner step. *Own kind*: each replica of stage 0
+reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for every microbatch. Both read equally much of
+each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it sees only one kind,
+like the replica of stage 0 that it serves.
 
 The outer rules have their defaults, but DiLoCo has H = {DILOCO_STEPS} (its default, 500, is longer than the run). All
 use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a cosine to a tenth. Losses are in
 nats per byte, the mean over the replicas on held-out text with equal parts of all kinds; mean ± standard deviation over
-seeds, and differences between runs with the same seed. *Foreign kinds*: by how much the other replicas'
-loss on a kind is above that of the replica that reads it, the mean over kinds; 0 if nobody knows a kind better.
-*One kind alone*: a single replica of each stage that reads only one kind, tested on all: how different the kinds are.
+seeds, and differences between runs with the same seed. *Foreign kinds*: by how much the other replicas' loss on a kind
+is above that of the replica that reads it, the mean over kinds; 0 if no replica knows a kind better. *One kind alone*:
+a single replica of each stage that reads only one kind, tested on all, which shows how different the kinds are.
 
 Limits: A model that has learnt spelling, at one learning rate, and eight replicas that meet often in comparison with
 what they learn in between. The kinds differ more than web pages of different topics do, but the model is too small to
-use what they have in common. Every kind is read by exactly one replica: that some kinds are lost when nodes leave, and
-kinds of unequal size, are not considered.
+use what they have in common. Every kind is read by exactly one replica: the loss of kinds when nodes leave, and kinds
+of unequal size, are not considered.
 """
 
 import sysconfig
@@ -43,8 +43,8 @@ KINDS = {
     "type stubs": ("torch", "**/*.pyi"),
     "YAML": ("torchgen", "packaged/**/*.yaml"),
 }
-"""Where each kind is found: in the part of the standard library that every distribution has, or in a package that
-torch brings, and the globs there."""
+"""For each kind, where it is found (in the part of the standard library that every distribution has, or in a package
+that comes with torch), and the globs there."""
 TEXTS = ", ".join(KINDS)
 STAGES, RATE, DILOCO_STEPS = 2, 1e-2, 20
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -55,11 +55,11 @@ RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gossip-fixed": ("gossip, fixed routes", {"rule": "gossip", "overlap": True}),
     "none": ("no outer rounds", {"pairing": "none"}),
 }
-"""By name: the title and the settings of the outer round."""
+"""By name: (title, settings of the outer round)."""
 ALONE = "alone"
 FULL, QUICK = {"hidden": 128, "layers": 4, "steps": 200}, {"hidden": 64, "layers": 2, "steps": 120}
 HELD_OUT = 32
-"""Held-out microbatches of all kinds together."""
+"""Number of held-out microbatches of all kinds together."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -77,7 +77,7 @@ def cases(quick: bool) -> list[Case]:
 
 @cache
 def corpora() -> tuple[Any, ...]:
-    """The kinds of text. Raises ConfigError: this machine lacks one of them."""
+    """The kinds of text. Raises ConfigError if this machine lacks one of them."""
     from noloco_p2p.io.data.corpora import file_corpus, matching_files
     from noloco_p2p.io.data.tokenizers import load_tokenizer
 
@@ -115,7 +115,7 @@ def measure(case: Case) -> Figures:
 
 
 def foreign(result: Result) -> float | None:
-    """How much lower the loss of a replica is on its own kind than the other replicas' there, the mean over kinds."""
+    """How much lower a replica's loss on its own kind is than the other replicas' loss on it, the mean over kinds."""
     losses = result["losses"]
     if any(loss is None for row in losses for loss in row):
         return None

@@ -1,7 +1,7 @@
-"""What an experiment is, and what all of them share. Each experiment's module provides it as `EXPERIMENT`.
+"""What an experiment is. Each experiment's module provides one as `EXPERIMENT`.
 
-Its docstring is part of the report: the question (the first paragraph), the setting, and after "Limits:" what the
-results do not show, in Markdown. `{NAME}` stands for a constant of the module.
+The module's docstring is part of the report: the question (the first paragraph), the setting, and after "Limits:" what
+the results do not show, in Markdown. `{NAME}` stands for a constant of the module.
 
     def cases(quick: bool) -> list[Case]: ...         the cases
     def measure(case: Case) -> Figures: ...           measures one case in a process of its own
@@ -29,7 +29,7 @@ class Case:
     name: str
     """Short and unique in its experiment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that determines the figures, JSON values only; `seed` is that of its random draws."""
+    """Everything that determines the figures, JSON values only; `seed` is the seed of all random draws."""
 
     @classmethod
     def named(cls, name: str, **settings: Any) -> Self:
@@ -44,15 +44,15 @@ class Result:
     case: Case
     figures: Figures
     wall_s: float
-    """Seconds that it took on this machine: for the report's last lines, never for its findings."""
+    """Seconds that it took on this machine, for the report's last lines and never for its findings."""
 
     def __getitem__(self, name: str) -> Any:
-        """A figure, or else a setting. Raises KeyError: there is none of that name."""
+        """The figure with this name, or otherwise the setting. Raises KeyError if there is neither."""
         return self.figures[name] if name in self.figures else self.case.settings[name]
 
 
 Results = Sequence[Result]
-"""In the order of the cases; in a group of equal settings by seed."""
+"""In the order of the cases; results that differ only in the seed are in the order of their seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class Experiment:
     name: str
     text: ReportText
     cases: Callable[[bool], list[Case]]
-    """The cases; True: those of `--quick`. Long cases first make the best use of the processes."""
+    """The cases, or with True those of `--quick`. Putting long cases first makes the best use of the processes."""
     measure: Callable[[Case], Figures]
     """A function of the case only, at module level, because it runs in newly started processes (one thread each). It
     imports torch and other heavy modules itself."""
     report: Callable[[Results], list[Block]]
     """The report's findings, from the results and `paper.json` only. It must not fail for any valid figures."""
     further: Callable[[bool, Results], list[Case]] = lambda quick, results: []
-    """Cases that depend on the results so far. Called again until it returns no new ones."""
+    """Cases that depend on the results so far. It is called again until it returns no new ones."""
 
 
 def describe(module: Mapping[str, Any]) -> ReportText:

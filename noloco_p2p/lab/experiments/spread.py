@@ -41,8 +41,8 @@ ARMS: dict[str, dict[str, object]] = {
     "constant rate": {"final_fraction": 1.0},
     "no outer rounds": {"pairing": "none"},
 }
-"""Ways to train. They differ in m (without outer rounds the inner steps between two measurements of the spread), in the
-last learning rate over the peak, or in the pairing. Equal seeds read equal data."""
+"""Ways to train. They differ in m (without outer rounds: the inner steps between two measurements of the spread), in
+the final learning rate over the peak, or in the pairing. Runs with equal seeds read equal data."""
 DEFAULT = {"inner_steps": 10, "final_fraction": 0.1, "pairing": "matched"}
 
 
@@ -94,7 +94,8 @@ def falling(series: Series) -> Series:
 
 
 def delay(series: Series) -> tuple[int, float] | None:
-    """How many points the std lags behind the rate: the shift of at most a third of the run with the largest r, and r.
+    """(shift, r): how many points the std lags behind the rate, as the shift of at most a third of the run with the
+    largest r.
 
     None if the rate does not change after the warm-up, or the std does not follow it at all (no r above 0).
     """
@@ -123,7 +124,7 @@ def remaining(series: Series, column: int) -> float:
 
 
 def report(results: Results) -> list[Block]:
-    """The correlations compared with the paper's, how far both values fall, and both over the run."""
+    """The correlations compared with the paper's, how far std and rate fall, and both over the run."""
     return [
         _correlations(results),
         *(_finding(results, arm) for arm in ARMS),
@@ -187,7 +188,7 @@ def _plot(results: Results, stage: int) -> Plot:
     firsts = {arm: one["spread"][stage] for arm in ARMS for one in select(results, arm=arm)[:1]}
     rates = [curve("learning rate", series, 1, "dashed") for series in list(firsts.values())[:1]]
     stds = [curve(f"std, {arm}", series, 2, "line") for arm, series in firsts.items()]
-    axes = ("inner steps", "beside its largest value")
+    axes = ("inner steps", "relative to its largest value")
     return Plot(f"over-the-run-stage-{stage}", f"Weight spread of stage {stage} and learning rate", axes, rates + stds)
 
 

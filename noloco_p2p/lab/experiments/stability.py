@@ -91,7 +91,7 @@ def measure(case: Case) -> Figures:
     figures: Figures = {"noise_growth": _growth(noise), "noise_spreads": noise}
     try:
         trained = train(TrainingPlan(manifest, (replicas,), seed))
-    except LocalError as error:  # a node stops itself when nothing is finite any more
+    except LocalError as error:  # a node stops when nothing is finite any more
         return figures | {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
     spreads = [spread.std for spread in trained.spreads]
     losses = {"loss": trained.validation_loss, "merged_loss": trained.merged_loss}
@@ -151,7 +151,7 @@ def _summary(points: Points, crossings: Mapping[tuple[int, float], float | None]
 
 
 def _verdicts(points: Points, limits: Limits) -> Block:
-    """How often each condition was right."""
+    """How often each condition predicted what the spread did."""
     said: dict[str, list[tuple[bool, bool]]] = {}
     for (count, alpha, gamma), point in points.items():
         for name, (low, high) in limits[count, alpha].items():
@@ -253,7 +253,7 @@ def _noise(results: Results) -> list[Block]:
     """How well the outer rounds alone, with noise in the same pairs, predict the growth."""
     pairs = [(one["noise_growth"], one["growth"]) for one in results if one["growth"]]
     if not pairs:
-        return ["No run came to its end."]
+        return ["No run reached its end."]
     gaps = [abs(math.log(growth / noise)) for noise, growth in pairs]
     same = sum((growth >= 1) == (noise >= 1) for noise, growth in pairs)
     said = (

@@ -8,8 +8,9 @@ One stage (a byte-level Llama of one layer, hidden {SIZES[hidden_size]}, on the 
 that what the outer rounds average away shows in the loss. Runs of the same seed share initial weights, data, and the
 held-out microbatches.
 
-- *Pairing*: `matched` (both of a pair take each other's snapshot) or `random` (each pulls from a peer that it draws).
-- *Stale by s*: **every** merged snapshot is the one that the partner froze s rounds before (in the first s rounds: its
+- *Pairing*: `matched` (the two of a pair pull each other's snapshot) or `random` (each pulls from a peer that it
+  draws).
+- *Stale by s*: **every** merged snapshot is the one that the partner froze s rounds earlier (in the first s rounds: its
   initial weights).
 - *Lost*: with this probability, drawn for each replica and round, what was pulled is discarded and the replica goes
   alone.
@@ -122,7 +123,7 @@ def outer_step(variant: Variant) -> float | None:
 
 
 def wider(groups: Groups, variant: Variant, name: str = "spreads") -> list[float]:
-    """Spread as a multiple of the baseline's, by seed; `noise_spreads`: if training only added noise."""
+    """Spread as a multiple of the baseline's, by seed; with `noise_spreads`, as if training only added noise."""
     stds = [[spread(one, name) for one in groups[which]] for which in (variant, BASELINE)]
     return [mine / base for mine, base in zip(*stds, strict=True) if mine is not None and base is not None]
 
@@ -134,7 +135,7 @@ def spread(result: Result, name: str) -> float | None:
 
 
 def _summary(groups: Groups) -> str:
-    """One line per kind of trouble."""
+    """One line per kind of disturbance."""
     names = {
         "One-sided random pulls": Variant("random"),
         "Every snapshot one round old": Variant("matched", 1),
@@ -191,7 +192,7 @@ def _plots(groups: Groups) -> list[Block]:
     }
     settings = {
         "stale": ("staleness", "age of every snapshot, rounds", "stale_rounds", "lost"),
-        "lost": ("lost partners", "chance that a partner is lost", "lost", "stale_rounds"),
+        "lost": ("lost partners", "probability that a partner is lost", "lost", "stale_rounds"),
     }
     blocks: list[Block] = []
     for name, (label, figure) in figures.items():

@@ -1,4 +1,4 @@
-"""What the experiments' simulated swarms run, and what is reported of one that trains real weights. Free of torch.
+"""Plans of the experiments' simulated swarms, and summaries of those that train real weights. Does not import torch.
 
 `real_swarm.train(TrainingPlan(manifest, replicas=(8, 8), seed=1))` runs a plan: the simulator's nodes over torch stages
 and real data, all replicas in one process. Time is the simulator's, so nothing depends on the machine.
@@ -24,7 +24,7 @@ BYTE_VOCABULARY = 384
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan(SimPlan):
-    """What is trained. Together with the data it determines the whole `TrainingSummary`.
+    """What to train. Together with the data it determines the whole `TrainingSummary`.
 
     The manifest's `seed`, `stages` and `start_replicas` are set from `seed` and `replicas`: one seed for the world, and
     for initial weights, data order, routes, pairs, and lost partners.
@@ -32,21 +32,21 @@ class TrainingPlan(SimPlan):
 
     config: NodeConfig = CONFIG
     gradient_audit: bool = False
-    """Every microbatch is read once, so that runs with as many tokens have read the same text."""
+    """False: every microbatch is sent once, so that runs with equally many tokens have read the same text."""
     streams: tuple[int, ...] | None = None
-    """Data streams, assigned to the stage-0 replicas in turn; none: one per replica. Stream i is what replica i of
+    """Data streams, assigned to the stage-0 replicas in turn; None: one per replica. Stream i is what replica i of
     another run with the same seed reads, so one replica with streams 0 to 7 reads what 8 replicas read."""
     corpora: tuple[Corpus, ...] = ()
-    """Kinds of text, one for each data stream, with equal parts in the held-out text; none: the standard library."""
+    """Kinds of text, one for each data stream, with equal parts in the held-out text; empty: the standard library."""
     mixed: bool = False
-    """For every microbatch the streams are dealt to the stage-0 replicas anew: each of them reads all in time."""
+    """Deal the streams to the stage-0 replicas anew for every microbatch, so that each reads all of them over time."""
     noise: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each stage (inner step, standard deviation): at every step up to that one each replica computes its gradients
-    at θ plus noise of its own, Gaussian and of this size. For rules that exchange gradients; none: no noise."""
+    at θ plus noise of its own, Gaussian and of this size. For rules that exchange gradients; empty: no noise."""
     stale_rounds: int = 0
-    """A partner's snapshot is that of this many rounds before (the initial one if there were fewer)."""
+    """A partner's snapshot is from this many rounds before (the initial one if there were fewer)."""
     lost_partner: float = 0.0
-    """Probability that a pull is lost, drawn for each replica and round: the replica goes alone."""
+    """Probability that a pull is lost and the replica goes alone, drawn for each replica and round."""
     audit_dir: str | None = None
     """Directory for the audit files of every node (ARCHITECTURE.md, "Files")."""
 
@@ -78,7 +78,7 @@ class TrainingSummary:
     training: tuple[tuple[int, float], ...]
     """(inner step, mean training loss of the stage-0 replicas)."""
     spreads: tuple[ReplicaSpread, ...]
-    """By round, then stage; rounds that a replica skipped are left out. Empty if every stage has one replica."""
+    """By round, then stage, without rounds that a replica skipped. Empty if every stage has one replica."""
     parameters: tuple[int, ...]
     """Parameters of each stage."""
     tokens: int
@@ -109,7 +109,7 @@ class TrainingSummary:
 
     @property
     def bytes_per_token(self) -> dict[str, float]:
-        """Bytes by kind per token trained on."""
+        """Bytes per token trained on, by kind."""
         return {kind: count / self.tokens for kind, count in self.bytes.items()}
 
     def finite_spreads(self, stage: int) -> list[ReplicaSpread]:
@@ -117,7 +117,7 @@ class TrainingSummary:
         return [spread for spread in self.spreads if spread.stage == stage and isfinite(spread.std)]
 
     def figures(self, *names: str) -> dict[str, Any]:
-        """The figures of these names."""
+        """The figures with these names."""
         return {name: getattr(self, name) for name in names}
 
 
@@ -125,8 +125,8 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     """A byte-level Llama (FFN four times as wide, heads of 32) on the standard library's text, stage count 1, balanced
     routes, evaluated at the end only.
 
-    `changes` are fields of RunManifest; a mapping replaces single fields of a part, `outer={"gamma": 0.1}`. Rounds are
-    waited for, so that only what is varied has an effect.
+    `changes` are fields of RunManifest; a mapping replaces only the fields that it names, as in `outer={"gamma": 0.1}`.
+    Rounds are waited for, so that only what is varied has an effect.
     """
     model = {
         "hidden_size": hidden_size,
@@ -147,7 +147,7 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
 
 def sized_manifest(settings: Mapping[str, Any], inner: Mapping[str, Any], **changes: object) -> RunManifest:
     """`small_manifest` for a case with `hidden`, `layers` and `steps`: four samples in a microbatch, and a warm-up of a
-    tenth of the steps, for its length is bounded (METHOD.md, "Inner step")."""
+    tenth of the steps, because its length is capped at that (METHOD.md, "Inner step")."""
     size = {"microbatch_size": 4, "steps": settings["steps"], "inner": {"warmup_steps": 10**6, **inner}}
     return small_manifest(settings["hidden"], settings["layers"], **size, **changes)
 

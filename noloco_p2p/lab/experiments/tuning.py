@@ -1,21 +1,20 @@
-"""Which m, α, β, γ and learning rate should a run of NoLoCo, or m, γ and rate of gossip have, with 4, 8 and 16
-replicas (arXiv 2506.10911, open question 1)?
+"""Which m, α, β, γ and learning rate should a run of NoLoCo have, and which m, γ and rate a run of gossip, with 4, 8
+and 16 replicas (arXiv 2506.10911, open question 1)?
 
 One stage: a byte-level Llama of {SIZES[layers]} layer (hidden {SIZES[hidden]}) on the standard library's text,
 microbatches of 4 × 32 tokens, one per replica and inner step, Muon, a tenth of warm-up and a cosine to a tenth;
 matched pairs, rounds that are waited for; gossip in int4. The search goes one coordinate at a time: every setting is
 the rule's default with one value changed. For every setting and number of replicas the peak rate is the best of
-{RATES} with the first seed, by the loss on held-out text (nats per byte, mean over the replicas). While the best
-is the lowest or highest, half or twice of it is tried as well, up to five rates in all. The other seeds use the
-best. *Less the default's*: the loss, less that of the default with the same seed, each at its own best rate.
-*Better* or *worse*: the mean difference is more than {SURE} times its standard error over the seeds, and none has
-the other sign; *unclear* otherwise. So the recommendation for each value is the best one that is better, or else the
-default.
+{RATES} with the first seed, by the loss on held-out text (nats per byte, mean over the replicas). While the best is the
+lowest or highest, half or twice that rate is tried as well, up to five rates in total. The other seeds use the best.
+*Minus the default's*: the loss minus that of the default with the same seed, each at its own best rate. *Better* or
+*worse*: the mean difference is more than {SURE} times its standard error over the seeds, and none has the other sign;
+*unclear* otherwise. So the recommendation for each value is the best one that is better, or otherwise the default.
 
 Limits: A tiny model in a short run, whose weights move fast: long runs want a larger m, and their α, β and γ act over
 many more rounds. Rates have a factor of 2 between them, and were chosen on the text that is reported and with one seed,
-which counts among the others. Few seeds and many comparisons: of {SURE} standard errors over three seeds, some differ
-by chance. What changes two values at once is not tried, and bytes, which m decides, are not weighed against loss.
+which counts among the others. With few seeds and many comparisons, some settings differ by {SURE} standard errors by
+chance. Changing two values at once is not tried, and bytes, which depend on m, are not weighed against loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,9 +46,9 @@ class Setting(NamedTuple):
     rule: str
     replicas: int
     what: str
-    """What is changed, or DEFAULT."""
+    """The key that is changed, or DEFAULT."""
     value: float
-    """To what."""
+    """Its new value."""
 
     def __str__(self) -> str:
         return "the default" if self.what == DEFAULT else f"{SYMBOLS[self.what]} = {self.value:g}"
@@ -70,7 +69,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def further(quick: bool, results: Results) -> list[Case]:
-    """Rates beyond a setting's best one while that is at an end; then the other seeds at the best."""
+    """Rates beyond a setting's best one while that is the lowest or highest; then the other seeds at the best."""
     return [_case(one, *run, quick) for one in SETTINGS for run in next_runs(first_runs(results, one), RATES, seeds=3)]
 
 
@@ -113,7 +112,7 @@ def verdict(differences: Sequence[float]) -> str:
 
 
 def report(results: Results) -> list[Block]:
-    """For each rule and number of replicas every setting against the default, and what follows."""
+    """For each rule and number of replicas, every setting against the default, and the recommendation."""
     blocks: list[Block] = []
     for rule in TRIED:
         advice = []
@@ -132,7 +131,7 @@ def _table(runs: Mapping[Setting, Results], default: Results, gaps: Mapping[Sett
         "setting": str,
         "peak rate": lambda one: f"{runs[one][0]['rate']:g}",
         "held-out loss": lambda one: over("validation_loss")(runs[one]),
-        "less the default's": lambda one: mean_std(gaps[one], 2),
+        "minus the default's": lambda one: mean_std(gaps[one], 2),
         "verdict": lambda one: "–" if one.what == DEFAULT else verdict(gaps[one]),
     }
     first = default[0]
