@@ -1,6 +1,6 @@
-"""The dashboards *Outer rounds* and *Node*: what replicas exchange, and what one process needs.
+"""The dashboards *Outer rounds* and *Node*: what replicas exchange, and what one process uses.
 
-A dashboard is one expression, as long as it has panels.
+Each dashboard is a single expression, however many panels it has.
 """
 
 from panels import (
@@ -32,7 +32,7 @@ def outer_rounds() -> Json:
     return dashboard(
         "noloco-outer-rounds",
         "Outer rounds",
-        "Do the replicas find partners, do they stay together, and what does it cost.",
+        "Whether the replicas find partners and stay together, and what it costs.",
         [
             [
                 stat("Rounds that found a partner", PULLED, "percentunit", [(0.5, LOOK), (0.9, GOOD)], decimals=0),
@@ -44,7 +44,7 @@ def outer_rounds() -> Json:
                 ),
                 stat("Seconds of a round", f"avg(stage:noloco_outer_round_seconds:mean{{{STAGE}}})", "s"),
                 stat(
-                    "of these, waiting for the partner", f"avg(stage:noloco_partner_wait_seconds:mean{{{STAGE}}})", "s"
+                    "Of these, waiting for the partner", f"avg(stage:noloco_partner_wait_seconds:mean{{{STAGE}}})", "s"
                 ),
                 stat(
                     "Bytes per parameter and round",
@@ -62,7 +62,7 @@ def outer_rounds() -> Json:
                         f"60 * sum by (result) (stage_result:noloco_outer_rounds:rate5m{{{STAGE}}})",
                         "{{result}}",
                     ),
-                    about="partner: its snapshot of this round; stale: of another round; other: of another replica.",
+                    about="partner: the partner's of this round; stale: of another round; other: another replica's.",
                     colours=RESULT_COLOURS,
                     stack=True,
                 ),
@@ -70,7 +70,7 @@ def outer_rounds() -> Json:
                     "Rounds in a row that ended alone",
                     "none",
                     Query(f"noloco_outer_rounds_alone{{{NODE}}}", BY_NODE),
-                    about="With an odd number of replicas one is alone each round, in turn.",
+                    about="With an odd number of replicas, a different one is alone each round.",
                     steps=[(3, LOOK)],
                 ),
             ],
@@ -80,7 +80,7 @@ def outer_rounds() -> Json:
                     "sci",
                     Query(f"stage:noloco_replica_std:mean{{{STAGE}}}", BY_STAGE),
                     Query(f"avg(stage:noloco_learning_rate:mean{{{STAGE}}})", "learning rate"),
-                    about="Standard deviation of the weights between replicas. It must not grow while the rate falls.",
+                    about="Standard deviation of the weights. It must not grow while the learning rate falls.",
                     colours={"learning rate": "gray"},
                     right=("learning rate", "sci"),
                 ),
@@ -95,13 +95,16 @@ def outer_rounds() -> Json:
                     "Seconds of a round",
                     "s",
                     Query(f'stage_phase:noloco_phase_seconds:p50{{{STAGE}, phase="outer"}}', f"{BY_STAGE}, median"),
-                    Query(f'stage_phase:noloco_phase_seconds:p95{{{STAGE}, phase="outer"}}', f"{BY_STAGE}, 95 of 100"),
+                    Query(
+                        f'stage_phase:noloco_phase_seconds:p95{{{STAGE}, phase="outer"}}',
+                        f"{BY_STAGE}, 95th percentile",
+                    ),
                 ),
                 chart(
                     "Wait for the partner's snapshot",
                     "s",
                     Query(f"stage:noloco_partner_wait_seconds:mean{{{STAGE}}}", BY_STAGE),
-                    about="Mean of the rounds of five minutes, the transfer included.",
+                    about="Mean over five minutes, including the transfer.",
                 ),
             ],
             [
@@ -109,7 +112,7 @@ def outer_rounds() -> Json:
                     "Bytes per parameter and round",
                     "none",
                     Query(f"stage:noloco_pulled_bytes:per_parameter_and_round{{{STAGE}}}", BY_STAGE),
-                    about="4 for one vector in float32; less by the part of the rounds that end alone.",
+                    about="4 for one vector in float32, reduced by the share of rounds that end alone.",
                 ),
                 chart(
                     "Bytes received, by kind",
@@ -118,7 +121,7 @@ def outer_rounds() -> Json:
                         f'sum by (kind) (rate(noloco_bytes_total{{{NODE}, direction="in"}}[$__rate_interval]))',
                         "{{kind}}",
                     ),
-                    about="Snapshots: of partners, and of the stages that a node guards. State: for newcomers.",
+                    about="Snapshots: from partners and guarded stages. State: copied by newcomers.",
                     stack=True,
                 ),
             ],
@@ -146,13 +149,16 @@ def node() -> Json:
     return dashboard(
         "noloco-node",
         "Node",
-        "What one process uses, and what it has left. Choose it above.",
+        "What one process uses, and what it has left. Choose the node above.",
         [
             [
-                stat("Up since", f"min(time() - process_start_time_seconds{{{process}}})", "s"),
+                stat("Shortest uptime", f"min(time() - process_start_time_seconds{{{process}}})", "s"),
                 stat("Largest memory (RSS)", f"max(process_resident_memory_bytes{{{process}}})", "bytes"),
                 stat(
-                    "Least disk left", f"min(noloco_disk_free_bytes{{{NODE}}})", "bytes", [(GIB, LOOK), (5 * GIB, GOOD)]
+                    "Least disk space left",
+                    f"min(noloco_disk_free_bytes{{{NODE}}})",
+                    "bytes",
+                    [(GIB, LOOK), (5 * GIB, GOOD)],
                 ),
                 stat("Oldest checkpoint", f"max({age})", "s"),
                 stat(
@@ -181,14 +187,14 @@ def node() -> Json:
                     "Device at work",
                     "percentunit",
                     Query(f"rate(noloco_device_seconds_total{{{NODE}}}[$__rate_interval])", BY_NODE),
-                    about="Part of the time that the GPU, or the CPU's compute thread, works for inner steps.",
+                    about="Share of the time in which the GPU, or the CPU's compute thread, works for inner steps.",
                     high=1,
                 ),
                 chart(
                     "Memory of the device",
                     "bytes",
                     Query(f'noloco_device_memory_bytes{{{NODE}, kind="used"}}', f"{BY_NODE}, used"),
-                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', f"{BY_NODE}, in all"),
+                    Query(f'noloco_device_memory_bytes{{{NODE}, kind="total"}}', f"{BY_NODE}, total"),
                 ),
             ],
             [
@@ -196,10 +202,10 @@ def node() -> Json:
                     "Queue: microbatches in flight",
                     "none",
                     Query(f"noloco_in_flight{{{NODE}}}", BY_NODE),
-                    about="In flight: at most a step's, within what memory holds and limits.max_in_flight.",
+                    about="At most those of a step, within what memory holds and limits.max_in_flight allows.",
                 ),
                 chart(
-                    "Queue: microbatches that wait for admission",
+                    "Queue: microbatches waiting for admission",
                     "none",
                     Query(f"noloco_waiting{{{NODE}}}", BY_NODE),
                 ),
@@ -210,19 +216,19 @@ def node() -> Json:
                     "cps",
                     Query(
                         f'rate(noloco_busy_replies_total{{{NODE}, direction="in"}}[$__rate_interval])',
-                        f"{BY_NODE}, said",
+                        f"{BY_NODE}, sent",
                     ),
                     Query(
                         f'rate(noloco_busy_replies_total{{{NODE}, direction="out"}}[$__rate_interval])',
-                        f"{BY_NODE}, heard",
+                        f"{BY_NODE}, received",
                     ),
-                    about="Back-pressure: a replica that says it often is slower than those before it.",
+                    about="Back-pressure: a replica that often answers Busy is slower than the stage before it.",
                 ),
                 chart(
                     "Event-loop lag",
                     "s",
                     Query(f"noloco_event_loop_lag_seconds{{{NODE}}}", BY_NODE),
-                    about="How late the loop comes to a timer. Above half a second peers may take the node for hung.",
+                    about="Delay of timers. Above half a second, peers may take the node for hung.",
                     steps=[(0.5, BAD)],
                 ),
             ],
@@ -246,7 +252,7 @@ def node() -> Json:
                     "Memory (RSS) of the libp2p daemon",
                     "bytes",
                     Query(f'process_resident_memory_bytes{{job="libp2p", {NODE}}}', BY_NODE),
-                    about="Of the nodes that serve its metrics (listen.libp2p_metrics_port).",
+                    about="For nodes that serve its metrics (listen.libp2p_metrics_port).",
                 ),
             ],
             [

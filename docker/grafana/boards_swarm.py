@@ -1,6 +1,6 @@
 """The dashboards *Swarm* and *Training*: the run as a whole.
 
-A dashboard is one expression, as long as it has panels.
+Each dashboard is a single expression, however many panels it has.
 """
 
 from panels import (
@@ -29,7 +29,7 @@ NO_TROUBLE = 'label_replace(vector(0), "name", "none", "", "")'
 
 
 def swarm() -> Json:
-    """Who is there, and does it go well?"""
+    """Which nodes are in the swarm, and are they well?"""
     state = " + ".join(
         f'{value} * max by (node_stage, node_name) (noloco_state{{{NODE}, state="{name}"}})'
         for value, name in enumerate(STATE_COLOURS)
@@ -37,7 +37,7 @@ def swarm() -> Json:
     return dashboard(
         "noloco-swarm",
         "Swarm",
-        "The nodes, their states, and what goes wrong.",
+        "The nodes, their states, and what is wrong.",
         [
             [
                 stat("Nodes that answer", f'count(up{{job="noloco", {RUN}}} == 1)', "none", [(1, GOOD)]),
@@ -87,7 +87,7 @@ def swarm() -> Json:
                     "none",
                     Query(f"quantile(0.5, increase(noloco_peers_joined_total{{{NODE}}}[1m]))", "joined"),
                     Query(f"-quantile(0.5, increase(noloco_peers_departed_total{{{NODE}}}[1m]))", "departed"),
-                    about="In a minute, as half of the nodes see it.",
+                    about="Per minute; median over the nodes' views.",
                     colours={"joined": GOOD, "departed": LOOK},
                     bars=True,
                 ),
@@ -95,7 +95,7 @@ def swarm() -> Json:
                     "Stages without a replica",
                     "s",
                     Query(f"stage:noloco_deserted_seconds:median{{{SEEN_STAGE}}}", BY_SEEN_STAGE),
-                    about="How long nobody has served a stage: the run waits for one.",
+                    about="How long a stage has had no replica. The run waits for one.",
                     steps=[(10, BAD)],
                 ),
             ],
@@ -104,7 +104,7 @@ def swarm() -> Json:
                     "Microbatches re-routed, by reason",
                     "cps",
                     Query(f"sum by (reason) (rate(noloco_rerouted_total{{{NODE}}}[$__rate_interval]))", "{{reason}}"),
-                    about="The first choice of a replica failed, or came too late.",
+                    about="The replica chosen first failed, or answered too late.",
                     stack=True,
                 ),
                 chart(
@@ -119,7 +119,7 @@ def swarm() -> Json:
                     "Health of each node",
                     [("in trouble", BAD), ("ok", GOOD)],
                     Query(f"max by (node_stage, node_name) (noloco_healthy{{{NODE}}})", BY_NODE),
-                    about="0 while its /health says what is wrong.",
+                    about="In trouble: its /health page says what is wrong.",
                 )
             ],
             [
@@ -127,14 +127,14 @@ def swarm() -> Json:
                     "Troubles",
                     "none",
                     Query(f"sum by (name) (noloco_trouble{{{NODE}}}) or {NO_TROUBLE}", "{{name}}"),
-                    about="What is wrong although the nodes go on: how many nodes have it.",
+                    about="Number of nodes with each problem that does not stop them.",
                     stack=True,
                 ),
                 chart(
                     "Longest wait that holds something up",
                     "s",
                     Query(f"max by (node_stage, node_name) (noloco_longest_wait_seconds{{{NODE}}})", BY_NODE),
-                    about="`noloco doctor` says for what and for whom.",
+                    about="`noloco doctor` shows what the node waits for, and which peer.",
                 ),
             ],
         ],
@@ -146,7 +146,7 @@ def training() -> Json:
     return dashboard(
         "noloco-training",
         "Training",
-        "Does it learn, how fast, and where does the time go.",
+        "Whether it learns, how fast, and where the time goes.",
         [
             [
                 stat("Loss, nats per token", f"run:noloco_loss:mean{{{RUN}}}", "none", decimals=3),
@@ -184,14 +184,14 @@ def training() -> Json:
                         f'sum by (node_name) (rate(noloco_tokens_total{{{RUN}, node_stage="0"}}[$__rate_interval]))',
                         "{{node_name}}",
                     ),
-                    about="Trained tokens, by the replica of stage 0 that read them.",
+                    about="Trained tokens, by the stage-0 replica that read them.",
                     stack=True,
                 ),
                 chart(
                     "Clock of each replica of stage 0",
                     "none",
                     Query(f'noloco_step{{{RUN}, node_stage="0"}}', "{{node_name}}"),
-                    about="In steps. A replica that lags behind is pulled along.",
+                    about="In steps. A replica that lags behind is pulled forward.",
                 ),
             ],
             [
@@ -199,14 +199,14 @@ def training() -> Json:
                     "Devices at work, by stage",
                     "percentunit",
                     Query(f"stage:noloco_utilisation:ratio{{{STAGE}}}", BY_STAGE),
-                    about="Part of the time. A stage near 100 % holds the others back: give it another replica.",
+                    about="Share of the time. A stage near 100 % holds the others back: give it another replica.",
                     high=1,
                 ),
                 chart(
-                    "Bubbles: devices that wait, by cause",
+                    "Bubbles: idle devices, by cause",
                     "percentunit",
                     Query(f"avg by (cause) (stage_cause:noloco_idle:ratio{{{STAGE}}})", "{{cause}}"),
-                    about="Part of the time of the chosen stages: for microbatches, for gradients, for the partner.",
+                    about="Share of the time that the chosen stages wait for microbatches, gradients or the partner.",
                     colours=CAUSE_COLOURS,
                     stack=True,
                     high=1,
@@ -220,7 +220,7 @@ def training() -> Json:
                     log=True,
                 ),
                 chart(
-                    "Phases, 95 of 100",
+                    "Phases, 95th percentile",
                     "s",
                     Query(f"max by (phase) (stage_phase:noloco_phase_seconds:p95{{{STAGE}}})", "{{phase}}"),
                     log=True,
@@ -241,7 +241,7 @@ def training() -> Json:
             ],
             [
                 chart(
-                    "Microbatches by how they ended",
+                    "Microbatches by result",
                     "cps",
                     Query(
                         f"sum by (result) (rate(noloco_microbatches_total{{{NODE}}}[$__rate_interval]))", "{{result}}"

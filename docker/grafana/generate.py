@@ -1,4 +1,4 @@
-"""Writes dashboards/*.json from boards_*.py. With --check it writes nothing, and fails when that would change a file.
+"""Writes dashboards/*.json from boards_*.py. With --check it writes nothing, and fails if a file would change.
 
     python docker/grafana/generate.py [--check]
 
@@ -16,7 +16,7 @@ OUT = Path(__file__).parent / "dashboards"
 
 
 def files() -> dict[Path, str]:
-    """Path → text of every dashboard."""
+    """The path and text of every dashboard."""
     boards = {"swarm": swarm(), "training": training(), "outer-rounds": outer_rounds(), "node": node()}
     return {
         OUT / f"{name}.json": json.dumps(board, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
@@ -25,7 +25,7 @@ def files() -> dict[Path, str]:
 
 
 def main(arguments: list[str]) -> int:
-    """0: done, or nothing to do; 1: with --check, something is not as generated; 2: wrong arguments."""
+    """Returns 0 on success, 1 if --check finds a file that is not as generated, 2 for wrong arguments."""
     if arguments not in ([], ["--check"]):
         sys.stderr.write("usage: generate.py [--check]\n")
         return 2
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     there = {path: path.read_text(encoding="utf-8") for path in OUT.glob("*.json")}
     wrong = sorted(path for path in there.keys() | made.keys() if there.get(path) != made.get(path))
     for path in wrong:
-        sys.stderr.write(f"{path} is not as generated: run {Path(__file__).name}, commit what it wrote\n")
+        sys.stderr.write(f"{path} is not as generated: run {Path(__file__).name} and commit what it writes\n")
     return 1 if wrong else 0
 
 

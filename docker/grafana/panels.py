@@ -1,4 +1,4 @@
-"""Grafana's JSON for the few kinds of panel that the dashboards use, and their arrangement. No dashboard is in here."""
+"""Grafana's JSON for the kinds of panel that the dashboards use, and their layout; boards_*.py has the dashboards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ STAT_HEIGHT, CHART_HEIGHT = 4, 8
 RUN = 'run="$run"'
 STAGE = f'{RUN}, node_stage=~"$stage"'
 NODE = f'{STAGE}, node_name=~"$node"'
-"""Label selectors of the variables, from wide to narrow."""
+"""Label selectors of the dashboard variables, from wide to narrow."""
 SEEN_STAGE = f'{RUN}, stage=~"$stage"'
-"""Where the stage is one that a node sees, not its own."""
+"""For metrics whose `stage` is one that the node sees, not its own."""
 BY_NODE = "{{node_stage}} · {{node_name}}"
 BY_STAGE = "stage {{node_stage}}"
 BY_SEEN_STAGE = "stage {{stage}}"
@@ -32,7 +32,7 @@ STATE_COLOURS = {
     "draining": "orange",
     "left": "gray",
 }
-"""The states in their order, `core.members.STATES`."""
+"""The states, in the order of `core.members.STATES`."""
 RESULT_COLOURS = {
     "partner": "green",
     "stale": "yellow",
@@ -46,7 +46,7 @@ CAUSE_COLOURS = {"gradients": "blue", "microbatches": "purple", "partner": "oran
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression, and what its series are called."""
+    """A PromQL expression and the legend of its series."""
 
     expr: str
     legend: str = "{{__name__}}"
@@ -54,21 +54,21 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel, all but its place."""
+    """One panel without its position."""
 
     json: Json
     width: int
     height: int
 
     def at(self, x: int, y: int, number: int) -> Json:
-        """Its JSON at a place of the grid."""
+        """Its JSON at a position in the grid."""
         return {"id": number, **self.json, "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y}}
 
 
 def stat(
     title: str, expr: str, unit: str, steps: Sequence[tuple[float, str]] = (), *, decimals: int | None = None
 ) -> Panel:
-    """One number over a small line. `steps`: from which value which colour; below the first one it is red."""
+    """One number over a sparkline. `steps`: (lowest value, colour) pairs; below the first one it is red."""
     base = BAD if steps else CALM
     defaults: Json = {
         "unit": unit,
@@ -105,7 +105,7 @@ def chart(
 ) -> Panel:
     """Lines over time.
 
-    `colours` by legend, `steps` as dashed lines, `right`: (pattern of legends, unit) of those on the right axis.
+    `colours`: by legend; `steps`: dashed lines; `right`: (pattern of legends, unit) of the series on the right axis.
     """
     custom: Json = {
         "drawStyle": "bars" if bars else "line",
@@ -142,7 +142,7 @@ def chart(
 
 
 def timeline(title: str, values: Sequence[tuple[str, str]], *queries: Query, about: str = "") -> Panel:
-    """A bar for each series, coloured by its value: `values` has the (text, colour) of 0, 1, 2, …"""
+    """A bar for each series, coloured by value: `values` has (text, colour) for 0, 1, 2, …"""
     shown = {str(value): {"text": text, "color": colour, "index": value} for value, (text, colour) in enumerate(values)}
     defaults: Json = {
         "color": {"mode": "thresholds"},
@@ -171,7 +171,7 @@ def dashboard(uid: str, title: str, about: str, rows: Sequence[Sequence[Panel]])
             placed.append(panel.at(x, y, len(placed) + 1))
             x += panel.width
         if x != COLUMNS:
-            raise ValueError(f"{title}: a row of {x} columns")
+            raise ValueError(f"{title}: a row has {x} columns instead of {COLUMNS}")
         y += max(panel.height for panel in row)
     return {
         "uid": uid,
