@@ -26,7 +26,7 @@ class Checkpointer:
         self._checkpoints = checkpoints
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
-        self._seen = 0
+        self._checked = 0
         """The newest outer round at the last check."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
@@ -36,7 +36,7 @@ class Checkpointer:
     def go_on(self) -> None:
         """Continue from weights of the advert's outer round and step."""
         node = self._node
-        self._seen = self._newest = node.advert.outer_round
+        self._checked = self._newest = node.advert.outer_round
         self._newest_step = node.step
 
     async def save_if_due(self) -> None:
@@ -50,9 +50,9 @@ class Checkpointer:
         round: int | None = node.advert.outer_round
         if manifest.outer.pairing == "none":
             round = schedule.due_round(node.step, manifest.outer.inner_steps, self._newest, manifest.steps)
-        if every is None or round is None or round <= self._seen:
+        if every is None or round is None or round <= self._checked:
             return
-        self._seen = round
+        self._checked = round
         if node.step // every > self._newest_step // every or node.step >= manifest.steps:
             await self._save(round)
 

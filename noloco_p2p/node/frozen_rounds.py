@@ -17,11 +17,11 @@ again."""
 
 
 class FrozenRounds:
-    """The frozen rounds of one replica. `gives` tells whether it will freeze a round that its whole group needs."""
+    """The frozen rounds of one replica. `will_freeze`: whether a round that its whole group needs will be frozen."""
 
-    def __init__(self, node: NodeState, gives: Callable[[int], bool]) -> None:
+    def __init__(self, node: NodeState, will_freeze: Callable[[int], bool]) -> None:
         self._node = node
-        self._gives = gives
+        self._will_freeze = will_freeze
         self._kept: dict[int, FrozenRound] = {}
         self._given: dict[PeerId, tuple[float, int]] = {}
         """Peers that were sent a vector within the last `deadline_s` → when, and of which round. After that time they
@@ -62,7 +62,7 @@ class FrozenRounds:
         whole_group = bool(outer.update.common) and request.weights is None
         if round is not None:
             await self._node.waits.until(
-                lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._gives(round)),
+                lambda: any(kept >= round for kept in self._kept) or (whole_group and not self._will_freeze(round)),
                 "outer round",
                 Resource.INNER_STEP,
                 min(request.wait_s, outer.deadline_s),

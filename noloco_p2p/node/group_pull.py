@@ -31,7 +31,7 @@ class GroupPull:
         own = [node.me] if self._counts(node.advert, mine.round) else []
         return replace(mine, view=GroupView(tuple(sorted(own + peers)), mine.view.digest))
 
-    def gives(self, round: int) -> bool:
+    def will_freeze(self, round: int) -> bool:
         """Whether this replica will freeze the round, unless it has already."""
         node = self._node
         going_on = not node.draining and node.advert.state not in ("paused", "finished")

@@ -119,7 +119,7 @@ class Inquiry:
         now = self._node.now()
         return min(self.exchanges.silent_s(peer, now=now, since=since), now - self._members.heard_at(peer))
 
-    def as_it_says(self, advert: Advert) -> Advert | None:
+    def with_answer(self, advert: Advert) -> Advert | None:
         """The advert, updated with the peer's recent answer; None if the peer is silent."""
         said = self.exchanges.said(advert.peer_id, now=self._node.now())
         if said is None:

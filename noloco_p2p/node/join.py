@@ -124,7 +124,7 @@ class Joining:
             await self._membership_loop.next_reading()
             mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
             answering = await inquiry.answering_now(mates, membership.TRAINED)
-            living = [a for mate in answering if (a := inquiry.as_it_says(mate))]
+            living = [a for mate in answering if (a := inquiry.with_answer(mate))]
             if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
                 break
         ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
@@ -248,4 +248,4 @@ class Joining:
                 mates = {a.peer_id for a in listed if a.stage == node.index and a.state in membership.TRAINED}
                 return sorted(known + [a for a in listed if a.peer_id not in mates], key=lambda a: a.peer_id)
             await inquiry.until_asked(asked, anew=True)
-            answered |= {a.peer_id: inquiry.as_it_says(a) for a in asked}
+            answered |= {a.peer_id: inquiry.with_answer(a) for a in asked}

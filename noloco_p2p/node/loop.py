@@ -258,7 +258,7 @@ class Node:
         with node.span("step"), node.waits.computing("inner step"):
             result = await node.stage.inner_step(label)
         self._rounds.inner_step_took(result.busy_s)
-        self._pauses.look()
+        self._pauses.check_clock()
         self._pauses.stepped(result.microbatches)
         node.finish_inner_step(result, self.swarm.inquiry.clocks(), self._world.transport.line)
         idle_s = max(0.0, node.now() - began - result.busy_s)

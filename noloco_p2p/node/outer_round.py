@@ -65,13 +65,13 @@ class OuterRounds:
         self._swarm = swarm
         self._puller = VectorPuller(node, transport)
         self._group = GroupPull(node, swarm, self._puller)
-        self.frozen = FrozenRounds(node, self._group.gives)
+        self.frozen = FrozenRounds(node, self._group.will_freeze)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
         """The pull in progress, even while its round is being ended."""
         self._step_busy_s = 0.0
-        self._gave: set[PeerId] = set()
+        self._delivered: set[PeerId] = set()
         """Mates whose last pull returned a snapshot."""
         self.ahead: tuple[PeerId, ...] = ()
         """Under a rule that takes from all: the replicas from which this one was found to differ in the newest
@@ -248,9 +248,9 @@ class OuterRounds:
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
-        self._gave &= mates.keys()
+        self._delivered &= mates.keys()
         # Peers that have answered with a snapshot before exist; others may only be listed.
-        likely = pairing.without_relay([p for p in others if p in self._gave] or others, node.me, hidden)
+        likely = pairing.without_relay([p for p in others if p in self._delivered] or others, node.me, hidden)
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 
@@ -260,12 +260,12 @@ class OuterRounds:
         try:
             found = await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
-            self._gave.discard(peer.peer_id)
+            self._delivered.discard(peer.peer_id)
             if isinstance(error, Violation):  # late weights prove nothing: a full line delays them
                 self._swarm.members.failed(peer.peer_id, now=self._node.now())
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
-        self._gave.add(peer.peer_id)
+        self._delivered.add(peer.peer_id)
         return found
 
     def _partner_wait_s(self, goes_on: bool) -> float:

@@ -27,14 +27,14 @@ class Pauses:
         self._trained = (0, 0.0, 0.0)
         """Number of inner steps with microbatches since this node got its weights; when the last of them ended, on the
         loop's clock; and the seconds spent in evaluations until then."""
-        self.look()
+        self.check_clock()
 
     async def keep_hours(self) -> None:
         """Look at the clock every LOOK_S. Never ends."""
         while True:
             await self._node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
             pausing = self._node.pausing
-            self.look()
+            self.check_clock()
             if self._node.pausing != pausing:
                 self._node.waits.pulse()
 
@@ -82,7 +82,7 @@ class Pauses:
         if not node.draining:
             node.enter("resume", "the device is back")
 
-    def look(self) -> None:
+    def check_clock(self) -> None:
         """Look at the wall clock: is now within the owner's hours, and has this node stood still since the last look?
 
         It has if the last look is longer ago than 2·LOOK_S and than an outer interval. The loop's clock would not show

@@ -33,7 +33,7 @@ class Rebalancer:
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
         target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
         since, self._asked_at = self._asked_at, node.now()
-        if target is not None and not self._left_to(others, target, rounds_left):
+        if target is not None and not self._would_move_anyway(others, target, rounds_left):
             target = None
         if target != node.advert.moving_to:
             self._readings = 0
@@ -46,7 +46,7 @@ class Rebalancer:
             node.event("moved", stage=target, reason=reason)
             node.drain(f"moving to stage {target}: {reason}", next_stage=target)
 
-    def _left_to(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
+    def _would_move_anyway(self, others: Sequence[Advert], target: int, rounds_left: float) -> bool:
         """Whether to move even if silent replicas of this stage do not count: a move must not rely on adverts alone."""
         node, inquiry = self._node, self._swarm.inquiry
         there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]

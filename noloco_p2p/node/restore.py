@@ -116,7 +116,7 @@ class WeightRestorer:
         self._check_possible(state.round, state.step, donor.peer_id)
         with node.waits.computing("restored state"):
             await node.stage.restore(state)
-        step = self._no_earlier(state.step, self._clock_of_others())
+        step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, from_round)
 
@@ -130,7 +130,7 @@ class WeightRestorer:
         with node.waits.computing("restored state"):
             await node.stage.restore(mine.state)
         node.rng.setstate(mine.random_state)
-        await self._go_on_at(mine.state.round, self._no_earlier(mine.state.step), mine.state.inner_steps)
+        await self._go_on_at(mine.state.round, self._latest_step(mine.state.step), mine.state.inner_steps)
         await self.open_data(mine)
         return True
 
@@ -185,7 +185,7 @@ class WeightRestorer:
         usual = schedule.clock_median(clocks)
         return 0.0 if usual is None else min(usual, float(self._node.manifest.steps))
 
-    def _no_earlier(self, step: float, clock: float = 0.0) -> float:
+    def _latest_step(self, step: float, clock: float = 0.0) -> float:
         """The largest of a state's step, the others' clock, and the clock that this node brought from its previous
         stage. Under a rule of gradients always the state's step: the gradients that the others keep are needed from
         there on."""

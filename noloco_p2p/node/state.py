@@ -46,7 +46,7 @@ class NodeState:
         """Each microbatch counted in this step → the peer that sent it, and the peer that served it next."""
         self.drain_by: float | None = None  # while draining: when it stops offering microbatches, on the loop's clock
         self.next_stage: int | None = None  # while draining in order to move: the stage to hold next
-        self._told_to_pause = False
+        self._pause_requested = False
         self.stood_still = False  # and has not yet found out how far the others are
         self.closed_until: str | None = None  # when the owner's hours begin; None: now is within them
         self.microbatch: MicrobatchSize | None = None  # known once the weights are made
@@ -161,11 +161,11 @@ class NodeState:
     @property
     def wanted_by_owner(self) -> bool:
         """Whether the owner wants the device."""
-        return self._told_to_pause or self.closed_until is not None
+        return self._pause_requested or self.closed_until is not None
 
     def pause(self, pausing: bool) -> None:
         """The owner claims the device, or gives it back. Outside `limits.hours` it is the owner's in any case."""
-        self._told_to_pause = pausing
+        self._pause_requested = pausing
         self.waits.pulse()
 
     def close_until(self, opens_at: str | None) -> None:

@@ -20,7 +20,7 @@ class Asking:
         self._node = node
         self._transport = transport
         self._asked: dict[object, None] = {}
-        self._gone = 0
+        self._ended = 0
         """How many bodies have been sent, or never will be."""
 
     def may_ask(self) -> bool:
@@ -40,9 +40,9 @@ class Asking:
         """Wait for the bodies that go first. False if none of them has been sent within `longest_s`."""
         why = for_microbatch(microbatch)
         while not self.may_ask():
-            gone = self._gone
+            ended = self._ended
             if not await self._node.waits.until(
-                lambda gone=gone: self._gone > gone or self.may_ask(),  # type: ignore[misc]
+                lambda ended=ended: self._ended > ended or self.may_ask(),  # type: ignore[misc]
                 "line",
                 Resource.LINE,
                 longest_s,
@@ -59,7 +59,7 @@ class Asking:
 
         def left() -> None:
             if self._asked.pop(key, key) is None:
-                self._gone += 1
+                self._ended += 1
                 self._node.waits.pulse()
 
         return left

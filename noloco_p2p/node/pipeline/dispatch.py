@@ -88,7 +88,7 @@ class Dispatcher:
             graph, hidden = await stage.forward(task.inputs, task.mask)
         node.waits.pulse()  # there may be room for more microbatches now
         try:
-            result = await self._there_and_back(graph, replace(task, inputs=hidden), left_s)
+            result = await self._through_later_stages(graph, replace(task, inputs=hidden), left_s)
         except BaseException:
             stage.discard(graph)
             raise
@@ -96,7 +96,7 @@ class Dispatcher:
             node.distrust("gradient", peer=result.next_hop)
         return result
 
-    async def _there_and_back(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
+    async def _through_later_stages(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
         """Get the gradient of an output from the later stages, and run the backward pass. If this stage rejects the
         gradient, another replica is asked."""
         node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
@@ -111,7 +111,7 @@ class Dispatcher:
             except Violation as error:
                 self._note_failure(attempts, peer, error)
                 if node.now() > ends_at:
-                    raise self._give_up(output.microbatch, attempts) from error
+                    raise self._final_error(output.microbatch, attempts) from error
             await self._pause(attempts)
 
     def prepare(self, origin: Origin) -> None:
@@ -170,14 +170,14 @@ class Dispatcher:
             longest_s = attempt_s(deadline - began, node.manifest.stages - 2 - node.index)
             nobody = node.index == 0 and self._swarm.nobody_there()
             if longest_s < SHORTEST_CALL_S or self.given_up or nobody:
-                raise self._give_up(output.microbatch, attempts)
+                raise self._final_error(output.microbatch, attempts)
             header = Header(node.run_id, output.microbatch, output.origin, node.index + 1, longest_s)
             activation = Activation(header, output.inputs, output.targets, output.mask, reply=node.stage.state.gradient)
             sending = partial(self._transport.sending, activation)
             peers, header_first, patient = policy.choose(output.origin, attempts, sending)
             if not peers:
                 if self._nobody_to_ask(attempts):
-                    raise self._give_up(output.microbatch, attempts)
+                    raise self._final_error(output.microbatch, attempts)
                 await self._pause(attempts)
                 continue
             asks = header_first and policy.trains
@@ -272,7 +272,7 @@ class Dispatcher:
         if fetches or node.now() - began > node.manifest.outer.deadline_s:
             attempts.failed[peer] = node.now()
 
-    def _give_up(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
+    def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
         """The error for the calling stage: in training Busy, if replicas answered nothing else."""
         stage, why = self._node.index + 1, attempts.failure or "none is in the membership"
         if attempts.busy_at is not None and not attempts.failure:

@@ -104,7 +104,7 @@ class MicrobatchServer:
         """Answer Busy from now on, and flush the waiting line with Busy."""
         for key in self.intake.close():
             self._cancel(self._calls[key], f"{self._node.replica} is in an outer round or leaving")
-        self._gauge()
+        self._report_gauges()
 
     def drop_departed(self) -> None:
         """Under `balanced`: drop the due slots of origins that have left this step or are gone."""
@@ -169,7 +169,7 @@ class MicrobatchServer:
                 call.task.add_done_callback(lambda task: self._ended(call, task))
         if header.origin.step > node.step:
             self.drop_departed()
-        self._gauge()
+        self._report_gauges()
         with node.waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call, body)
 
@@ -181,7 +181,7 @@ class MicrobatchServer:
 
     def _forget(self, key: AttemptKey) -> None:
         del self._calls[key]
-        self._gauge()
+        self._report_gauges()
         self._node.waits.pulse()
 
     async def _wait(self, call: _ServedCall, body: Body) -> Gradient:
@@ -209,11 +209,11 @@ class MicrobatchServer:
         node, header = self._node, call.header
         try:
             self._dispatcher.prepare(header.origin)
-            await self._turn(call.granted, header, "waiting place")
+            await self._await_place(call.granted, header, "waiting place")
             activation = await self._receive(caller, header, call.body)
             call.received = True
             with node.span("wait"):
-                await self._turn(call.admitted, header, "place in the inner step")
+                await self._await_place(call.admitted, header, "place in the inner step")
             result = await self._dispatcher.train(StageInput.of(activation, call.body.reply_soon), header.time_left_s)
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
@@ -242,7 +242,7 @@ class MicrobatchServer:
         with self._node.waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
             return await body()
 
-    async def _turn(self, event: asyncio.Event, header: Header, what: str) -> None:
+    async def _await_place(self, event: asyncio.Event, header: Header, what: str) -> None:
         """Wait in line while this node's device makes progress. Otherwise raises Busy before the caller considers this
         node
         hung."""
@@ -276,7 +276,7 @@ class MicrobatchServer:
         served = (self._node.me, *later)
         return Gradient(key.microbatch, done.grad, done.loss_sum, done.tokens, served, result.finite)
 
-    def _gauge(self) -> None:
+    def _report_gauges(self) -> None:
         self._node.event("gauge", name="in_flight", value=self.intake.in_flight)
         self._node.event("gauge", name="waiting", value=self.intake.waiting)
 
