@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 
@@ -41,7 +42,7 @@ class Stopwatch:
 def quantile(values: Sequence[float], share: float) -> float | None:
     """The smallest value that at least `share` of the values do not exceed; None for no values."""
     ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)] if ordered else None
+    return ordered[max(0, ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, Any]:

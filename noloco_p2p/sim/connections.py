@@ -137,7 +137,7 @@ class Connection:
         bandwidth.resize(self.segment, wider if wider < self._fastest else self._ceiling)
 
 
-class Ways:
+class Paths:
     """The paths between all nodes. Each is created once."""
 
     def __init__(self, geography: Geography) -> None:

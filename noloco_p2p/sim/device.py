@@ -52,7 +52,7 @@ class SimDevice:
         self.slowness = 1.0
         self._costs = costs
         self._rng = rng
-        self._line: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._in_use = False
         self._halted = False
@@ -69,7 +69,7 @@ class SimDevice:
         if self._closed:
             raise LocalError(DEVICE_CLOSED)
         turn: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._line, (operation.priority, next(self._numbers), turn))
+        heapq.heappush(self._waiting, (operation.priority, next(self._numbers), turn))
         self._next()
         try:
             await turn
@@ -105,15 +105,15 @@ class SimDevice:
     def close(self) -> None:
         """See `ports.Device`."""
         self._closed = True
-        line, self._line = self._line, []
-        for _, _, turn in line:
+        waiting, self._waiting = self._waiting, []
+        for _, _, turn in waiting:
             if not turn.done():
                 turn.set_exception(LocalError(DEVICE_CLOSED))
 
     def halt(self) -> None:
         """The process dies: operations that wait or run have no effect, and their callers are cancelled."""
         self._halted = True
-        for _, _, turn in self._line:
+        for _, _, turn in self._waiting:
             turn.cancel()
         for end in self._work or ():
             end.cancel()
@@ -145,8 +145,8 @@ class SimDevice:
 
     def _next(self) -> None:
         """If the device is free, give it to the first caller that still waits."""
-        while self._line and not self._in_use and not self._halted:
-            _, _, turn = heapq.heappop(self._line)
+        while self._waiting and not self._in_use and not self._halted:
+            _, _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self._in_use = True
                 turn.set_result(None)

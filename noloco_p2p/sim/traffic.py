@@ -11,7 +11,7 @@ from dataclasses import replace
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow
-from noloco_p2p.sim.connections import Ways
+from noloco_p2p.sim.connections import Paths
 from noloco_p2p.sim.links import Geography
 from noloco_p2p.sim.payloads import KINDS, ByteCounts, MeasuredLines, Payload
 
@@ -29,7 +29,7 @@ class Traffic:
 
     def __init__(self, geography: Geography, is_cut: Callable[[PeerId, PeerId], bool]) -> None:
         self._is_cut = is_cut
-        self._ways = Ways(geography)
+        self._paths = Paths(geography)
         self._open: dict[Payload, None] = {}
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients by (sender, receiver). The first is being sent, the others wait."""
@@ -54,7 +54,7 @@ class Traffic:
         """Start sending a payload, or queue it. If nothing limits it, its `gone_at` is set at once."""
         sender, receiver = payload.sender, payload.receiver
         now = self._open_up(payload)
-        if not (payload.nbytes and self._ways.path(sender, receiver)):
+        if not (payload.nbytes and self._paths.path(sender, receiver)):
             payload.gone_at = now
             return
         payload.flow = Flow(payload.nbytes, lambda: self._has_left(payload))
@@ -86,7 +86,7 @@ class Traffic:
         sender, receiver = message.sender, message.receiver
         self._open_up(message)
         message.flow = Flow(message.nbytes, lambda: self._has_left(message))
-        if apart or not self._ways.connection(sender, receiver).after_handed(lambda: self._move(message)):
+        if apart or not self._paths.connection(sender, receiver).after_handed(lambda: self._move(message)):
             self._move(message)
 
     async def deliver(
@@ -211,12 +211,12 @@ class Traffic:
             return
         body = payload.kind != "control"
         if body:
-            self._ways.connection(sender, receiver).wake(payload.connections)
-        path = self._ways.path(sender, receiver)
+            self._paths.connection(sender, receiver).wake(payload.connections)
+        path = self._paths.path(sender, receiver)
         if not path or (not body and payload.nbytes < SHORT_S * min([part.bytes_per_s for part in path])):
             self._has_left(payload)
         elif body:
-            self._ways.connection(sender, receiver).start(payload.flow, path, payload.connections)
+            self._paths.connection(sender, receiver).start(payload.flow, path, payload.connections)
             self.lines.moves(payload, payload.flow.moved(self._now()), self._now())
         else:
             bandwidth.start(payload.flow, path)
@@ -228,7 +228,7 @@ class Traffic:
         if payload.kind == "control":
             bandwidth.stop(payload.flow)
         else:
-            self._ways.connection(payload.sender, payload.receiver).stop(payload.flow)
+            self._paths.connection(payload.sender, payload.receiver).stop(payload.flow)
             self.lines.stopped(payload, payload.flow.moved(self._now()), self._now())
 
     def _has_left(self, payload: Payload) -> None:

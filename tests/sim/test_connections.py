@@ -122,8 +122,8 @@ def test_on_the_connection_for_bodies_a_message_waits_for_what_is_in_its_sockets
     """All of a small body, or of a large one a tenth of a second and 128 KiB; a question has its own connection."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.traffic._ways.connection("a", "b")._reached = FAST
-        network.traffic._ways.connection("a", "b")._used_at = now()
+        network.traffic._paths.connection("a", "b")._reached = FAST
+        network.traffic._paths.connection("a", "b")._used_at = now()
         network.traffic.depart(Payload("a", "b", "activation", waiting))
         network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000), activation_bytes=8, gradient_bytes=0)
         began = now()

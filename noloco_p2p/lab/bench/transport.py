@@ -119,7 +119,7 @@ class BenchPeer:
         return messages.NodeDescription(PEER, RUN, 1, "training", 0.0, 0, "")
 
 
-def make_transport(name: str, largest_bytes: int = 1 << 20) -> GrpcTransport:
+def make_transport(name: str, largest_bytes: int = MIB) -> GrpcTransport:
     """The transport of the node with this name in the bench's run."""
     return GrpcTransport(open_links(identity(name), RUN), ListenSettings(), NullTelemetry(), largest_bytes)
 
