@@ -22,7 +22,10 @@ from noloco_p2p.observe import top
 
 HOUR_S = 3600.0
 SUPPORT = Path(__file__).parents[1] / "support"
-WITH_CLOCK, OF_BEFORE = ((sys.executable, str(SUPPORT / name)) for name in ("node_with_clock.py", "node_of_before.py"))
+WITH_CLOCK, OF_BEFORE, OF_OTHER_PROTOCOL = (
+    (sys.executable, str(SUPPORT / f"{name}.py"))
+    for name in ("node_with_clock", "node_of_before", "node_of_other_protocol")
+)
 ENDLESS = settings(steps="100000", start_replicas="1")
 
 
@@ -73,6 +76,8 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         assert earlier.endswith(
             "(of_a_later_version Extra inputs are not permitted): does the peer run another version?"
         )
+        other = refused(nodes.start(*words[1:], command=OF_OTHER_PROTOCOL, own_dir="other"))
+        assert other.endswith("it is still starting, or runs another version of noloco: use equal versions")
 
         found = json.loads(said(nodes, "top", "--join", words[2], "--json"))
         assert {node["peer"] for node in found["nodes"]} == {first.endpoints().peer_id, endpoints.peer_id}

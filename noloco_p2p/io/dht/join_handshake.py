@@ -13,6 +13,7 @@ from functools import partial
 
 from noloco_p2p.config import MANIFEST_LIMIT_BYTES
 from noloco_p2p.core.messages import STREAM, PeerId
+from noloco_p2p.core.wire import PROTOCOL
 from noloco_p2p.errors import NO_JSON, Busy, ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.addresses import JoinAddress
@@ -24,8 +25,8 @@ from noloco_p2p.io.dht.ways_in import WaysIn
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
 """Dials an address (`host:port`, or `p2p`). Returns None if the expected peer answers, otherwise the reason."""
 
-MANIFEST_CALL = "noloco/manifest/3"
-"""The number goes up with the protocol of `io.transport`, so that a node of another version is refused here."""
+MANIFEST_CALL = f"noloco/manifest/{PROTOCOL}"
+"""A node that speaks another protocol is refused here, before it can join and then reach nobody."""
 DIAL_BACK_CALL = "noloco/dial-back/1"
 MANIFEST_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 4.0

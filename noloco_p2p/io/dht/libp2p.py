@@ -184,7 +184,8 @@ class Libp2pDaemon:
         except P2PDaemonError as error:
             if "protocols not supported" in str(error):
                 raise Declined(
-                    f"peer {peer_id} does not answer {name}: it is not ready, or not a noloco node of this version"
+                    f"peer {peer_id} does not answer {name}: it is still starting, or runs another version of noloco: "
+                    "use equal versions"
                 ) from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
         except (DecodeError, TypeError) as error:  # TypeError: the answer is empty

@@ -18,13 +18,12 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from noloco_p2p.core import wire
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
 from noloco_p2p.errors import Busy, NolocoError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import RELAY
 from noloco_p2p.io.transport import message_codec
 
-PROTOCOL = "9"
-"""Version of proto/noloco.proto that this node speaks."""
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set, seconds. Without a limit a call could hold memory forever."""
 MAX_CALLS = 6144
@@ -69,7 +68,7 @@ OF_RELAYED = 4
 def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
     """Metadata of all calls but `Warm`. `wanted_bytes`: the most tensor bytes wanted per message; 0 for any number."""
     wanted = (("noloco-message-bytes", str(wanted_bytes)),) if wanted_bytes else ()
-    return ("noloco-protocol", PROTOCOL), *wanted
+    return ("noloco-protocol", wire.PROTOCOL), *wanted
 
 
 class Caller(NamedTuple):
@@ -110,8 +109,10 @@ def host_of(address: str) -> str:
 def check_admissible(context: Any) -> None:
     """Raises Violation for a call with another protocol version, or without an acceptable deadline."""
     protocol = str(dict(context.invocation_metadata()).get("noloco-protocol"))[:64]
-    if protocol != PROTOCOL:
-        raise Violation(f"the caller speaks protocol {protocol!r}, this node speaks {PROTOCOL!r}: use equal versions")
+    if protocol != wire.PROTOCOL:
+        raise Violation(
+            f"the caller speaks protocol {protocol!r}, this node speaks {wire.PROTOCOL!r}: use equal versions"
+        )
     seconds = context.time_remaining()
     if seconds is None or seconds > MAX_CALL_S:
         raise Violation(f"a call needs a deadline of at most {MAX_CALL_S:g} s")

@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_daemon(tmp_path: Path) -> None:
 def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            with pytest.raises(Declined, match="not ready, or not a noloco node of this version"):
+            with pytest.raises(Declined, match="still starting, or runs another version of noloco"):
                 await fetch_manifest(b, a.peer_id)
             await serve_manifest(a, b"m" * MANIFEST_LIMIT_BYTES)
             before = time.time()

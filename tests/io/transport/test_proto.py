@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from noloco_p2p.core.wire import Chunk, End, Frame
+from noloco_p2p.core.wire import PROTOCOL, Chunk, End, Frame
 from noloco_p2p.errors import Violation
+from noloco_p2p.io.dht.join_handshake import MANIFEST_CALL
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import PROTOCOL
 from noloco_p2p.io.transport.frame_codec import packed, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,6 +52,7 @@ def test_generating_the_stubs_again_changes_nothing(tmp_path: Path) -> None:
 def test_the_contract_names_its_version() -> None:
     (named,) = re.findall(r'the version of this file, "(\d+)"', (ROOT / "proto" / "noloco.proto").read_text())
     assert named == PROTOCOL
+    assert f"noloco/manifest/{named}" == MANIFEST_CALL, "nodes of other versions are refused when they join"
 
 
 def test_the_stubs_are_no_newer_than_the_oldest_grpcio_allowed() -> None:
