@@ -1,7 +1,7 @@
-"""Replicas that send what is not so, in runs with real weights: 8 replicas of each of two stages in one process.
+"""Replicas that send false data, in runs with real weights: two stages with 8 replicas each, in one process.
 
-An attacker's own node is honest, and so are its weights: what it gives others is changed on its way out. Nodes may also
-come and go. As a program it says the held-out loss of each, and how many rounds were clipped:
+An attacker's own node and weights are honest; only what it sends to others is altered. Nodes may also come and go. Run
+as a program, it prints the held-out loss of each run, and how many rounds were clipped:
 
     python tests/support/attackers.py STEPS SEEDS [ATTACK[*COUNT][/RULE][@FAULTS] …]
 """
@@ -36,12 +36,12 @@ STEP_S = {"noloco": 0.123, "averaged": 0.123, "gossip": 0.2}
 
 
 def noise(values: Tensor) -> Tensor:
-    """As large again as what is sent, in any direction."""
+    """Adds noise as large as the values, in a random direction."""
     return values + values.square().mean().sqrt() * torch.randn_like(values)
 
 
 def bias(values: Tensor) -> Tensor:
-    """Always the same way, by as much as honest replicas are apart at the peak of the learning rate."""
+    """Adds a constant offset, as large as the distance between honest replicas at the peak learning rate."""
     generator = torch.Generator().manual_seed(1)
     return values + 0.01 * torch.randn(values.shape, generator=generator, dtype=values.dtype)
 
@@ -59,7 +59,7 @@ CHANGES: dict[str, Change] = {
 
 
 class AttackingStage(InstrumentedStage):
-    """The `attackers` change vectors (`vector-…`), or the gradients that they reply with (`gradient-…`)."""
+    """The `attackers` alter their vectors (`vector-…`) or the gradients in their replies (`gradient-…`)."""
 
     attack: ClassVar[str] = "none"
     attackers: ClassVar[Collection[PeerId]] = ()
@@ -91,13 +91,13 @@ class AttackingStage(InstrumentedStage):
 
 
 def changed(tensor: HostTensor, change: Change) -> HostTensor:
-    """What is sent in its place."""
+    """The tensor that is sent instead."""
     return host_tensor.from_torch(tensor.name, change(host_tensor.to_torch(tensor)))
 
 
 def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fault, ...]:
-    """`churn`: eight nodes are killed one by one, and come back; `partition`: the swarm is split in halves for
-    three tenths of the time; `restart`: all are killed at once and continue from their checkpoints."""
+    """`churn`: eight nodes are killed one by one and come back; `partition`: the swarm is split in half for three
+    tenths of the time; `restart`: all nodes are killed at once and continue from their checkpoints."""
     everybody = [peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas)]
     match kind:
         case "churn":
@@ -114,7 +114,7 @@ def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fau
 def train(
     attack: str, seed: int, steps: int, attackers: int = 1, replicas: int = 8, rule: str = "noloco", faults: str = ""
 ) -> tuple[TrainingSummary, Trace]:
-    """A run in which the last replicas of each stage attack, so many of them; and its trace."""
+    """A run in which the last `attackers` replicas of each stage attack, and its trace."""
     manifest = small_manifest(
         32,
         2,
@@ -141,7 +141,7 @@ def train(
 
 
 def main(steps: int, seeds: int, attacks: list[str]) -> None:
-    """A line for each attack and seed."""
+    """Print a line for each attack and seed."""
     for seed in range(1, seeds + 1):
         for attack in attacks:
             rest, _, faults = attack.partition("@")

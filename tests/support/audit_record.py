@@ -1,6 +1,6 @@
-"""What the audit files of a run say, and whether its routes and pairs are those that the policies promise.
+"""Reads the audit files of a run, and checks that its routes and pairs are those that the policies promise.
 
-Of the tensors only names are looked at here; `reference` recomputes them. Nothing of the package may be imported.
+Only the names of tensors are checked here; `reference` recomputes their values. Nothing of the package may be imported.
 """
 
 import json
@@ -15,11 +15,12 @@ from safetensors import safe_open
 Manifest = dict[str, Any]
 Route = tuple[str, ...]
 LASTING = ("gossip",)
-"""Rules under which a round lasts until the partner's vector is there, beyond others that are due."""
+"""Rules under which a round stays open until the partner's vector arrives, even when other rounds fall due
+meanwhile."""
 
 
 def require(condition: bool, message: str) -> None:
-    """AssertionError with `message` unless `condition`."""
+    """Raises AssertionError with `message` unless `condition` holds."""
     if not condition:
         raise AssertionError(message)
 
@@ -34,7 +35,7 @@ class Serving:
     tokens: int
     loss_sum: float
     clip: float = 1.0
-    """What the gradient that came back was multiplied by."""
+    """The factor by which the returned gradient was clipped."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class Round:
     frozen_after: int
     """Inner steps that it had taken when it froze θ_f."""
     merged_after: int
-    """The same when it merged: later where it trained on while the partner's snapshot was on its way."""
+    """The same when it merged; more if it trained on while the partner's snapshot was in transit."""
     partner_round: int = 0
-    """Which of the partner's was taken."""
+    """The partner's round that was merged."""
     factors: dict[str, float] = field(default_factory=dict)
-    """What the difference of each tensor to the partner's was multiplied by, by its name in the file; empty: by 1."""
+    """Name in the file → factor by which the tensor's difference to the partner's was clipped; empty: not clipped."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class Record:
 
 
 def read_record(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Record:
-    """The steps files; checks that exactly the files of a complete run are there."""
+    """Reads the steps files, and checks that exactly the files of a complete run exist."""
     steps, m = manifest["steps"], manifest["outer"]["inner_steps"]
     rounds = range(0) if manifest["outer"]["rule"] == "sync" else range(1, -(-steps // m) + 1)
     expected = {f"initial-{peer}.safetensors" for peer in stages} | {f"steps-{peer}.jsonl" for peer in stages}
-    if manifest["outer"]["rule"] not in LASTING:  # Else `read_rounds` says which there must be.
+    if manifest["outer"]["rule"] not in LASTING:  # otherwise `read_rounds` decides which must exist
         expected |= {f"round-{number:06}-{peer}.safetensors" for number in rounds for peer in stages}
     origins = [peer for peer, stage in stages.items() if stage == 0]
     expected |= {f"batches-{peer}-{k:06}.safetensors" for peer in origins for k in range(1, steps + 1)}
@@ -101,7 +102,7 @@ def read_record(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Reco
 
 
 def read_steps(path: Path) -> list[InnerStep]:
-    """One entry a line."""
+    """One entry per line."""
     entries = []
     for line in path.read_text(encoding="utf-8").splitlines():
         e = json.loads(line)
@@ -114,7 +115,7 @@ def read_steps(path: Path) -> list[InnerStep]:
 
 
 def microbatch_origin(microbatch: str) -> tuple[str, int]:
-    """(stage-0 peer, counter) of an id: peer, incarnation in 16 hexadecimal digits, counter."""
+    """(stage-0 peer, counter) of an id, which is peer, incarnation (16 hexadecimal digits), counter."""
     match = re.fullmatch(r"(.+)-[0-9a-f]{16}-(\d+)", microbatch)
     require(match is not None, f"{microbatch!r} is no microbatch id")
     assert match is not None
@@ -122,11 +123,11 @@ def microbatch_origin(microbatch: str) -> tuple[str, int]:
 
 
 def check_routes(record: Record, manifest: Manifest) -> list[dict[str, Route]]:
-    """Inner step by inner step, microbatch id → the peers that counted it, stage by stage.
+    """For each inner step, microbatch id → the peers that counted it, in the order of the stages.
 
-    AssertionError unless each microbatch was counted exactly once at each stage, all in one inner step, neighbours
-    agree on each other, and the routes are those of `balanced` (METHOD.md, "Random routing"), whose permutations are
-    drawn again.
+    Raises AssertionError unless each microbatch was counted exactly once at each stage, all in one inner step,
+    neighbours agree on each other, and the routes are those of `balanced` (METHOD.md, "Random routing"), whose
+    permutations are drawn again here.
     """
     steps: list[dict[str, Route]] = []
     seen: set[str] = set()
@@ -146,7 +147,7 @@ def check_routes(record: Record, manifest: Manifest) -> list[dict[str, Route]]:
 
 
 def routes_of_step(record: Record, number: int) -> dict[str, Route]:
-    """The routes of one inner step; AssertionError unless each microbatch was counted exactly once at each stage."""
+    """The routes of one inner step. Raises AssertionError unless each stage counted each microbatch exactly once."""
     counted: dict[str, dict[int, tuple[str, Serving]]] = {}
     for peer, stage in sorted(record.stages.items()):
         for serving in record.steps[peer][number - 1].servings:
@@ -198,9 +199,9 @@ def check_balanced(
 def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round]]:
     """Number → peer → what it did in that round.
 
-    AssertionError unless the partners are perfect, symmetric matchings, stage by stage, each replica froze a round when
-    it was due, and merged it before the next one was frozen; the last one at once. Where rounds last, unless each
-    replica did just the rounds that fell due while it had none open.
+    Raises AssertionError unless the partners of each stage are a perfect, symmetric matching, and each replica froze a
+    round when it was due and merged it before it froze the next one; the last round at once. Under a lasting rule each
+    replica must have done exactly the rounds that fell due while it had none open.
     """
     outer, steps, rounds = manifest["outer"], manifest["steps"], dict[int, dict[str, Round]]()
     m, lasting, merged_after = outer["inner_steps"], outer["rule"] in LASTING, dict.fromkeys(record.stages, 0)
@@ -212,7 +213,7 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
             check_matching(record, number, rounds[number])
         for peer in record.stages:
             where, one = f"round {number}, {peer} (stage {record.stages[peer]})", rounds[number].get(peer)
-            # At the end of the run an earlier one is waited for after the last one was frozen, if it is still open.
+            # At the end of the run, an earlier round that is still open is waited for after the last one is frozen.
             either = lasting and due == merged_after[peer] == steps
             open_then = merged_after[peer] > due or (either and one is None)
             require((one is None) == open_then, f"{where}: an earlier one was merged after {merged_after[peer]}")
@@ -226,9 +227,9 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
 
 
 def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]:
-    """Peer → what it did in one round, for the peers that did it.
+    """Peer → what it did in one round, for the peers that did that round.
 
-    AssertionError unless, under `diloco`, each took from all others of its stage: then no partner is named.
+    Raises AssertionError unless, under `diloco`, no partner is named, because each merges all others of its stage.
     """
     rounds: dict[str, Round] = {}
     for peer in record.stages:
@@ -259,7 +260,7 @@ def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]
 
 
 def check_matching(record: Record, number: int, rounds: dict[str, Round]) -> None:
-    """AssertionError unless the partners of a round are a matching, stage by stage."""
+    """Raises AssertionError unless the partners of a round are a matching in each stage."""
     for stage in range(record.depth):
         own = {peer: rounds[peer].partner for peer in record.replicas(stage)}
         for peer, partner in own.items():

@@ -1,6 +1,7 @@
-"""A small lockstep run that writes audit files, with one planted fault or none: what the reference is tried on.
+"""A small lockstep run that writes audit files, with one planted fault or none, to test the reference on.
 
-It goes another way than the reference: stage by stage, with torch's AdamW and clipping, N1 in its one-vector form.
+It is implemented differently from the reference: stage by stage, with torch's AdamW and clipping, and N1 in its
+one-vector form.
 """
 
 import copy
@@ -48,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def run_manifest(family: str, *, overlap: bool = False) -> RunManifest:
-    """Three outer rounds, the last one cut short; the clip binds in some inner steps only."""
+    """Three outer rounds, the last one shortened; gradients are clipped in some inner steps only."""
     return RunManifest(
         seed=3,
         model=ModelSettings(family=family, config=MODELS[family]),
@@ -66,7 +67,7 @@ def run_manifest(family: str, *, overlap: bool = False) -> RunManifest:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """What a replica froze, until it is merged `delay` inner steps later."""
+    """What a replica froze, until the merge `delay` inner steps later."""
 
     number: int
     partner: str
@@ -80,7 +81,8 @@ class OpenRound:
 
 @dataclass
 class Twin:
-    """One simulated replica: a whole model of which it uses one stage, its optimizer, φ and δ by parameter name."""
+    """One simulated replica: a whole model, of which it uses one stage, its optimizer, and φ and δ by parameter
+    name."""
 
     peer: str
     stage: int
@@ -91,7 +93,7 @@ class Twin:
     momentum: Tensors
     tokens: int = 0
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Of this inner step, the entries of `microbatches`."""
+    """The entries of `microbatches` for the current inner step."""
     open: OpenRound | None = None
     rounds: dict[int, OpenRound] = field(default_factory=dict)
 
@@ -146,7 +148,7 @@ class Simulation:
         return [twin for twin in self.twins.values() if twin.stage == stage]
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, both B×T, of which the end is padding and not counted."""
+        """Inputs and targets, both B×T; the end is padding and does not count."""
         rows = [[self.rng.randrange(VOCABULARY) for _ in range(T + 1)] for _ in range(B)]
         tokens = torch.tensor(rows, dtype=torch.int32)
         targets_BT = tokens[:, 1:].clone()
@@ -204,7 +206,7 @@ class Simulation:
             self.update(twin, number)
 
     def clip(self) -> None:
-        """Divide what was accumulated, then clip it stage by stage."""
+        """Divide the accumulated gradients, then clip them stage by stage."""
         for twin in self.twins.values():
             divisor = len(twin.lines) if self.fault == "division by microbatches" else twin.tokens
             for parameter in twin.parameters.values():
@@ -231,7 +233,7 @@ class Simulation:
         twin.lines, twin.tokens = [], 0
 
     def freeze(self, number: int) -> None:
-        """θ_f of all, and u = β·Δ + γ·φ, the one vector that would be enough (METHOD.md, "Outer round")."""
+        """Freeze θ_f of all replicas, and u = β·Δ + γ·φ, the one vector that suffices (METHOD.md, "Outer round")."""
         o = self.manifest.outer
         beta = -o.beta if self.fault == "sign of beta" else o.beta
         gamma = 0.0 if self.fault == "gamma 0" else o.gamma
@@ -248,9 +250,9 @@ class Simulation:
             twin.rounds[number] = twin.open
 
     def merge(self, twin: Twin, taken: int) -> None:
-        """N1 as δ ← α·δ + mean u_j − γ·φ, and N3; `taken` inner steps have been."""
+        """N1 as δ ← α·δ + mean u_j − γ·φ, and N3, after `taken` inner steps."""
         o, opened = self.manifest.outer, twin.open
-        assert opened is not None, "only what is open is merged"
+        assert opened is not None, "only an open round can be merged"
         gamma = 0.0 if self.fault == "gamma 0" else o.gamma
         partner = self.twins[opened.partner].rounds[opened.number] if opened.partner else opened
         tensors: Tensors = {}

@@ -1,4 +1,4 @@
-"""Checkpoints of small runs on disk, and their export: what the tests of export and evaluation share."""
+"""Checkpoints of small runs on disk, and their export; shared by the tests of export and evaluation."""
 
 import asyncio
 import random
@@ -58,7 +58,7 @@ def make_replica(manifest: RunManifest, stage: int, peer: str) -> TorchStage:
 def save(
     manifest: RunManifest, home: Path, stage: TorchStage, peer: str, round: int, step: float = 7.5, run_id: str = ""
 ) -> None:
-    """What a node leaves in its directory; `run_id`: that of the checkpoint, if not the manifest's."""
+    """Write what a node leaves in its directory. `run_id`: the run id in the checkpoint, if not the manifest's."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "manifest.json").write_bytes(manifest.canonical_json())
     checkpoint = Checkpoint(stage.capture(round, step, 7), None, random.Random(0).getstate())
@@ -66,7 +66,7 @@ def save(
 
 
 def save_swarm(manifest: RunManifest, run: Path, replicas: Sequence[int], round: int = 3) -> list[list[TorchStage]]:
-    """Checkpoints of so many replicas of each stage, as `noloco swarm` arranges them; the stages, by stage."""
+    """Write checkpoints of `replicas` replicas per stage, laid out as `noloco swarm` does. Returns the stages."""
     swarm = []
     for index, count in enumerate(replicas):
         mine = [make_replica(manifest, index, f"peer-{index}-{number}") for number in range(count)]

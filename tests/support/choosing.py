@@ -2,8 +2,8 @@
 
     python tests/support/choosing.py SEED
 
-replays one seed as `elastic.py` does. The id of a node says nothing about its stage here. So faults are drawn when they
-happen: a stage loses all replicas but one, and a node that moves, or those that it comes to, are struck on its way.
+replays one seed as `elastic.py` does. Here the id of a node says nothing about its stage. So faults are drawn when they
+happen: a stage loses all replicas but one, and a moving node, or a replica of its new stage, is hit during the move.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 ON_THE_WAY = ("bounce", "wipe", "pause", "hang", "leave", "mates")
-"""What happens to a mover; `mates`: to a replica of the stage that it comes to."""
+"""What happens to a node that moves; `mates`: it happens to a replica of its new stage."""
 
 
 class ChoosingSwarm(FaultySwarm):
-    """Draws what happens to it as it goes."""
+    """A swarm whose faults are drawn while it runs."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(f"choosing {seed}")
@@ -31,7 +31,7 @@ class ChoosingSwarm(FaultySwarm):
         super().__init__(plan, faults)
         self.at(self._rng.uniform(4.0, 6.0), self._thin_out)
         self.struck: list[str] = []
-        """What happened to movers."""
+        """What happened to nodes that moved."""
 
     def _drawn(self, seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
         rng = self._rng
@@ -80,7 +80,7 @@ class ChoosingSwarm(FaultySwarm):
         return [one for one in last if one.running and one.stage == stage and one.state == "training"]
 
     def _thin_out(self) -> None:
-        """All replicas of a stage crash for good, but one."""
+        """Crash all replicas of a stage but one, for good."""
         fewest = min((self._training(stage) for stage in (0, 1)), key=len)
         for process in fewest[1:]:
             self._hit("crash", process, 0.0)

@@ -68,7 +68,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(holds: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
-    """Ask again until it holds; fails after `seconds`."""
+    """Poll until the condition holds; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not await holds():  # noqa: ASYNC110  what is awaited lies in other processes
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Reports of made-up swarms, for the tests of the diagnosis and of what shows it."""
+"""Reports of made-up swarms, for the tests of the diagnosis and of the views that show it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ RUN = "ab" * 32
 
 
 def peer(stage: int, replica: int) -> PeerId:
-    """A peer id of the usual length that shows where it is: `…S1R0`."""
+    """A peer id of the usual length that ends in its stage and replica: `…S1R0`."""
     return "12D3KooW" + "x" * 40 + f"S{stage}R{replica}"
 
 
@@ -62,7 +62,7 @@ def wait(
 
 
 def swarm(stages: int = 3, replicas: int = 3, state: str = "training") -> dict[str, Report]:
-    """A swarm in which all is well, by `S<stage>R<replica>`."""
+    """A healthy swarm: `S<stage>R<replica>` → report."""
     found = {}
     everybody = [advert(s, r, state) for s in range(stages) for r in range(replicas)]
     for mine in everybody:
@@ -91,48 +91,49 @@ def swarm(stages: int = 3, replicas: int = 3, state: str = "training") -> dict[s
 
 
 def with_status(report: Report, **changes: object) -> Report:
-    """The same node, telling something else; a change of `advert` is a change in the directory too."""
+    """The same node with another status; a changed `advert` changes in the directory, too."""
     assert report.status is not None
     status = replace(report.status, **changes)  # type: ignore[arg-type]
     return replace(report, status=status, advert=status.advert)
 
 
 def with_advert(report: Report, **changes: object) -> Report:
-    """The same node, elsewhere or otherwise."""
+    """The same node with another advert."""
     assert report.status is not None
     return with_status(report, advert=replace(report.status.advert, **changes))  # type: ignore[arg-type]
 
 
 def with_figures(report: Report, **changes: object) -> Report:
-    """The same node, other figures."""
+    """The same node with other figures."""
     assert report.status is not None
     return with_status(report, figures=replace(report.status.figures, **changes))  # type: ignore[arg-type]
 
 
 def silent(report: Report, failure: str = "Connection refused") -> Report:
-    """The same node, which does not answer."""
+    """The same node, not answering."""
     return replace(report, status=None, failure=failure, clock_ahead_s=None)
 
 
 def waiting(report: Report, *waits: Wait, serving: Sequence[Serving] = ()) -> Report:
-    """The same node, which waits."""
+    """The same node with these waits."""
     return with_status(report, waits=waits, serving=tuple(serving))
 
 
 def aside(report: Report, others: Mapping[PeerId, float]) -> Report:
-    """The same node, which has set others aside for these seconds."""
+    """The same node, having set others aside for these seconds."""
     assert report.status is not None
     seen = tuple(replace(each, aside_s=others.get(each.advert.peer_id, 0.0)) for each in report.status.seen)
     return with_status(report, seen=seen)
 
 
 def troubled(report: Report, name: str, message: str) -> Report:
-    """The same node, with a trouble."""
+    """The same node with a trouble."""
     return with_status(report, troubles=(Trouble(name, message, 12.0),))
 
 
 def gradient_of(stage: int, replica: int, counter: int, since_s: float) -> tuple[Wait, ...]:
-    """The two waits of a node that has sent a microbatch on: for anybody of the stage, and for whom it called."""
+    """The two waits of a node that has sent a microbatch on: for any replica of the stage, and for the one it
+    called."""
     return (
         wait("gradient", AnyReplica(stage), since_s + 1, None, why(counter)),
         wait("gradient", peer(stage, replica), since_s, 60.0, why(counter)),

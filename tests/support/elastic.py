@@ -2,8 +2,8 @@
 
     python tests/support/elastic.py SEED
 
-replays one seed, prints what was done to the swarm and what became of it, and which law it broke, if any. The laws
-are in `noloco_p2p/sim/laws.py`.
+replays one seed, and prints the faults, the outcome, and which law the swarm broke, if any. The laws are in
+`noloco_p2p/sim/laws.py`.
 """
 
 import random
@@ -29,12 +29,12 @@ RULES = (
     {"rule": "gossip", "inner_steps": 1},
     {"rule": "gossip", "inner_steps": 2},
 )
-"""Each for as many seeds in turn as there are shapes."""
+"""Each of these is used for as many consecutive seeds as there are shapes."""
 COSTS = Costs(forward_s=0.05, backward_s=0.1, inner_step_s=0.02, outer_s=0.02, spread=0.2)
 
 
 def manifest_for(replicas: tuple[int, ...], **changes: object) -> RunManifest:
-    """A tiny run of so many stages."""
+    """A tiny run with as many stages as `replicas` has entries."""
     settings = {
         "stages": len(replicas),
         "start_replicas": min(replicas),
@@ -59,7 +59,7 @@ def config_for(**changes: object) -> NodeConfig:
 
 
 def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
-    """A swarm and what will be done to it."""
+    """A swarm and its faults."""
     rng = random.Random(seed)
     replicas = SHAPES[seed % len(SHAPES)]
     manifest = manifest_for(
@@ -84,7 +84,7 @@ def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
 
 
 def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
-    """Three to eight of them. A node that crashes for good leaves another one of its stage, which comes back."""
+    """Three to eight faults. At most one node of each stage crashes for good, and never the only one."""
     stages = [[peer_id(stage, i) for i in range(count)] for stage, count in enumerate(replicas)]
     everybody = [peer for stage in stages for peer in stage]
     gone: set[PeerId] = set()
@@ -126,7 +126,7 @@ KINDS = ("state", "resumed", "deserted", "guarded", "checkpoint", "outer_round",
 
 
 def timeline(swarm: FaultySwarm) -> list[str]:
-    """What was done to the swarm and what its nodes recorded, in order of time, without the microbatches."""
+    """The faults and what the nodes recorded, in order of time, without the microbatches."""
     lines = [(at_s, f"{at_s:8.3f} ----- {what}") for at_s, what in swarm.history]
     for event in swarm.trace.events:
         if event.kind in KINDS or (event.kind == "microbatch" and event.get("result") == "dropped"):
@@ -136,7 +136,7 @@ def timeline(swarm: FaultySwarm) -> list[str]:
 
 
 def replay(swarm: FaultySwarm) -> int:
-    """Run a swarm, and print what became of it; 1 when it breaks a law."""
+    """Run a swarm and print the outcome. Returns 1 if it breaks a law."""
     failure, run = broken(swarm), swarm.plan.manifest
     what = f"{swarm.plan.replicas}, {run.routing}, {run.outer.rule} every {run.outer.inner_steps}, {run.steps} steps"
     lines = [*timeline(swarm), f"seed {swarm.plan.seed}: {what}: {failure or 'all laws hold'}"]
@@ -145,7 +145,7 @@ def replay(swarm: FaultySwarm) -> int:
 
 
 def main(seed: int) -> int:
-    """Replay one seed; 1 when it breaks a law."""
+    """Replay one seed. Returns 1 if it breaks a law."""
     plan, faults = drawn(seed)
     sys.stdout.writelines(f"{fault.at_s:8.3f} planned: {fault}\n" for fault in faults)
     return replay(FaultySwarm(plan, faults))

@@ -1,6 +1,8 @@
-"""A small internet in network namespaces: public hosts, and hosts behind gateways of each kind. Linux, root, iptables.
+"""A small internet in network namespaces: public hosts, and hosts behind all kinds of gateways. It needs Linux, root
+and
+iptables.
 
-Its addresses are public ones, which lead nowhere else: no namespace has a way out.
+Its addresses are public ones, but they lead nowhere else: no namespace is connected to the real internet.
 """
 
 import os
@@ -19,7 +21,7 @@ WAN = "wan0"
 
 
 def why_not() -> str:
-    """Why there can be none here; empty: there can."""
+    """Why there can be no such internet on this machine; empty if there can."""
     if shutil.which("ip") is None or IPTABLES is None or IP6TABLES is None:
         return "needs ip and iptables"
     made = subprocess.run(["unshare", "-n", IPTABLES, "-t", "nat", "-L"], capture_output=True, check=False)
@@ -27,7 +29,7 @@ def why_not() -> str:
 
 
 def why_no_namespaces() -> str:
-    """Why there can be none even without gateways of iptables; empty: there can."""
+    """Why there can be none even without iptables gateways; empty if there can."""
     if shutil.which("ip") is None or shutil.which("sysctl") is None:
         return "needs ip and sysctl"
     made = subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False)
@@ -36,7 +38,7 @@ def why_no_namespaces() -> str:
 
 @dataclass
 class Internet:
-    """Made by `internet`, with which it goes."""
+    """Made by the context manager `internet`, which also removes it."""
 
     name: str
     hosts: list[str] = field(default_factory=list)
@@ -46,7 +48,7 @@ class Internet:
         return f"{self.name}-{host}"
 
     def run(self, host: str, *words: str) -> None:
-        """A command there; it has to succeed."""
+        """Run a command on a host; it must succeed."""
         done = subprocess.run(["ip", "netns", "exec", self.namespace(host), *words], capture_output=True, check=False)
         assert done.returncode == 0, (words, done.stderr)
 
@@ -59,13 +61,13 @@ class Internet:
         return bool(found.stdout.strip())
 
     def host(self, name: str) -> None:
-        """One without a line."""
+        """A host without a line."""
         subprocess.run(["ip", "netns", "add", self.namespace(name)], check=True)
         self.hosts.append(name)
         self.run(name, "ip", "link", "set", "lo", "up")
 
     def public(self, name: str, number: int) -> str:
-        """A host with a line to all others; its address."""
+        """A host with a line to all others. Returns its address."""
         self.host(name)
         self._wire("wan", f"to-{name}", name, WAN)
         self.run("wan", "ip", "link", "set", f"to-{name}", "master", "br0")
@@ -74,9 +76,9 @@ class Internet:
         return f"{PUBLIC}.{number}"
 
     def gateway(self, name: str, number: int, *nat: str, behind: str | None = None, drops: Sequence[str] = ()) -> None:
-        """A gateway for one host, `at-<name>`, at 192.168.<number>.2; `behind` another one's host: carrier-grade.
+        """A gateway for one host, `at-<name>`, at 192.168.<number>.2. `behind` another one's host: carrier-grade NAT.
 
-        `nat`: what comes after MASQUERADE. What nobody inside has asked for goes nowhere; nor does what `drops` says.
+        `nat`: options after MASQUERADE. Unsolicited packets from outside are dropped, and so are those in `drops`.
         """
         if behind is None:
             self.public(name, number)
@@ -101,9 +103,9 @@ class Internet:
             self.run(name, str(IPTABLES), *words)
 
     def router(self, name: str, number: int, how: str = "", *, known_to: Sequence[str] | None = None) -> IO[str]:
-        """A home router with UPnP, and a host behind it, `at-<name>`, at 192.168.<number>.2; what the router notes.
+        """A home router with UPnP, and a host behind it, `at-<name>`, at 192.168.<number>.2. Returns the router's log.
 
-        With `known_to` there is no NAT, which needs iptables: they know the way back to the private addresses.
+        With `known_to` there is no NAT, which needs iptables: these hosts have routes to the private addresses instead.
         """
         wan, lan = f"{PUBLIC}.{number}", f"192.168.{number}.1"
         if known_to is None:
@@ -123,7 +125,7 @@ class Internet:
         return router.stdout
 
     def behind(self, router: str, host: str, number: int, wan: str, known_to: Sequence[str]) -> None:
-        """A host behind a router, whose address outside is `wan`, on a wire of its own."""
+        """A host behind a router, whose outside address is `wan`, on its own wire."""
         self.host(host)
         self._wire(router, f"lan{number}", host, "eth0")
         lan, inside = f"192.168.{number}.1", f"192.168.{number}.2"
@@ -134,7 +136,7 @@ class Internet:
             self.run(one, "ip", "route", "add", f"192.168.{number}.0/24", "via", wan)
 
     def firewall_6(self, name: str, number: int) -> None:
-        """A host of IPv6 only, to which nobody opens a connection."""
+        """An IPv6-only host to which nobody can open a connection."""
         self.public(name, number)
         self.run(name, "ip", "address", "del", f"{PUBLIC}.{number}/24", "dev", WAN)
         for words in (
@@ -156,7 +158,7 @@ class Internet:
 
 @contextmanager
 def internet() -> Iterator[Internet]:
-    """One with nobody in it yet; afterwards no namespace of it is left."""
+    """An internet that is still empty; afterwards none of its namespaces is left."""
     made = Internet(f"noloco{os.getpid()}")
     try:
         made.host("wan")

@@ -1,10 +1,10 @@
 """A home router's UPnP (an Internet Gateway Device), as a process: `home_router.py LAN_ADDRESS WAN_ADDRESS [how]`.
 
-It answers searches on its LAN, and passes on the TCP ports of its WAN address that it was asked for, in user space.
-What it is asked for, and each connection, becomes a line of JSON on standard output. `how`: `permanent` (only mappings
-without an end), `taken` (another host has the first port that it is asked for), `held` (the same, and whoever asks last
-gets it), `refuses`, `closed` (maps, and passes nothing on), `offline` (has no address outside), `carrier` (has one of
-its provider's own network), `silent`.
+It answers searches on its LAN, and forwards the TCP ports of its WAN address that it was asked to map, in user space.
+Each request and each connection becomes a line of JSON on standard output. `how`: `permanent` (accepts only mappings
+without an expiry), `taken` (another host has the first port that is requested), `held` (the same, but the last to ask
+gets it), `refuses`, `closed` (maps but forwards nothing), `offline` (has no outside address), `carrier` (has an address
+in its provider's own network), `silent`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def note(action: str, **fields: str) -> None:
 
 
 class Search(asyncio.DatagramProtocol):
-    """Answers whoever searches for a gateway."""
+    """Answers searches for a gateway."""
 
     def __init__(self, lan: str) -> None:
         self._lan = lan
@@ -57,7 +57,7 @@ class Search(asyncio.DatagramProtocol):
 
 
 class Router:
-    """What it has mapped, and how it answers."""
+    """The router: its mappings, and its answers to requests."""
 
     def __init__(self, lan: str, wan: str, how: str) -> None:
         self.lan, self.wan, self._how = lan, wan, how
@@ -97,7 +97,7 @@ class Router:
         return (500 if isinstance(code, int) else 200), f"<s:Envelope {envelope}><s:Body>{inner}</s:Body></s:Envelope>"
 
     async def _do(self, action: str, fields: dict[str, str]) -> int | str:
-        """What it answers; a number: the error."""
+        """The answer to a request; a number is an error code."""
         if action == "GetStatusInfo":
             return "<NewConnectionStatus>Connected</NewConnectionStatus><NewUptime>9</NewUptime>"
         if action == "GetExternalIPAddress":

@@ -1,7 +1,7 @@
 """`noloco-node` in a network namespace: a script with its name (`ip netns`) and the arguments of `noloco-node`.
 
-It rests after each inner step, or the first nodes that see all others there would end a short run before the last one
-has seen it.
+It pauses after each inner step; otherwise the first nodes to see all others might end a short run before the last node
+has seen them.
 """
 
 import ctypes

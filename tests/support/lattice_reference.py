@@ -1,4 +1,4 @@
-"""What a partner's vector comes to in each codec, straight from METHOD.md, "Codecs of outer rounds"."""
+"""What a partner's vector is decoded to in each codec, straight from METHOD.md, "Codecs of outer rounds"."""
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ def decoded_difference(mine: Vector, theirs: Vector, step: Vector, dither: Vecto
 
 
 def as_decoded(mine: Tensors, theirs: Tensors, used: Tensors, codec: str) -> Tensors:
-    """What `theirs` may come to at a replica with the vector `mine`: of a lattice what was `used`, if it is on one.
+    """What `theirs` may be decoded to at a replica with the vector `mine`. On a lattice: the values `used`, if valid.
 
-    In bfloat16: `mine` plus the difference of the two rounded vectors. On a lattice: in each chunk the values that were
-    used differ from its own by a number of steps that the codec has a code for, the step being a power of two, and are
-    less than a step from the partner's own. Dither and bounds are not computed anew.
-    Raises AssertionError.
+    In bfloat16: `mine` plus the difference of the two rounded vectors. On a lattice, in each chunk the values used must
+    differ from the replica's own by a number of steps for which the codec has a code, where the step is a power of two,
+    and be less than a step away from the partner's own. Dither and bounds are not recomputed. Raises AssertionError if
+    they are not valid.
     """
     if codec == "full":
         return theirs
@@ -41,6 +41,6 @@ def as_decoded(mine: Tensors, theirs: Tensors, used: Tensors, codec: str) -> Ten
 
 
 def on_lattice(distances: Vector, step: float, levels: int) -> bool:
-    """All are multiples of the step, fewer than `levels` of it, and not all of them none."""
+    """Whether all distances are multiples of the step, by a factor below `levels`, and not all of them are zero."""
     counts = np.round(distances / step)
     return bool(0 < counts.max() < levels and np.abs(distances - counts * step).max() < 1e-12)

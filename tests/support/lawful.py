@@ -7,7 +7,7 @@ from noloco_p2p.sim.process import Outcome, SimProcess
 
 
 def broken(swarm: FaultySwarm) -> str | None:
-    """Run the swarm. Returns the first law that does not hold; None when all do."""
+    """Run the swarm. Returns the first law that it breaks; None if all hold."""
     try:
         check(swarm)
     except (AssertionError, NolocoError) as error:
@@ -16,12 +16,12 @@ def broken(swarm: FaultySwarm) -> str | None:
 
 
 def check(swarm: FaultySwarm) -> Outcome:
-    """Run a swarm and check every law. Raises AssertionError, Deadlock, or what a node or a handler raised."""
+    """Run a swarm and check every law. Raises AssertionError, Deadlock, or the error that a node or handler raised."""
     outcome = swarm.run()
     laws.judge(swarm, outcome)
     return outcome
 
 
 def training(process: SimProcess) -> laws.Spans:
-    """Start and end of each time in the state `training`."""
+    """Start and end of each period in the state `training`."""
     return [span for period in process.periods(0.0) for span in period.training]

@@ -1,6 +1,6 @@
-"""`noloco-node` whose files cannot grow beyond a limit in bytes: to a program that is a disk which is full.
+"""`noloco-node` whose files cannot grow beyond a limit in bytes, which to a program looks like a full disk.
 
-Run it as a script: the limit, then the arguments of `noloco-node`. What it prints is not limited.
+Run it as a script with the limit, then the arguments of `noloco-node`. Its output is not limited.
 """
 
 import os

@@ -21,7 +21,7 @@ class Wire:
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self.ends = (near, far)
         self.swallows = False
-        """Half-open: whatever either end sends is acknowledged and lost."""
+        """Whether it is half-open: whatever either end sends is acknowledged and lost."""
 
     def cut(self) -> None:
         for end in self.ends:
@@ -29,17 +29,18 @@ class Wire:
 
 
 class Proxy:
-    """Forwards to `port`. The n-th connection meets the n-th fault after so many bytes from there; later ones none.
+    """Forwards to `port`. The n-th connection meets the n-th fault, after its number of bytes from `port`; later
+    connections meet none.
 
-    Connections come to `port` from these hosts in turns.
+    Connections reach `port` from these `hosts` in turn.
     """
 
     def __init__(self, port: int, *faults: tuple[int, Fault], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
         self.wires: list[Wire] = []
         self.passed: tuple[list[Passage], list[Passage]] = [], []
-        """What has come from who connects, and from `port`."""
+        """What has arrived from connecting peers, and from `port`."""
         self.faulty = asyncio.Event()
-        """A fault has happened."""
+        """Set once a fault has happened."""
         self._port = port
         self._faults = faults
         self._hosts = hosts
@@ -61,11 +62,11 @@ class Proxy:
 
     @property
     def peer(self) -> Advert:
-        """The peer behind it."""
+        """The peer behind the proxy."""
         return advert(f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}")
 
     def swallow(self) -> None:
-        """All connections are half-open from now on."""
+        """Make all connections half-open from now on."""
         self.faulty.set()
         for wire in self.wires:
             wire.swallows = True

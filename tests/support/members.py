@@ -1,4 +1,4 @@
-"""A run, members-only or open, and certificates that nobody of it would make; used by the tests of its security."""
+"""A run, members-only or open, and certificates that no honest node would issue; used by the security tests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Club:
         if self.is_open:
             self.root, self.trust = certificates._open_root(self.run_id), RunTrust.of_open_run(self.run_id)
         self.door = Ed25519PrivateKey.generate()
-        """The key of the issuer."""
+        """The issuer's key."""
         self.issuer = certificates.issuer_certificate(self.root, self.trust, peer_id_of(public(self.door)), self.now)
 
     def chain(self, peer_id: PeerId, role: Role = "member", now: float | None = None) -> bytes:
@@ -54,13 +54,13 @@ class Club:
     def credentials(
         self, name: str, role: Role = "member", clock: Callable[[], float] | None = None, now: float | None = None
     ) -> Credentials:
-        """Of a node of this name, whose key is in a directory of its own."""
+        """Credentials of a node with this name, whose key is in its own directory."""
         identity = Identity.open(self.home / f"{name}.key")
         own, admitted = certificates.own_chain(identity.key, self.trust), self.chain(identity.peer_id, role, now)
         return Credentials(self.trust, identity, own if self.is_open else admitted, clock=clock or time.time)
 
     def revoking(self, number: int, *peers: PeerId) -> bytes:
-        """A list of the root's."""
+        """A revocation list signed by the root."""
         return DenyList.make(self.root, self.run_id, number, peers).signed
 
 
@@ -74,7 +74,7 @@ def forged(
     until: float | None = None,
     more: Sequence[tuple[x509.ExtensionType, bool]] = (),
 ) -> bytes:
-    """Any certificate at all, PEM."""
+    """A certificate with arbitrary content, in PEM."""
     now = time.time()
     above, own = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, one)]) for one in (issuer, subject))
     start, end = (datetime.fromtimestamp(at, UTC) for at in (begins or now - HOUR_S, until or now + HOUR_S))

@@ -1,4 +1,4 @@
-"""`noloco-node` of an earlier version: the manifest that its peer sends has a setting that it does not know.
+"""`noloco-node` of an earlier version: the manifest that its peer sends has a setting unknown to it.
 
 Run it as a script with the arguments of `noloco-node`.
 """

@@ -1,6 +1,6 @@
-"""A paced `noloco-node` whose wall clock is ahead by what a file says, seconds: for tests of clocks that are wrong.
+"""A paced `noloco-node` whose wall clock is ahead by the number of seconds in a file, for tests of wrong clocks.
 
-Run it as a script: the file, then the arguments of `noloco-node`. An empty or missing file is a right clock.
+Run it as a script with the file, then the arguments of `noloco-node`. An empty or missing file means a correct clock.
 """
 
 import sys
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     right_time = time.time
 
     def wrong_time() -> float:
-        """Seconds since 1970, and some more."""
+        """Seconds since 1970, shifted."""
         try:
             return right_time() + float(ahead.read_text())
         except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""What an outer round makes of a replica under each rule, written from METHOD.md, "Outer rules".
+"""The effect of an outer round on a replica under each rule, written from METHOD.md, "Outer rules".
 
-Nothing of the package may be imported here.
+Nothing from the package may be imported here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class FrozenReplica:
-    """θ, φ and δ of a replica when it froze a round; without φ and δ where the rule has none."""
+    """θ, φ and δ of a replica when it froze a round; φ and δ only if the rule has them."""
 
     fast: Tensors
     slow: Tensors
     momentum: Tensors
 
     def offered(self, outer: Mapping[str, Any]) -> list[Tensors]:
-        """The parts of its vector."""
+        """The parts of the vector that it offers."""
         alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
         match outer["rule"]:
             case "noloco":
@@ -46,9 +46,9 @@ def decoded(
     outer: Mapping[str, Any],
     factors: Mapping[str, float],
 ) -> list[Tensors]:
-    """What the parts of `theirs` may come to at the replica `mine`, which `used` these; see `as_decoded`.
+    """What the parts of `theirs` may be decoded to at the replica `mine`, which `used` these values; see `as_decoded`.
 
-    By the `factors` the difference of each tensor to its own was multiplied after that.
+    Afterwards the difference of each tensor to the replica's own was multiplied by its factor in `factors`.
     """
     own, other, found = map(_joined, (mine.offered(outer), theirs.offered(outer), used))
     by_name = {
@@ -61,14 +61,14 @@ def decoded(
 
 
 def _joined(parts: Sequence[Tensors]) -> Tensors:
-    """One part after another, as in the vector that travels."""
+    """The parts one after another, as in the vector on the wire."""
     return {f"{at}/{name}": tensor for at, part in enumerate(parts) for name, tensor in part.items()}
 
 
 def merged(
     mine: FrozenReplica, theirs: tuple[FrozenReplica, list[Tensors]] | None, lag: int, outer: Mapping[str, Any]
 ) -> dict[str, Tensors]:
-    """(`slow`, `momentum`, `fast`) after a round with a partner and its vector as it was decoded; `fast` is θ_f′."""
+    """(`slow`, `momentum`, `fast`) after a round with a partner's vector as decoded; `fast` is θ_f′."""
     match outer["rule"]:
         case "noloco":
             return _noloco(mine, theirs, outer)
@@ -100,7 +100,7 @@ def merged_with_all(
 def _noloco(
     mine: FrozenReplica, theirs: tuple[FrozenReplica, list[Tensors]] | None, outer: Mapping[str, Any]
 ) -> dict[str, Tensors]:
-    """N1 and N2 with φ and Δ of both; what coding has changed of the partner's u comes on top."""
+    """N1 and N2 with φ and Δ of both; the error that the codec has made in the partner's u is added."""
     alpha, beta, gamma = outer["alpha"], outer["beta"], outer["gamma"]
     group = [mine] if theirs is None else [mine, theirs[0]]
     slow, momentum = Tensors(), Tensors()

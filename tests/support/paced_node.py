@@ -1,6 +1,6 @@
-"""`noloco-node` that rests after each inner step: for swarms that train only because somebody watches them.
+"""`noloco-node` that pauses after each inner step, for swarms that train only in order to be watched.
 
-Run it as a script with the arguments of `noloco-node`. At full speed a model as small as the tests' keeps a core busy.
+Run it as a script with the arguments of `noloco-node`. At full speed, even the tests' tiny models keep a core busy.
 """
 
 import time
@@ -13,7 +13,7 @@ REST_S = 0.2
 
 
 def pace() -> None:
-    """From now on the device of this process rests."""
+    """Make the device of this process pause after each inner step from now on."""
     inner_step = TorchStage.inner_step
 
     def slower(stage: TorchStage, label: StepLabel) -> StepResult:

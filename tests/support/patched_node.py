@@ -1,4 +1,4 @@
-"""`noloco-node` with a Llama that stays in float64, for the proof that compares real processes with the reference.
+"""`noloco-node` with a Llama that stays in float64, for the test that compares real processes with the reference.
 
 Run it as a script with the arguments of `noloco-node`. It changes the classes before the node builds its model.
 """

@@ -1,4 +1,5 @@
-"""Has ports 5001 and 5009 mapped by the home router, renews that, and gives it back; prints the places, or why not."""
+"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings, and prints the addresses, or why
+not."""
 
 import asyncio
 import sys

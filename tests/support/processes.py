@@ -1,7 +1,7 @@
 """Real `noloco-node` processes for tests: start them, wait for what they report, end them by their ids.
 
-Every process works in a directory below the test's own, and so does what it starts: whatever is still there at the end
-is found by that, reported, and ended.
+Every process works in a directory below the test's own, and so do its children: whatever is left at the end is found by
+its directory, reported, and ended.
 """
 
 import os
@@ -24,20 +24,20 @@ from noloco_p2p.launch.fork_server_process import ForkedProcess
 
 NODE = (sys.executable, "-m", "noloco_p2p.cli.node")
 PACED = (sys.executable, str(Path(__file__).with_name("paced_node.py")))
-"""A node that rests after each inner step: for whatever takes a while beside training."""
+"""A node that pauses after each inner step, for tests of things that take a while during training."""
 NOLOCO = (sys.executable, str(Path(__file__).with_name("warm_noloco.py")))
-"""`noloco` for `Nodes.start`; the nodes that it starts are forked too."""
+"""`noloco` for `Nodes.start`; the nodes that it starts are forked as well."""
 LONGEST_S = 120.0
-"""For whatever a test waits for. A quiet machine needs a tenth of it."""
+"""Time limit for whatever a test waits for. A quiet machine needs a tenth of it."""
 ENDING_S = 10.0
-"""What the libp2p daemon of a killed node needs to go."""
+"""Time that the libp2p daemon of a killed node needs to exit."""
 PAUSE_S = (0.02, 0.5)
-"""Between two looks at something that is waited for; at least ten times as long as a look takes."""
+"""Polling interval; at least ten times as long as one check takes."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONGEST_S) -> None:
-    """Fails the test when it does not hold in time."""
+    """Poll until it holds. Fails the test if it does not in time."""
     began_at = looked_at = time.monotonic()
     while not holds():
         if (waited_s := time.monotonic() - began_at) > seconds:
@@ -47,7 +47,7 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONGEST_S)
 
 
 def working_below(home: Path) -> list[int]:
-    """Processes whose working directory is `home` or below it, and which have not ended."""
+    """Running processes whose working directory is `home` or below it."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -62,11 +62,11 @@ def working_below(home: Path) -> list[int]:
 
 @dataclass(eq=False)
 class NodeProcess:
-    """A node that runs, or has run."""
+    """A node that is running, or has run."""
 
     process: "subprocess.Popen[bytes] | ForkedProcess"
     dir: Path
-    """Its own directory: identity, endpoints.json, summary.json."""
+    """The node's directory: identity, endpoints.json, summary.json."""
     out: Path
     err: Path
 
@@ -79,7 +79,7 @@ class NodeProcess:
         return self.err.read_text()
 
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
-        """Until it holds; fails the test when the process ends before."""
+        """Wait until it holds. Fails the test if the process ends before."""
 
         def alive_and() -> bool:
             if holds():
@@ -90,7 +90,7 @@ class NodeProcess:
         wait_until(alive_and, f"{what} of {self.dir}")
 
     def endpoints(self) -> node_probe.NodeEndpoints:
-        """Who it is and where it can be reached, waited for; not what a process before it wrote."""
+        """Wait for the file that says who it is and where it can be reached, from this process, not an earlier one."""
 
         def written() -> bool:
             found = node_probe.read_endpoints(self.dir)
@@ -102,24 +102,24 @@ class NodeProcess:
         return found
 
     def total(self, name: str, **labels: str) -> float:
-        """A sum over its metrics now (see `scrape.Reading.total`); 0.0 when it gives none."""
+        """A sum over its metrics now (see `scrape.Reading.total`); 0.0 if it serves none."""
         try:
             return node_probe.scrape(self.endpoints().metrics, 5.0).total(name, **labels)
         except Unreachable:
             return 0.0
 
     def wait_for_steps(self, count: int) -> None:
-        """Until it has taken so many inner steps."""
+        """Wait until it has taken `count` inner steps."""
         self.wait_for(lambda: self.total("inner_steps_total") >= count, f"inner step {count}")
 
     def summary(self) -> Mapping[str, Any]:
-        """What it wrote at its end."""
+        """The summary that it wrote at its end."""
         found = node_probe.read_json(self.dir / node_probe.SUMMARY)
         assert found is not None, f"no summary in {self.dir}"
         return found
 
     def end(self, seconds: float = LONGEST_S) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for it to end. Returns the exit code."""
         try:
             wait_until(lambda: self.process.poll() is not None, f"the end of {self.dir}", seconds)
         except AssertionError as error:
@@ -143,9 +143,9 @@ class Nodes:
         pipe_stdin: bool = False,
         fresh: bool = False,
     ) -> NodeProcess:
-        """Start one with `--dir <home>/<own_dir>`; without `own_dir` it takes a directory in `cwd` by itself.
+        """Start a node with `--dir <home>/<own_dir>`; without `own_dir` it picks a directory in `cwd` itself.
 
-        It is forked with its imports in memory (see warm_start), or `fresh`: a new interpreter, as a user has it.
+        It is forked with its imports in memory (see warm_start), or if `fresh` started in a new interpreter.
         """
         number = len(self.started)
         out, err = self.home / f"{number}.out", self.home / f"{number}.err"
@@ -157,7 +157,7 @@ class Nodes:
         return self.started[-1]
 
     def all_end_well(self) -> None:
-        """Wait until all have ended with exit code 0; fails the test at the first that does not."""
+        """Wait until all have ended with exit code 0. Fails the test at the first that does not."""
 
         def all_ended() -> bool:
             for node in self.started:
@@ -179,7 +179,7 @@ def _fresh(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: P
         stderr=output[1],
         env=os.environ | ENVIRONMENT,
         cwd=cwd,
-        # A stopped process in the tests' own group can make the system hang them all up.
+        # A stopped process in the tests' own process group can make the system send SIGHUP to all of them.
         process_group=0,
     )
 
@@ -193,7 +193,7 @@ def _warm(command: list[str], output: tuple[int, int], pipe_stdin: bool, cwd: Pa
 
 @contextmanager
 def node_processes(home: Path) -> Iterator[Nodes]:
-    """Start nodes below `home`; afterwards none of them and nothing that they started is there any more."""
+    """Start nodes below `home`. Afterwards neither they nor anything that they started is running any more."""
     nodes = Nodes(home)
     try:
         yield nodes

@@ -1,7 +1,7 @@
 """Debian's Prometheus for tests: promtool, and a server on loopback with the configuration that the project ships.
 
-Where the two programs are missing the test is skipped, or fails when NOLOCO_NEEDS_PROMETHEUS=1 says that they must be
-there.
+If the two programs are missing, the test is skipped, or fails if NOLOCO_NEEDS_PROMETHEUS=1 says that they must be
+installed.
 """
 
 import json
@@ -23,12 +23,12 @@ from processes import wait_until
 
 SHIPPED = Path(__file__).parents[2] / "docker" / "prometheus"
 DISCOVERY_URL = "http://swarm:9464/sd"
-"""In the shipped configuration."""
+"""As written in the shipped configuration."""
 PACKAGE = "Debian's package `prometheus`"
 
 
 def program(name: str) -> str:
-    """Where a program of Prometheus is."""
+    """The path of one of Prometheus' programs."""
     found = shutil.which(name)
     if found is not None:
         return found
@@ -37,7 +37,7 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: str, given: str | None = None, cwd: Path = SHIPPED) -> str:
-    """What promtool says, with `given` on its standard input; fails the test when it finds fault."""
+    """The output of promtool, with `given` on its standard input. Fails the test if promtool finds an error."""
     command = [program("promtool"), *arguments]
     done = subprocess.run(command, input=given, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout + done.stderr
@@ -47,7 +47,7 @@ def promtool(*arguments: str, given: str | None = None, cwd: Path = SHIPPED) -> 
 
 @dataclass(frozen=True)
 class Sample:
-    """One series of an answer, now."""
+    """One series of an instant query's answer."""
 
     labels: Mapping[str, str]
     value: float
@@ -55,12 +55,12 @@ class Sample:
 
 @dataclass
 class Prometheus:
-    """A server that runs."""
+    """A running server."""
 
     url: str
 
     def ask(self, path: str, **query: str) -> Any:
-        """`data` of an answer of its API; fails the test with what it says when it refuses."""
+        """`data` of an API response. Fails the test with the server's message if it refuses."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as reply:
@@ -69,12 +69,12 @@ class Prometheus:
             raise AssertionError(f"{query}: {error.read().decode()}") from None
 
     def query(self, expr: str) -> list[Sample]:
-        """The samples of an instant vector that are numbers."""
+        """The samples of an instant vector whose values are numbers."""
         found = [Sample(one["metric"], float(one["value"][1])) for one in self.ask("query", query=expr)["result"]]
         return [sample for sample in found if sample.value == sample.value]
 
     def targets(self, job: str) -> dict[str, bool]:
-        """Peer id → is it up, of the targets that it scrapes now."""
+        """Peer id → whether it is up, for the targets that the server scrapes now."""
         active = self.ask("targets", state="active")["activeTargets"]
         return {t["labels"]["node"]: t["health"] == "up" for t in active if t["labels"]["job"] == job}
 
@@ -84,17 +84,17 @@ class Prometheus:
 
 
 def answers(url: str) -> bool:
-    """Somebody says that all is well there."""
+    """Whether a server at this address answers with success."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True
-    except (OSError, ValueError):  # nobody is there, or not ready, or where it will be is not known yet
+    except (OSError, ValueError):  # no server, not ready, or its address is not known yet
         return False
 
 
 @contextmanager
 def running_prometheus(home: Path, discovery_url: str) -> Iterator[Prometheus]:
-    """A server with the shipped configuration and rules, every second instead of every five, until the `with` ends."""
+    """A server with the shipped configuration and rules, evaluated every second instead of every five."""
     text = (SHIPPED / "prometheus.yml").read_text()
     assert text.count(DISCOVERY_URL) == 1
     text = text.replace(DISCOVERY_URL, discovery_url)

@@ -1,11 +1,11 @@
 """NoLoCo in one process, written from METHOD.md: replays what the audit files of a run recorded, and compares.
 
-Proof that a distributed run computes the algorithm, so nothing of the package may be imported here. It wants a run in
-float64 that was `balanced` and `matched`, with all members present before the first step. Only initial weights, data,
-routes, pairs and the order of additions are taken from the files; every weight and moment is computed anew.
+This proves that a distributed run computes the algorithm, so nothing from the package may be imported here. It needs a
+run in float64 that was `balanced` and `matched`, with all members present before the first step. Only initial weights,
+data, routes, pairs and the order of additions are taken from the files; every weight and moment is recomputed.
 
-The policies promise that a microbatch is counted in the same inner step at every stage (it carries its origin's step),
-so replaying inner step by inner step is already an order in which each weight version is known before it is needed.
+The policies promise that a microbatch is counted in the same inner step at every stage (it carries its origin's step).
+So when the run is replayed inner step by inner step, each version of the weights is known before it is needed.
 """
 
 import math
@@ -37,13 +37,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from wire_reference import between_stages
 
 TOLERANCE = 1e-9
-"""Largest max|a−b| / max|b| of a tensor, and relative error of a loss. Float64 reaches 1e-13."""
+"""Upper limit on max|a−b| / max|b| of a tensor, and on the relative error of a loss. Float64 achieves 1e-13."""
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
 class Replica:
-    """A replica as the reference computes it; all dictionaries have the stage's global parameter names."""
+    """A replica as the reference computes it; the keys of all dictionaries are the stage's global parameter names."""
 
     stage: int
     slow: Tensors
@@ -51,31 +51,31 @@ class Replica:
     momentum: Tensors
     mean: Tensors
     square: Tensors
-    """Of what AdamW moves."""
+    """`mean` and `square` are of the parameters that AdamW moves."""
     updates: int = 0
     frozen: dict[int, FrozenReplica] = field(default_factory=dict)
-    """By round; every replica freezes every round, also where an earlier one is still open."""
+    """Round → what was frozen. Every replica freezes every round, even if an earlier one is still open."""
 
 
 @dataclass
 class Report:
-    """What a replay found. Nothing in it is above TOLERANCE, else there had been an AssertionError."""
+    """The result of a replay. No deviation in it is above TOLERANCE; that would have raised AssertionError."""
 
     deviations: dict[str, float] = field(default_factory=dict)
-    """Largest deviation by kind: slow, frozen, fast, momentum, slow_after, adam_mean, adam_square, loss, and what
-    came from partners: partner_vector."""
+    """Kind → largest deviation; kinds are slow, frozen, fast, momentum, slow_after, adam_mean, adam_square, loss, and
+    partner_vector for what was received from partners."""
     clip_norm: float = math.inf
     grad_norms: dict[int, list[float]] = field(default_factory=dict)
     """Stage → norm before clipping, for each inner step of each of its replicas."""
     tokens: set[int] = field(default_factory=set)
-    """The token counts that microbatches had."""
+    """All token counts that microbatches had."""
     pairs: dict[int, list[dict[str, str | None]]] = field(default_factory=dict)
     """Stage → peer → partner, round by round."""
     delays: set[int] = field(default_factory=set)
     """Inner steps that replicas took between freezing a round and merging it."""
 
     def compare(self, kind: str, what: str, recorded: torch.Tensor, computed: torch.Tensor) -> None:
-        """Raises AssertionError when the two differ in shape or dtype or by more than TOLERANCE."""
+        """Raises AssertionError if the two differ in shape or dtype, or by more than TOLERANCE."""
         same = recorded.shape == computed.shape and recorded.dtype == computed.dtype
         require(same, f"{what}: {recorded.dtype} {tuple(recorded.shape)}, expected {tuple(computed.shape)} in float64")
         difference, scale = (recorded - computed).abs().max().item(), computed.abs().max().item()
@@ -86,7 +86,7 @@ class Report:
 
 @contextmanager
 def float64_llama() -> Iterator[None]:
-    """Within it, Llama's RMSNorm and angles of positions stay in float64; the stock ones go through float32."""
+    """Keep Llama's RMSNorm and rotary angles in float64 inside the `with`; the stock versions go through float32."""
 
     def rmsnorm(self: Any, hidden_BTD: torch.Tensor) -> torch.Tensor:
         variance_BT1 = hidden_BTD.pow(2).mean(-1, keepdim=True)
@@ -107,10 +107,11 @@ def float64_llama() -> Iterator[None]:
 
 
 def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
-    """Recompute the run whose files lie in `audit` and compare all that it wrote.
+    """Recompute the run whose files are in `audit`, and compare everything that it wrote.
 
     `manifest` has the keys of the run manifest, `stages` maps each peer id to its stage. Raises AssertionError with the
-    replica, tensor and round where the run is not the algorithm; KeyError or OSError when files are not as documented.
+    replica, tensor and round where the run deviates from the algorithm, and KeyError or OSError if the files are not as
+    documented.
     """
     report = Report(clip_norm=manifest["inner"]["clip_norm"])
     settings = (manifest["routing"], manifest["outer"]["pairing"], manifest["compute_dtype"])
@@ -138,8 +139,9 @@ def replay(audit: Path, manifest: Manifest, stages: dict[str, int]) -> Report:
 
 
 def require_variety(report: Report) -> None:
-    """AssertionError unless the run could show the faults: at every stage the clip bound in some inner steps and not in
-    others, token counts differ, and where three replicas or more stand, the pairs change from round to round."""
+    """Raises AssertionError unless the run could reveal faults: at every stage, gradients were clipped in some inner
+    steps and not in others; token counts differ; and in stages of three or more replicas, pairs change between
+    rounds."""
     for stage, norms in sorted(report.grad_norms.items()):
         bound = f"the clip at {report.clip_norm} must bind in some inner steps of stage {stage} and not in others"
         least, largest = min(norms), max(norms)
@@ -151,7 +153,7 @@ def require_variety(report: Report) -> None:
 
 
 def whole_model(manifest: Manifest) -> Any:
-    """The unsplit model, for its structure only: `functional_call` gives it the weights. Dropout is off."""
+    """The unsplit model, for its structure only: `functional_call` supplies the weights. Dropout is off."""
     config = AutoConfig.for_model(manifest["model"]["family"], **manifest["model"]["config"])
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.float64).eval()
 
@@ -179,9 +181,9 @@ def initial_replicas(record: Record, model: Any, manifest: Manifest) -> dict[str
 def microbatch_gradients(
     record: Record, report: Report, model: Any, replicas: dict[str, Replica], routes: dict[str, Route], number: int
 ) -> dict[str, Tensors]:
-    """Microbatch id → gradients for all parameters, with each stage's weights from the replica on its route.
+    """Microbatch id → gradients for all parameters, with each stage's weights taken from the replica on its route.
 
-    Compares the recorded losses and token counts, and that stage 0 counted just what it read.
+    Also checks the recorded losses and token counts, and that stage 0 counted exactly what it read.
     """
     gradients: dict[str, Tensors] = {}
     servings = {(peer, s.microbatch): s for peer, lines in record.steps.items() for s in lines[number - 1].servings}
@@ -197,7 +199,7 @@ def microbatch_gradients(
             batch = {part: data[f"{part}/{name}"].long() for part in parts}
             loss = loss_sum(model, weights, batch)
             found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True, materialize_grads=True)
-            # What was clipped where it came back has been so for that stage and all before it.
+            # A gradient that was clipped on its return was clipped for that stage and all stages before it.
             clips = [servings[peer, name].clip for peer in routes[name]]
             factors = [math.prod(clips[at:]) for at, peer in enumerate(routes[name]) for _ in replicas[peer].fast]
             scaled = [factor * gradient for factor, gradient in zip(factors, found, strict=True)]
@@ -215,7 +217,7 @@ def microbatch_gradients(
 
 
 def loss_sum(model: Any, weights: Tensors, batch: Tensors) -> torch.Tensor:
-    """Nats summed over the targets that are not −100; `inputs`, `targets` and, where there is one, `mask` are B×T."""
+    """Nats summed over the targets that are not −100; `inputs`, `targets` and, if there is one, `mask` are B×T."""
     call = {"input_ids": batch["inputs"], "attention_mask": batch.get("mask"), "use_cache": False}
     logits_BTV = functional_call(model, weights, kwargs=call).logits
     targets_N = batch["targets"].flatten()
@@ -272,7 +274,7 @@ def inner_step(
 
 
 def by_muon(name: str, tensor: torch.Tensor, optimizer: str) -> bool:
-    """Llama and GPT-2 only: it is a matrix of a numbered layer."""
+    """Whether Muon moves it: whether it is a matrix of a numbered layer (Llama and GPT-2 only)."""
     return optimizer == "muon" and tensor.ndim == 2 and (".layers." in name or ".h." in name)
 
 
@@ -294,9 +296,10 @@ def outer_rounds(
     manifest: Manifest,
     report: Report,
 ) -> None:
-    """What happens after inner step `number`: rounds that were open are merged, then others frozen, and merged.
+    """Do what follows inner step `number`: merge rounds that were open, then freeze others, and merge those.
 
-    At the end of the run those that are open still, and last, are merged after what falls due there is frozen.
+    At the end of the run, rounds that are still open, and the last round, are merged after the rounds that fall due
+    there are frozen.
     """
     m, steps = manifest["outer"]["inner_steps"], manifest["steps"]
     waited = {peer for peer in replicas if number == steps and rounds and peer not in rounds[max(rounds)]}
@@ -320,7 +323,7 @@ def merge(
     manifest: Manifest,
     report: Report,
 ) -> None:
-    """The rule and N3 (METHOD.md, "Outer rules") for one replica, and the comparison with its round file."""
+    """Apply the rule and N3 (METHOD.md, "Outer rules") to one replica, and compare the result with its round file."""
     (number, one), replica, outer = which, replicas[peer], manifest["outer"]
     frozen, has_slow = replica.frozen[number], outer["rule"] not in LASTING
     recorded = load_file(record.audit / f"round-{number:06}-{peer}.safetensors")

@@ -1,4 +1,4 @@
-"""Made-up nodes that answer over HTTP on loopback, for the tests of what watches a swarm."""
+"""Made-up nodes that answer over HTTP on loopback, for the tests of programs that watch a swarm."""
 
 import threading
 import time
@@ -17,20 +17,20 @@ from noloco_p2p.observe.diagnosis.findings import Report
 
 @dataclass
 class Served:
-    """Nodes that answer on loopback."""
+    """The nodes, which answer on loopback."""
 
     urls: dict[str, str]
     servers: dict[str, ThreadingHTTPServer]
 
     def stop(self, name: str) -> None:
-        """This one is gone."""
+        """Make this node stop answering."""
         server = self.servers.pop(name)
         server.shutdown()
         server.server_close()
 
 
 def told_now(report: Report) -> bytes:
-    """The status page, by a clock that is right when it is asked."""
+    """The status page, by a clock that is right at the time of the request."""
     status = with_figures(report, unix_time_s=time.time()).status
     assert status is not None
     return status_json.encode(status)
@@ -38,7 +38,7 @@ def told_now(report: Report) -> bytes:
 
 @contextmanager
 def served_nodes(reports: dict[str, Report]) -> Iterator[Served]:
-    """Each node at a port of its own; all see all."""
+    """Serve each node on its own port; all nodes see each other."""
     pages: dict[int, Report] = {}
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Settings of simulated runs that are over after a few inner steps."""
+"""Settings of simulated runs that last a few inner steps."""
 
 from noloco_p2p.config import EvaluationSettings, LimitSettings, OuterSettings, RunManifest
 

@@ -1,4 +1,5 @@
-"""Two nodes of a simulated network, one of which serves what a test tells it; used by the tests of its transport."""
+"""Two nodes of a simulated network, one of which answers as a test tells it; for the tests of the simulated
+transport."""
 
 import asyncio
 from array import array
@@ -55,7 +56,7 @@ def gradient() -> Gradient:
 
 
 class Serving:
-    """A handler that does what it is told and remembers what happened when."""
+    """A handler that answers as it is told, and records what happened when."""
 
     def __init__(self, answer: Callable[[Body], Awaitable[Gradient]]) -> None:
         self.answer = answer
@@ -79,7 +80,7 @@ class Serving:
         return LossSum(sum((await body()).hidden.data.cast("d")), 2)
 
     async def fetch_snapshot(self, caller: str, request: SnapshotRequest) -> Snapshot:
-        """After the whole wait, with one parameter."""
+        """Answers after the whole wait, with one parameter."""
         await asyncio.sleep(request.wait_s)
         whose = "b" if request.stage == 1 else "c"
         return Snapshot(whose, request.round or 0, 3, (floats("vector", 1.0), floats("sample", 2.0)))
@@ -96,14 +97,14 @@ class Serving:
         self.log.append(("loan over", now()))
 
     def progress(self, caller: str, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
-        """In hand from its header to its end."""
+        """Reports progress from a microbatch's header until its end."""
         at_work = sum(what.startswith("header") for what, _ in self.log) > sum(
             what in ("done", "cancelled") for what, _ in self.log
         )
         return [Progress(7, 0.5) if at_work else None for _ in microbatches]
 
     def describe(self, caller: str) -> NodeDescription:
-        """Who it is."""
+        """The description of node `b`."""
         return NodeDescription("b", "run", 1, "training", 2.5, 1, "0")
 
 
@@ -156,7 +157,7 @@ async def fails(transport: SimTransport, error: type[PeerError], match: str, aft
 
 
 def lose_next_reply(network: Network, caller: PeerId, callee: PeerId) -> None:
-    """Lose the next answer to `caller` from `callee` after the work is done."""
+    """Lose the next answer from `callee` to `caller`, after the work is done."""
     before = network.reply_lost
 
     def lost(mine: PeerId, theirs: PeerId) -> bool:

@@ -1,4 +1,4 @@
-"""A geography in which one line is slow, in one direction."""
+"""A geography in which one link is slow in one direction."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Real torch stages in one process, chained by hand: what the tests of `compute` share."""
+"""Real torch stages in one process, chained by hand; shared by the tests of `compute`."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_manifest(family: str = "llama", stages: int = 2, *, dtype: str = "float64", **fields: Any) -> RunManifest:
-    """A run on small microbatches of 2 × 8 tokens; `noloco` and AdamW, unless `fields` say other ones."""
+    """A run with small microbatches of 2 × 8 tokens, and with `noloco` and AdamW unless `fields` say otherwise."""
     model = ModelSettings(family=family, config=SIZES[family])
     wire = {"forward": dtype, "backward": dtype}
     values = {"microbatch_size": 2, "sequence_length": 8, "wire": wire, "compute_dtype": dtype, **fields}
@@ -90,12 +90,12 @@ def make_batch(seed: int, *, ignored: int = 3, padded: int = 0) -> Batch:
 
 
 def microbatch(counter: int, peer: str = "origin") -> MicrobatchId:
-    """An id."""
+    """A microbatch id."""
     return MicrobatchId(peer, 7, counter)
 
 
 def as_gradient(contribution: Contribution, identity: MicrobatchId) -> Gradient:
-    """The reply that a stage sends for what its backward gave."""
+    """The reply that a stage sends for the result of its backward pass."""
     assert contribution.grad is not None
     return Gradient(
         identity, contribution.grad, contribution.loss_sum, contribution.tokens, ("next",), contribution.finite
@@ -103,7 +103,7 @@ def as_gradient(contribution: Contribution, identity: MicrobatchId) -> Gradient:
 
 
 def run_microbatch(stages: list[TorchStage], batch: Batch, identity: MicrobatchId) -> list[Contribution]:
-    """One microbatch down all stages and back up: what each stage's backward gave, from the first stage to the last."""
+    """Take one microbatch through all stages and back. Returns each stage's contribution, from first to last."""
     graphs, flow = [], batch.inputs
     for stage in stages[:-1]:
         graph, flow = stage.forward(flow, batch.mask)
@@ -115,7 +115,7 @@ def run_microbatch(stages: list[TorchStage], batch: Batch, identity: MicrobatchI
 
 
 def gradients(stages: list[TorchStage]) -> dict[str, Tensor]:
-    """What the stages have accumulated, by global name."""
+    """The gradients that the stages have accumulated, by global name."""
     return {
         name: parameter.grad.clone()
         for stage in stages
@@ -135,12 +135,12 @@ def make_label(inner_step: int = 1, learning_rate: float = 1e-2) -> StepLabel:
 
 
 def vector_of(stage: TorchStage, frozen: FrozenRound) -> PartnerVector:
-    """What a frozen round of a stage comes to at its partner."""
+    """A stage's frozen round as its partner decodes it."""
     request = SnapshotRequest(stage.state.index, lattice=frozen.lattice)
     return stage.decode(frozen, request, stage.encode(frozen, request, "partner"))
 
 
 def weights_of(stage: TorchStage, round: int = 0, step: int = 0) -> Snapshot:
-    """What guardians get of the stage as it is now."""
+    """What guardians get from the stage as it is now."""
     dtype = stage.state.weights[stage.state.index].dtype
     return stage.encode(stage.snapshot(round, step), SnapshotRequest(stage.state.index, weights=dtype), "guardian")

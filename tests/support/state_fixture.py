@@ -1,4 +1,4 @@
-"""A replica's state to transfer, a donor that lends it, and two transports with a link between them that can fail."""
+"""A replica's state to transfer, a donor that lends it, and two transports connected by a link that can fail."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,12 +24,12 @@ NUMBER = (1 << 64) - 5
 SPENT = tuple(MicrobatchId("origin", 2**63 + at, at) for at in range(3))
 STATE = ReplicaState("B", 1, 7, 70.25, 66, 65, TENSORS, NUMBER, SPENT)
 LONG = replace(STATE, tensors=(tensor("slow/all", "uint8", (16 * MIB,)), *TENSORS))
-"""It begins with a tensor of many chunks, so that a cut falls into it."""
+"""Begins with a tensor of many chunks, so that a cut falls within it."""
 LONG_SPECS = tuple(t.spec for t in LONG.tensors)
 
 
 class Donor:
-    """Lends its one copy, and remembers who asked for which; `again` is lent to who goes on."""
+    """Lends its one copy, and records which caller asked for which copy; `again` is lent to callers that resume."""
 
     def __init__(self, state: ReplicaState = STATE, again: ReplicaState | None = STATE) -> None:
         self.state = state

@@ -1,4 +1,4 @@
-"""Tokenizers of a few words, in files as `AutoTokenizer` reads them."""
+"""Writes tokenizers of a few words, in the files that `AutoTokenizer` reads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small experiment whose cases leave a mark when they are measured, for the tests of the runner."""
+"""A small experiment whose cases leave a trace when they are measured, for the tests of the runner."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, ReportTex
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")
-"""Below the working directory: one line for each measurement."""
+"""A file in the working directory with one line per measurement."""
 
 
 def cases(quick: bool) -> list[Case]:

@@ -1,4 +1,4 @@
-"""What TensorBoard finds in a directory."""
+"""Reads a directory as TensorBoard does."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def read_back(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """By tag its points (step, value), in the order in which they were written."""
+    """Tag → points (step, value), in the order in which they were written."""
     found = EventAccumulator(str(directory), purge_orphaned_data=False)
     found.Reload()
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

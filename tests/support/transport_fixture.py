@@ -1,4 +1,4 @@
-"""Two transports on loopback, and a handler that does what a test tells it; used by the transport tests."""
+"""Two transports on loopback, and a handler that answers as a test tells it; for the transport tests."""
 
 import asyncio
 import gc
@@ -57,12 +57,12 @@ T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """In a fresh loop, with a bound on the whole."""
+    """Run a coroutine in a fresh event loop, with a time limit."""
     asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def soon(awaited: Awaitable[T]) -> T:
-    """What it gives within SOON_S, or within as much longer as this machine is slow."""
+    """The result, which must come within SOON_S, scaled by how slow this machine is."""
     task = asyncio.ensure_future(awaited)
     await asyncio.wait([task], timeout=SOON_S)
     if not task.done():
@@ -71,11 +71,11 @@ async def soon(awaited: Awaitable[T]) -> T:
 
 
 Buffers = list["weakref.ref[Any]"]
-"""Weak references to every buffer that was allocated for received tensors."""
+"""Weak references to all buffers allocated for received tensors."""
 
 
 def watched_buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
-    """From now on, every buffer allocated for received tensors is noted here."""
+    """A list to which every buffer allocated for received tensors is added from now on."""
     made: Buffers = []
 
     def allocate(length: int) -> memoryview:
@@ -88,14 +88,14 @@ def watched_buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
 
 
 def alive(made: Buffers) -> int:
-    """How many of them still hold memory."""
+    """How many of these buffers still hold memory."""
     gc.collect()
     return sum(ref() is not None for ref in made)
 
 
 @dataclass
 class Events:
-    """Telemetry that remembers."""
+    """Telemetry that records its events."""
 
     seen: list[tuple[str, dict[str, object]]] = field(default_factory=list)
 
@@ -107,13 +107,13 @@ class Events:
 
 
 async def all_have_ended(server: GrpcTransport) -> None:
-    """A call ends after its caller has the reply."""
+    """Wait until all calls have ended, which is after their callers have the reply."""
     while not server._servicer.callers.holds_nothing:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged, without what gRPC still had for the loop of a test before."""
+    """What was logged, without what gRPC still logs for the event loop of an earlier test."""
     closed = "Event loop is closed"
     return [one.getMessage() for one in caplog.records if not one.exc_info or str(one.exc_info[1]) != closed]
 
@@ -150,7 +150,7 @@ def gradient_of(header: Header, hidden: TensorSpec, seed: int = 99) -> Gradient:
 
 @dataclass
 class Node:
-    """A handler. Each call appends to `calls`, and how it ended to `ends`."""
+    """A handler that appends each call to `calls`, and how it ended to `ends`."""
 
     serve: Callable[[Header, Body], Awaitable[Gradient]]
     snapshot: Callable[[SnapshotRequest], Awaitable[Snapshot]] | None = None
@@ -197,7 +197,7 @@ class Node:
 
 
 async def echo(header: Header, body: Body) -> Gradient:
-    """The gradient is the hidden state itself."""
+    """Answers with the hidden states as the gradient."""
     hidden = (await body()).hidden
     return Gradient(header.microbatch, HostTensor("grad", hidden.dtype, hidden.shape, hidden.data), 2.25, 7, ("B",))
 
@@ -211,7 +211,7 @@ NAMES: dict[PeerId, str] = {}
 
 
 def identity(name: str) -> Identity:
-    """The key of a peer that tests call by this name; always the same."""
+    """The key of the peer that tests call by this name; always the same."""
     key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest())
     found = Identity(Path(name), key, -1)
     NAMES[found.peer_id] = name
@@ -219,7 +219,7 @@ def identity(name: str) -> Identity:
 
 
 class NamedLinks(Links):
-    """Of peers with short names in place of ids. Microbatches have no labels."""
+    """Links between peers with short names in place of ids. Microbatches have no labels."""
 
     def __init__(self, name: str, run_id: str = RUN) -> None:
         mine = identity(name)
@@ -241,7 +241,7 @@ class NamedLinks(Links):
 
 
 def bare(peer: Advert, name: str = "raw", options: Options = ()) -> Any:
-    """A channel of this name to the peer, for bare calls."""
+    """A channel to the peer under this name, for raw calls."""
     return NamedLinks(name).channel(peer.addresses[0], peer.peer_id, options)
 
 
@@ -260,7 +260,9 @@ def advert(*addresses: str, peer_id: PeerId = "B") -> Advert:
 async def pair(
     node: Node, mine: Events | None = None, theirs: Events | None = None, *, limits: LimitSettings | None = None
 ) -> AsyncIterator["Pair"]:
-    """Transport A, and B which serves `node` and is known to be near, each with these limits; both end here."""
+    """Transport A, and transport B, which serves `node` and is known to be near; both with these limits, and both
+    closed
+    at the end."""
     a, b = transport("A", mine, limits=limits), transport("B", theirs, limits=limits)
     a.line.answered("B", 0.0)
     await b.serve(node)
@@ -273,7 +275,7 @@ async def pair(
 
 @dataclass
 class Pair:
-    """What `pair` gives."""
+    """The two transports of `pair`."""
 
     a: GrpcTransport
     b: GrpcTransport
@@ -281,7 +283,7 @@ class Pair:
 
 
 def is_far(both: Pair) -> None:
-    """What A knows of B: a fast line, and a long way. So it takes as many connections as there may be."""
+    """Make A believe that B is far away over a fast line, so that it uses as many connections as allowed."""
     line, now, much = both.a.line, asyncio.get_running_loop().time(), 1 << 30
     for rate in (line.up, line.down):
         rate.ended(rate.began(now - 1.0), 50e6, now)

@@ -1,4 +1,4 @@
-"""Requests that no simulation should get; in a module of their own, because worker processes import it."""
+"""Requests that a simulation should never get. They have their own module because worker processes import it."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from noloco_p2p.sim.scenario import Scenario
 
 @dataclass(frozen=True)
 class Unsteady:
-    """Its seed hangs on how this process hashes text; it also looks that workers do not load torch."""
+    """A request whose seed depends on how its process hashes text. It also checks that workers do not load torch."""
 
     scenario: Scenario
     replay: str = "again"
@@ -23,11 +23,11 @@ class Unsteady:
 
 @dataclass(frozen=True)
 class Deadly:
-    """It ends the process that looks for its seed."""
+    """A request that ends the process that reads its seed."""
 
     scenario: Scenario
 
     @property
     def seed(self) -> int:
-        """Never comes back."""
+        """Never returns."""
         os._exit(9)

@@ -1,4 +1,4 @@
-"""`noloco` whose nodes are forked with their imports in memory, as it is itself (see warm_start).
+"""`noloco`, whose nodes are forked with their imports in memory, as it is itself (see warm_start).
 
 Run it as a script, in a forked process, with the arguments of `noloco`.
 """

@@ -1,4 +1,4 @@
-"""The fork server of `warm_start`, which has also imported what most processes of the tests import later."""
+"""The fork server of `warm_start`, which also imports what most of the tests' processes import later."""
 
 import importlib
 

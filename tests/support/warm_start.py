@@ -1,7 +1,7 @@
-"""Processes that begin with what a node imports already in memory: one fork server for all tests of a process.
+"""Starts processes with a node's imports already in memory, from one fork server for all tests of a test process.
 
-Importing is most of what starting a node costs. A launcher of nodes that was forked itself has a server that is a fork
-of it (`ForkOfThisProcess`).
+Importing is most of the cost of starting a node. A launcher that was itself forked uses a fork of itself as its server
+(`ForkOfThisProcess`).
 """
 
 import functools
@@ -20,7 +20,7 @@ from noloco_p2p.launch.fork_server_process import ForkServerProcess
 
 @functools.cache
 def server() -> ForkServerProcess:
-    """Started at the first use in a test process, and ends with it."""
+    """The server, started on first use in a test process; it ends with that process."""
     made = ForkServerProcess()
     with patch.object(fork_server_process, "PROGRAM", (str(Path(__file__).with_name("warm_server.py")),)):
         made.start({**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
@@ -30,7 +30,7 @@ def server() -> ForkServerProcess:
 
 
 class SharedServer(ForkServerProcess):
-    """That server in place of a launcher's own, which would take seconds to start."""
+    """The shared server in place of a launcher's own, which would take seconds to start."""
 
     ready = True
 
@@ -39,15 +39,15 @@ class SharedServer(ForkServerProcess):
         self._control = server()._control
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """It is there."""
+        """Do nothing: the server is already running."""
         self.environment = environment
 
     def close(self) -> None:
-        """It stays."""
+        """Do nothing: the server stays."""
 
 
 class ForkOfThisProcess(ForkServerProcess):
-    """A server that is forked from a process that was forked itself and has done nothing yet: there when it is made."""
+    """A server forked from a process that was itself forked and has done nothing yet: ready as soon as it is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ class ForkOfThisProcess(ForkServerProcess):
 
     @property
     def ready(self) -> bool:
-        """It was, at once."""
+        """It is ready at once."""
         return True
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """It is there."""
+        """Do nothing: the server is already running."""
         assert self._control.recv(1)
         self.environment = environment
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         self._control.close()
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)

@@ -1,4 +1,4 @@
-"""METHOD.md, "Codecs", written apart from the package, for the reference and for the tests of the codecs."""
+"""METHOD.md, "Codecs", implemented independently of the package, for the reference and the tests of the codecs."""
 
 import re
 from typing import Any
@@ -8,9 +8,9 @@ import torch
 
 
 def between_stages(model: Any, parameters: list[tuple[int, str]], wire: dict[str, str]) -> None:
-    """What the last layer of every stage but the last hands on becomes what the codecs of the wire leave of it.
+    """Replace the output of every stage but the last by what the wire codecs leave of it.
 
-    `parameters`: (stage, name) of every one. Other stages' layers follow one another, in the order of the stages.
+    `parameters`: (stage, name) of each. The layers of the stages follow one another, in the order of the stages.
     """
     layer = re.compile(r"\.(layers|h)\.(\d+)\.")
     found = [(stage, match) for stage, name in parameters if (match := layer.search(name))]
@@ -27,7 +27,7 @@ def between_stages(model: Any, parameters: list[tuple[int, str]], wire: dict[str
 
 
 class ThroughWire(torch.autograd.Function):
-    """Hidden states as the next stage sees them; their gradient as the stage before does."""
+    """Hidden states as the next stage receives them, and their gradient as the previous stage does."""
 
     @staticmethod
     def forward(ctx: Any, hidden_BTD: torch.Tensor, forward: str, backward: str) -> torch.Tensor:
@@ -40,7 +40,7 @@ class ThroughWire(torch.autograd.Function):
 
 
 def after_wire(values: torch.Tensor, codec: str, *, centred: bool) -> torch.Tensor:
-    """METHOD.md, "Codecs", block by block in numpy: what is left of float64 values that travel."""
+    """METHOD.md, "Codecs", block by block in numpy: what the wire leaves of float64 values."""
     if codec == "float64":
         return values.view_as(values)
     half, block = {"int8": (128, 64), "int4": (8, 32)}[codec]
@@ -57,7 +57,7 @@ def after_wire(values: torch.Tensor, codec: str, *, centred: bool) -> torch.Tens
 
 
 def as_bfloat16(values: "np.ndarray[Any, np.dtype[np.float64]]") -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """The nearest numbers of 8 significant bits, half to even: by the upper 16 bits of a float32."""
+    """The nearest numbers with 8 significant bits, ties to even, from the upper 16 bits of a float32."""
     bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32).astype(np.float64)
