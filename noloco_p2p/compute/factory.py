@@ -1,9 +1,9 @@
-"""Builds a stage from the settings: checks its model, then its size, and then allocates memory.
+"""Builds a stage from the settings: checks its model, then its size, and only then allocates memory.
 
-The self-test at start-up checks that the split of an architecture computes what the whole model computes. A tiny random
-model of the same architecture is cut at every layer boundary; the chained parts must give the initial weights, logits
-and gradients of the whole. A family that scales its embeddings inside the decoder (granite) fails here, with a message,
-instead of training a wrong model.
+The self-test at start-up checks that the split of an architecture computes what the unsplit model computes. A tiny
+random model of the same architecture is split at every layer boundary; the chained parts must have the initial weights,
+logits and gradients of the unsplit one. A family that scales its embeddings inside the decoder (granite) fails here,
+with a message, instead of training a wrong model.
 """
 
 from collections.abc import Iterator
@@ -30,15 +30,15 @@ DEVICE_COPIES = 5
 HOST_COPIES = 10
 """Multiples of the weights on the host: φ, δ, u and θ_f of two rounds, a partner's u, captured θ and Adam moments."""
 TOLERANCE = 1e-5
-"""Largest difference over largest value. A correct split agrees bit for bit, up to the order of summation."""
+"""Maximum of the largest difference over the largest value. A correct split differs only by the order of summation."""
 SAMPLES, TOKENS = 2, 6
 MOST_PARAMETERS = 1 << 27
-"""Most parameters of the small model: it keeps the head size, through which a stranger's manifest could fill memory."""
+"""Maximum size of the small model: it keeps the head size, by which a stranger's manifest could fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSize:
-    """What one stage holds, and the minimum for one microbatch; all other activations in flight are additional."""
+    """What one stage holds, plus the minimum for one microbatch; all further activations in flight are additional."""
 
     index: int
     layers: int
@@ -59,8 +59,9 @@ def make_torch_stage(
 ) -> TorchStage:
     """The synchronous stage `index` with its initial weights.
 
-    Raises ConfigError: no such stage, model or split; LocalError: no such device, no memory, no audit directory.
-    `self_test` False skips the trial of the model and of its split, for a second stage of the same process.
+    Raises ConfigError for a stage, model or split that does not work; LocalError for a missing device, too little
+    memory, or an audit directory that cannot be created. `self_test` False skips the trial of the model and of its
+    split, for a second stage in the same process.
     """
     if not 0 <= index < manifest.stages:
         raise ConfigError(f"stage is {index}, but the run has stages 0 to {manifest.stages - 1}")
@@ -81,9 +82,9 @@ def make_torch_stage(
 
 
 def _check_computes(stage: TorchStage, family: str) -> None:
-    """Compute something in its real sizes, which the small model of `check_architecture` does not have.
+    """Compute something at full size, which the small model of `check_architecture` does not have.
 
-    Raises ConfigError.
+    Raises ConfigError if that fails.
     """
     try:
         reason = None if stage.is_sound() else "its output is not finite"
@@ -94,9 +95,9 @@ def _check_computes(stage: TorchStage, family: str) -> None:
 
 
 def check_model(manifest: RunManifest) -> Any:
-    """The configuration of a model that exists, fits its stages and splits exactly.
+    """The configuration of the manifest's model, after a check that it exists, fits its stages and splits exactly.
 
-    Raises ConfigError. Takes as long as importing the family's code, plus a fraction of a second.
+    Raises ConfigError otherwise. Takes as long as importing the family's code, plus a fraction of a second.
     """
     config = model_family.checked_config(manifest)
     check_architecture(config, manifest.stages, DTYPES[manifest.compute_dtype])
@@ -107,7 +108,7 @@ def _make_audit(directory: Path, peer_id: PeerId, weights: bool) -> Audit:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LocalError(f"audit.dir: cannot make {directory}: {error.strerror}") from error
+        raise LocalError(f"audit.dir: cannot create {directory}: {error.strerror}") from error
     return Audit(directory, peer_id, weights=weights)
 
 
@@ -130,12 +131,12 @@ def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
 
 
 def check_fits(manifest: RunManifest, index: int, device: torch.device) -> StageSize:
-    """The size of a stage that fits the free memory. Raises LocalError: it does not fit; ConfigError."""
+    """The size of a stage. Raises LocalError if it does not fit the free memory, ConfigError for an invalid model."""
     size = stage_sizes(manifest)[index]
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
     _compare(index, on_host, free_host_bytes(), "free memory")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what an earlier stage of this process has left
+        torch.cuda.empty_cache()  # left by an earlier stage of this process
         _compare(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
     return size
 
@@ -150,13 +151,13 @@ def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -
 
 
 def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
-    """Check that the split of this architecture is exact, unless there is one stage. Raises ConfigError: it is not."""
+    """Raises ConfigError unless the split of this architecture is exact, or there is only one stage."""
     if stages == 1:
         return
     try:
         small = model_family.small_config(config)
         count = sum(parameter.numel() for parameter in meta_stage_module(small, 0, 1, dtype=dtype).parameters.values())
-        too_large = f"its heads are too wide to be tried: a small model has {count:,} parameters"
+        too_large = f"its heads are too wide for a trial: even a small model has {count:,} parameters"
         reason = too_large if count > MOST_PARAMETERS else next(_differences(small, dtype), None)
     except model_family.FOREIGN_ERRORS as error:
         reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
@@ -168,7 +169,7 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """How a split with one layer per stage differs from the whole. Of several differences the first one matters."""
+    """How a split with one layer per stage differs from the unsplit model. Only the first difference is reported."""
     layers = config.num_hidden_layers
     whole = make_stage_module(config, 0, 1, seed=0, dtype=dtype)
     parts = [make_stage_module(config, index, layers, seed=0, dtype=dtype) for index in range(layers)]
@@ -190,16 +191,16 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
         for part in parts:
             flow = part(flow, mask)
         if flow.shape != logits_BTV.shape or not _near(flow, logits_BTV):
-            yield "its logits differ from those of the whole model"
+            yield "its logits differ from those of the unsplit model"
         weights = torch.linspace(-1, 1, logits_BTV.numel(), dtype=logits_BTV.dtype).reshape(logits_BTV.shape)
         found = {name: grad for part in parts for name, grad in _gradients(flow, weights, part).items()}
         for name, grad in _gradients(logits_BTV, weights, whole).items():
             if not _near(found[name], grad):
-                yield f"the gradient of {name} differs from that of the whole model"
+                yield f"the gradient of {name} differs from that of the unsplit model"
 
 
 def _gradients(logits_BTV: Tensor, weights: Tensor, part: StageModule) -> dict[str, Tensor]:
-    """Gradient of Σ weights·logits² for each parameter; zeros for those that it does not reach."""
+    """Gradient of Σ weights·logits² for each parameter; zeros for parameters that it does not reach."""
     scalar = (weights * logits_BTV.square()).sum()
     grads = torch.autograd.grad(scalar, list(part.parameters.values()), retain_graph=True, materialize_grads=True)
     return dict(zip(part.parameters, grads, strict=True))

@@ -1,8 +1,8 @@
-"""Graphs between forward and backward pass: kept, or rebuilt from their input; and for how many there is memory.
+"""Autograd graphs between forward and backward pass, kept or rebuilt from their input, and how many fit in memory.
 
 The size of a graph is measured on the first one, not computed from shapes, because the tensors that autograd keeps
-depend on the family, its attention kernel and autocast. The storages that it saves are counted, in the same way on
-every device: a CPU has no allocator to ask, and CUDA's also counts what a pass frees again.
+depend on the family, its attention kernel and autocast. It is the size of the storages that autograd saves, on every
+device: a CPU has no allocator to ask, and CUDA's also counts what a pass frees again.
 
 Shape legend: B microbatch, T sequence, D hidden size.
 """
@@ -23,8 +23,8 @@ from noloco_p2p.core.messages import HostTensor
 LOOK_S = 1.0
 """Interval between two checks of the free memory."""
 SHARE = 0.5
-"""Share of the free memory for further microbatches. Other nodes of this machine see the same memory, and each check
-goes half of the way: together they come near the total and not beyond it."""
+"""Share of the free memory for further microbatches. Other nodes of this machine see the same free memory. Since each
+check goes half of the way, together they approach the total but do not exceed it."""
 STEP_COPIES = 3
 """Multiples of the weights: the current microbatch's gradients and, before the first inner step, Adam's moments."""
 ROUND_COPIES = 6
@@ -43,7 +43,7 @@ class KeptGraph:
 
 @dataclass(frozen=True, slots=True)
 class KeptInput:
-    """The input from which a graph is rebuilt. On the host, where the caller holds it anyway."""
+    """The input from which a graph is rebuilt, on the host, where the caller holds it anyway."""
 
     inputs: HostTensor
     mask: HostTensor | None
@@ -54,16 +54,16 @@ Pass = Callable[[HostTensor, HostTensor | None], KeptGraph]
 
 
 class SavedTensors:
-    """Counts the memory of the tensors that autograd saves, each storage once and without parameters."""
+    """Counts the memory of the tensors that autograd saves: each storage once, and no parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.nbytes = 0
-        # Everything saved lives until counting ends, so addresses are not reused.
+        # Everything that is saved lives until counting ends, so no address is reused.
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Count a tensor. Returns what autograd shall keep: not the tensor itself, or output and graph would hold each
-        other.
+        """Count a tensor. Returns what autograd should keep: not the tensor itself, or output and graph would keep each
+        other alive.
 
         https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
         """
@@ -75,18 +75,18 @@ class SavedTensors:
 
 
 class GraphMemory:
-    """The number of microbatches for which a stage has memory. `body_bytes`: bytes of one in messages, on the host.
+    """The number of microbatches for which a stage has memory. `body_bytes`: size of one's messages on the host.
 
-    `keeps`: graphs are kept from forward to backward pass; otherwise there is one at a time.
+    `keeps`: graphs are kept from forward to backward pass; otherwise there is only one at a time.
     """
 
     def __init__(
         self, device: torch.device, parameters: Sequence[nn.Parameter], body_bytes: int, *, keeps: bool
     ) -> None:
         self.graph_bytes: int | None = None
-        """Bytes of one graph without the parameters; None before the first."""
+        """Size of one graph without the parameters; None before the first."""
         self.places: int | None = 1 if keeps or body_bytes else None
-        """As many as there is memory for, at least 1; 1 before the first graph. None: they hold nothing."""
+        """As many as there is memory for, at least 1; 1 before the first graph. None: microbatches hold no memory."""
         self._device = device
         self._parameters = parameters
         self._body_bytes = body_bytes
@@ -95,7 +95,7 @@ class GraphMemory:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Use around a pass that makes a graph: what the first one saves is counted."""
+        """Use around a pass that makes a graph: the size of the first graph is measured."""
         if self.graph_bytes is not None:
             yield
             return
@@ -118,24 +118,24 @@ class GraphMemory:
         else:
             rounds = ROUND_COPIES * pinned_bytes(weights_bytes)
             needs = [(kept, free_bytes(self._device), passing), (self._body_bytes, host, rounds)]
-        # If the system does not report free memory: one after the other.
+        # If the system does not report its free memory, there is room for one at a time.
         rooms = [0 if free is None else int(SHARE * (free - spare)) // each for each, free, spare in needs if each]
         self.places = max(1, open + min(rooms))
 
 
 class GraphStore:
-    """The open graphs by handle. `run` is always the pass through the stage. Used on the device's thread."""
+    """The open graphs by handle. `run` is always the pass through the stage. For use on the device's thread only."""
 
     def __init__(self, memory: GraphMemory, *, recompute: bool) -> None:
         self._memory = memory
         self._recompute = recompute
         self._open: dict[int, tuple[int, KeptGraph | KeptInput]] = {}
-        """With the version of the weights of the forward pass."""
+        """Each with the version of the weights at its forward pass."""
         self._handles = itertools.count(1)
         self._weights = 0
 
     def forward(self, run: Pass, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, Tensor]:
-        """A handle, and the hidden states."""
+        """Run the forward pass. Returns a handle to its graph, and the hidden states."""
         graph = next(self._handles)
         if self._recompute:
             with torch.no_grad():
@@ -149,7 +149,7 @@ class GraphStore:
         return graph, hidden_BTD
 
     def take(self, run: Pass, graph: int) -> KeptGraph:
-        """Remove a graph for its backward pass."""
+        """Remove a graph, rebuilt if it was not kept, for its backward pass."""
         weights, kept = self._open.pop(graph)
         # Autograd would not notice: AdamW's kernels do not change the versions of saved tensors.
         assert weights == self._weights, "the weights changed between forward and backward"
@@ -165,9 +165,9 @@ class GraphStore:
         self._open.pop(graph, None)
 
     def clear(self) -> None:
-        """Free all of them."""
+        """Free all graphs."""
         self._open.clear()
 
     def weights_change(self) -> None:
-        """Earlier graphs must not be used from now on."""
+        """The weights are about to change: graphs made before must not be used any more."""
         self._weights += 1

@@ -20,14 +20,17 @@ class DeviceInfo:
     """Free bytes of its own memory; 0 for a CPU, like `total_bytes`."""
     total_bytes: int
     threads: int
-    """Number of CPU threads chosen by torch."""
+    """Number of CPU threads that torch uses."""
     torch_version: str
     cuda_version: str
     """CUDA version for which torch was built; empty for a CPU build."""
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a setting; `auto` is CUDA if available. Raises ConfigError (no device), LocalError (not here)."""
+    """The device that a setting names; `auto` is CUDA if available.
+
+    Raises ConfigError if the name is invalid, LocalError if this machine does not have the device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -35,23 +38,23 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: '{name}' is none of cpu, cuda, cuda:1, …, auto")
+        raise ConfigError(f"device: '{name}' is not one of cpu, cuda, cuda:1, …, auto")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise LocalError(f"device: {name} is not here (torch sees {count} CUDA devices); set device to cpu or auto")
+            raise LocalError(f"device: {name} not found (torch sees {count} CUDA devices); set device to cpu or auto")
         return torch.device("cuda", device.index or 0)
     return device
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the CPU threads of the calling thread's torch operations; None leaves torch's choice."""
+    """Set the number of CPU threads for the calling thread's torch operations; None leaves the choice to torch."""
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def device_info(device: str) -> DeviceInfo:
-    """The device of a setting. Raises LocalError: this machine does not have it."""
+    """The device that a setting names. Raises like `pick_device`."""
     chosen = pick_device(device)
     name, free, total = "", 0, 0
     if chosen.type == "cuda":
@@ -62,10 +65,9 @@ def device_info(device: str) -> DeviceInfo:
 
 
 def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
-    """A function that measures (bytes used by all processes, bytes in total), from any thread. None: the device is the
-    CPU.
+    """A function, callable from any thread, that returns the device's (bytes used by all processes, total bytes).
 
-    Raises LocalError: this machine does not have the device.
+    None for the CPU. Raises like `pick_device`.
     """
     chosen = pick_device(device)
     if chosen.type != "cuda":
@@ -79,11 +81,11 @@ def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """CUDA memory that this process can get: what is free on the device, and what its own allocator keeps unused."""
+    """CUDA memory that this process can get: what is free on the device, plus what its own allocator keeps unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """What torch takes for so many bytes of pinned memory: the next power of two."""
+    """What torch allocates for `nbytes` of pinned memory: the next power of two."""
     return 1 << (nbytes - 1).bit_length()

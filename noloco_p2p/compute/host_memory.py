@@ -1,4 +1,4 @@
-"""The host's free memory, and what a run takes of it. Without torch, because a launcher checks it before it starts."""
+"""The host's free memory, and how much a run needs. Does not import torch: a launcher checks this before it starts."""
 
 from pathlib import Path
 
@@ -8,9 +8,10 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import size_text
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-"""On Linux; the latter is cgroup version 2, of the container of this process."""
+"""On Linux; the latter is the control group (version 2) of this process's container."""
 SURE_COPIES = 4
-"""Multiples of the weights on the host, on any device: at least frozen rounds, a partner's vector, and a checkpoint."""
+"""Multiples of the weights that are on the host at the least, whatever the device: frozen rounds, a partner's vector,
+and a checkpoint."""
 
 
 def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:
@@ -21,18 +22,18 @@ def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None)
 
 
 def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
-    """Check that all nodes of a run with this many parameters fit this machine. Raises LocalError: they cannot fit."""
+    """Raises LocalError if all nodes of a run with this many parameters together cannot fit this machine."""
     free = free_host_bytes()
     needed = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
     if free is not None and needed > free:
         raise LocalError(
-            f"{manifest.stages * manifest.start_replicas} nodes need {size_text(needed)} at least for weights and "
-            f"snapshots, this machine has {size_text(free)} of memory free: use fewer replicas or a smaller model"
+            f"{manifest.stages * manifest.start_replicas} nodes need at least {size_text(needed)} for weights and "
+            f"snapshots, but this machine has {size_text(free)} of free memory: use fewer replicas or a smaller model"
         )
 
 
 def free_host_bytes() -> int | None:
-    """Memory that this process can get without swapping, on the machine or in its container; None: unknown."""
+    """Bytes that this process can get without swapping, on the machine or in its container; None if unknown."""
     left = [_available(), _left_in_container()]
     return min((each for each in left if each is not None), default=None)
 
@@ -46,7 +47,7 @@ def _available() -> int | None:
 
 
 def _left_in_container() -> int | None:
-    """Bytes left up to the limit of the control group. Cached files are given up first and count as free."""
+    """Bytes left below the limit of the control group. Cached files are evicted first, so they count as free."""
     try:
         limit, used = (int((CGROUP / name).read_bytes()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())

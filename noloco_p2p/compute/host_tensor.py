@@ -1,4 +1,4 @@
-"""`HostTensor` to torch and back. Element types by torch's names; values flat, C order, little endian."""
+"""Converts `HostTensor` to torch and back. Values are flat, in C order, little endian."""
 
 from math import isfinite, isnan, nan, prod
 
@@ -12,9 +12,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 def to_torch(tensor: HostTensor) -> Tensor:
-    """A CPU tensor with the values. It shares memory with a writable buffer and copies a read-only one.
+    """A CPU tensor with the values. It shares memory with a writable buffer, and copies a read-only one.
 
-    Raises Violation: the buffer's length does not fit the shape.
+    Raises Violation if the buffer's length does not fit the shape.
     """
     count, dtype = prod(tensor.shape), DTYPES[tensor.dtype]
     if tensor.data.nbytes != count * dtype.itemsize:
@@ -26,7 +26,7 @@ def to_torch(tensor: HostTensor) -> Tensor:
 
 
 def from_torch(name: str, tensor: Tensor) -> HostTensor:
-    """Wrap a CPU tensor without a copy if it is contiguous. It must not be written to afterwards."""
+    """Wrap a CPU tensor, without a copy if it is contiguous. The tensor must not be written to afterwards."""
     flat = tensor.detach().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
     return HostTensor(*spec_of(name, tensor), data)
@@ -38,9 +38,9 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The tensor in host memory: itself if it is there, or copied from a GPU into pinned memory.
+    """The tensor in host memory: itself if it is there already, or a copy from the GPU in pinned memory.
 
-    torch keeps freed pinned memory and gives it out again. A copy into fresh pages of the system took 40 times as long.
+    torch reuses freed pinned memory. A copy into fresh pages of the system took 40 times as long.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -53,12 +53,12 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, complete on return, that shares nothing with the tensor on any device."""
+    """A contiguous copy in host memory, complete on return. It never shares memory with the tensor."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
-    """The tensor as torch, if dtype and shape match `expected`; the name is not compared. Raises Violation."""
+    """The tensor as torch. Raises Violation unless dtype and shape match `expected`; the name is not compared."""
     if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
         raise Violation(
             f"{expected.name}: got {tensor.dtype} {list(tensor.shape)}, not {expected.dtype} {list(expected.shape)}"
@@ -67,12 +67,12 @@ def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether there is no NaN and no infinity. One pass, nothing allocated (aminmax propagates NaN)."""
+    """Whether there is no NaN and no infinity. One pass without an allocation (aminmax propagates NaN)."""
     return isfinite(largest(tensor))
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if there is one. One pass."""
+    """The largest magnitude; NaN if there is any NaN. One pass."""
     if tensor.numel() == 0:
         return 0.0
     least, most = (float(one) for one in torch.aminmax(tensor))

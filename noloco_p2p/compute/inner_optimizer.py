@@ -1,6 +1,6 @@
-"""The inner optimizer of one replica: torch's AdamW and our Muon, with readable and settable moments and step count.
+"""The inner optimizer of one replica: torch's AdamW and our Muon, whose moments and step count can be read and set.
 
-METHOD.md, "Inner step". AdamW updates all parameters, or under `inner.optimizer=muon` those that are not matrices of
+METHOD.md, "Inner step". AdamW updates all parameters, or, under `inner.optimizer=muon`, those that are not matrices of
 layers.
 """
 
@@ -26,20 +26,20 @@ class InnerOptimizer:
         self._parameters = parameters
         self._settings = settings
         self.matrices = matrices
-        """Names of the parameters that Muon updates: they have a mean but no mean square."""
+        """Names of the parameters that Muon updates. They have a mean, but no mean square."""
         self.reset()
 
     def reset(self) -> None:
         """Start over: no moments, no steps."""
         settings = self._settings
         self.steps = 0
-        """Number of updates for the bias correction, the same for all parameters."""
+        """Number of updates, for the bias correction; the same for all parameters."""
         matrices, others = (
             [parameter for name, parameter in self._parameters.items() if (name in self.matrices) == by_muon]
             for by_muon in (True, False)
         )
         adamw = torch.optim.AdamW(
-            [{"params": others}],  # which may be none: a group, unlike a list, can be empty
+            [{"params": others}],  # there may be none, and torch accepts an empty group but no empty list
             lr=settings.peak_learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -63,8 +63,8 @@ class InnerOptimizer:
     def moments(self) -> dict[str, Named]:
         """The live tensors by kind, zeros before the first step.
 
-        `adam_mean`: the running mean of the gradients, called first moment in AdamW and momentum in Muon;
-        `adam_square`: for parameters of AdamW, that of their squares.
+        `adam_mean`: the running mean of the gradients, called first moment in AdamW and momentum in Muon.
+        `adam_square`: the running mean of their squares, for parameters that AdamW updates.
         """
         of_adamw = [name for name in self._parameters if name not in self.matrices]
         return {

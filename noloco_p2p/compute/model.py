@@ -1,6 +1,6 @@
-"""The part of a causal language model that one stage holds, cut out of transformers' model class.
+"""The part of a causal language model that one stage holds, cut out of a model class of transformers.
 
-The model's own forward still does masks, rotary angles and layer types. What a stage does not own is replaced by
+The model's own forward still handles masks, rotary angles and layer types. What a stage does not own is replaced by
 modules that pass their input through; what it owns keeps the model's global names, so that the union of the stages'
 parameters is the complete checkpoint. Semi-private parts of transformers are used here and nowhere else.
 
@@ -22,7 +22,7 @@ from noloco_p2p.errors import ConfigError
 INPUT_MODULES = frozenset(
     {"project_in", "word_embeddings_layernorm", "embed_norm", "embedding_norm", "embeddings_layernorm", "norm_in"}
 )
-"""Modules beside the layers, other than embeddings, that process stage 0's input; all others belong to the output."""
+"""Modules next to the layers, other than embeddings, that process stage 0's input; all others belong to the output."""
 
 
 Replacement = tuple[nn.Module, str, nn.Module]
@@ -47,7 +47,7 @@ class ZeroPositions(nn.Module):
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage's part of the model, callable."""
+    """One stage's part of the model; call it to run the forward pass."""
 
     causal: Any
     """The causal language model, with pass-through modules in place of what other stages hold."""
@@ -61,9 +61,9 @@ class StageModule:
     """Number of parameters of each stage of the run."""
 
     def layer_matrices(self) -> frozenset[str]:
-        """Names of the two-dimensional parameters of the layers, without those of embeddings.
+        """Names of the two-dimensional parameters of the layers, except those of embeddings.
 
-        Raises ConfigError: the layers cannot be told from the rest.
+        Raises ConfigError if the layers cannot be told from the rest.
         """
         _, layers = _decoder_and_layers(self.causal)
         inner = [module for module in layers.modules() if not isinstance(module, nn.Embedding)]
@@ -71,7 +71,7 @@ class StageModule:
         return frozenset(name for name, parameter in self.parameters.items() if parameter in found)
 
     def any_inputs(self, shape_BT: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Tokens at stage 0, else hidden states of unit variance; always the same ones."""
+        """Random tokens at stage 0, else hidden states of unit variance; the same ones at every call."""
         draw = torch.Generator().manual_seed(self.index)
         if self.index == 0:
             return torch.randint(self.vocabulary, shape_BT, generator=draw)
@@ -92,8 +92,8 @@ class StageModule:
 def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype: torch.dtype) -> StageModule:
     """Stage `index` of `stages` with its initial weights, in host memory, in `dtype`.
 
-    Each tensor depends only on the seed and its global name, not on the split. Raises ConfigError: the structure of the
-    model is not understood.
+    Each tensor depends only on the seed and its global name, not on the split. Raises ConfigError if the structure of
+    the model is not understood.
     """
     part = meta_stage_module(config, index, stages, dtype=dtype)
     part.causal.to_empty(device="cpu")
@@ -102,7 +102,7 @@ def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype:
 
 
 def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> StageModule:
-    """The module without memory: all its tensors are on the meta device. Raises ConfigError as `make_stage_module`."""
+    """The module without memory: all tensors are on the meta device. Raises ConfigError like `make_stage_module`."""
     from transformers.initialization import no_init_weights
 
     try:
@@ -126,13 +126,13 @@ def _with_parameters(causal: Any, index: int, counts: tuple[int, ...]) -> StageM
 
 
 def _count_without(causal: Any, foreign: list[Replacement]) -> int:
-    """Number of the model's parameters, each counted once, without those of the replaced children."""
+    """Number of the model's parameters, each counted once, except those of the replaced children."""
     away = {parameter for parent, name, _ in foreign for parameter in getattr(parent, name).parameters()}
     return sum(parameter.numel() for parameter in causal.parameters() if parameter not in away)
 
 
 def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacement]:
-    """The children that stage `index` does not own, and their replacements. Raises ConfigError."""
+    """The children that stage `index` does not own, and their replacements. Raises ConfigError if there is no split."""
     names = {module: name for name, module in causal.named_modules()}
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     if embedding not in names or head not in names or head is embedding:
@@ -161,22 +161,22 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacem
 
 
 def _decoder_and_layers(causal: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that holds the embedding, and the list of layers in it. Raises ConfigError."""
+    """The module that holds the embedding, and its list of layers. Raises ConfigError if there is no such list."""
     names = {module: name for name, module in causal.named_modules()}
     embedding = causal.get_input_embeddings()
-    beside = causal.get_submodule(names[embedding].rpartition(".")[0]) if embedding in names else None
-    children = () if beside is None else beside.children()
+    decoder = causal.get_submodule(names[embedding].rpartition(".")[0]) if embedding in names else None
+    children = () if decoder is None else decoder.children()
     stacks = [m for m in children if isinstance(m, nn.ModuleList) and len(m) == causal.config.num_hidden_layers]
-    if beside is None or len(stacks) != 1:
-        raise ConfigError(f"model: the layers of {causal.config.model_type} are not one list beside its embedding")
-    return beside, stacks[0]
+    if decoder is None or len(stacks) != 1:
+        raise ConfigError(f"model: the layers of {causal.config.model_type} are not one list next to its embedding")
+    return decoder, stacks[0]
 
 
 def _initialise(causal: Any, seed: int) -> None:
     """Set the family's own initial weights, each module with a generator seeded by its global name.
 
-    Everything is NaN first, so that a tensor that no rule of the family fills is noticed. Later modules may fill a
-    tensor again (gpt2 scales the projections of its residual paths), hence post-order.
+    Everything is set to NaN first, which reveals a tensor that no rule of the family fills. A parent may fill a tensor
+    again (gpt2 scales the projections of its residual paths), hence post-order.
     """
     tensors = dict(causal.named_parameters())
     buffers = dict(causal.named_buffers())
@@ -185,14 +185,14 @@ def _initialise(causal: Any, seed: int) -> None:
             tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
             tensor._is_hf_initialized = False
         for name, module, owner in _post_order(causal, "", causal):
-            torch.default_generator.manual_seed(crc32(f"{seed}:{name}".encode()))  # not those of all devices
+            torch.default_generator.manual_seed(crc32(f"{seed}:{name}".encode()))  # only the CPU's generator
             owner._init_weights(module)
     if getattr(causal.config, "tie_word_embeddings", False):
         causal.tie_weights()
     for name, tensor in (*causal.named_parameters(), *causal.named_buffers()):
         filled = torch.isfinite(tensor).all() if tensor.is_floating_point() else (tensor >= 0).all()
         if not filled:
-            raise ConfigError(f"model: {causal.config.model_type} gives no initial values for {name}")
+            raise ConfigError(f"model: {causal.config.model_type} has no initial values for {name}")
 
 
 def _post_order(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -1,6 +1,6 @@
-"""A model family of transformers: from the manifest's `model` to a checked configuration and its model class.
+"""Model families of transformers: turns the manifest's `model` into a checked configuration and its model class.
 
-Only this file, `model.py` and those of exported models know transformers. Its modules are imported when needed, and
+Only this file, `model.py` and the code of exported models use transformers. Its modules are imported when needed, and
 only those of the family in question.
 """
 
@@ -16,7 +16,7 @@ from noloco_p2p.config import MOST_LAYERS, ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
 
 EAGER_FAMILIES = frozenset({"gemma2"})
-"""Families that split exactly only with eager attention."""
+"""Families whose split is exact only with eager attention."""
 FIXED_FIELDS = frozenset({"use_cache", "pretraining_tp", "gradient_checkpointing"})
 """Fields that a training stage sets itself."""
 UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
@@ -36,20 +36,20 @@ FOREIGN_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions that a model class of transformers may raise for a configuration with which it cannot work."""
+"""Exceptions that a model class of transformers may raise for a configuration that it cannot handle."""
 
 
 def import_transformers() -> None:
-    """Import what every family needs of transformers, which takes seconds, without what none of them needs."""
+    """Import what every family needs of transformers, which takes seconds, but not what none of them needs."""
     import transformers.utils
 
-    # Every model imports the losses of all, and one for images imports scipy if available: 34 MiB, half a second.
+    # Every model imports the losses of all models, and that of an image model imports scipy: 34 MiB, half a second.
     transformers.utils.is_scipy_available = lambda: False
     importlib.import_module("transformers.modeling_utils")
 
 
 def make_config(settings: ModelSettings) -> Any:
-    """The family's configuration object. Raises ConfigError: unknown family or field, value refused by transformers."""
+    """The family's configuration object. Raises ConfigError for an unknown family or field, or a rejected value."""
     import_transformers()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import PretrainedConfig
@@ -57,7 +57,7 @@ def make_config(settings: ModelSettings) -> Any:
 
     family = settings.family
     if family not in _causal_families():
-        raise ConfigError(f"model.family: transformers knows no causal language model {family!r}{_nearest(family)}")
+        raise ConfigError(f"model.family: transformers has no causal language model {family!r}{_nearest(family)}")
     config_class = CONFIG_MAPPING[family]
     general = {field.name for field in dataclasses.fields(PretrainedConfig)}
     known = {field.name for field in dataclasses.fields(config_class)} - general - FIXED_FIELDS
@@ -71,13 +71,13 @@ def make_config(settings: ModelSettings) -> Any:
     try:
         config = config_class(**_without_foreign_ids(config_class, settings.config))
     except (StrictDataclassError, *FOREIGN_ERRORS) as error:
-        raise ConfigError(f"model.config: {family} refuses it: {one_line(error)}") from error
+        raise ConfigError(f"model.config: {family} rejects it: {one_line(error)}") from error
     _refuse_dropout(config)
     return config
 
 
 def _without_foreign_ids(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields. Special token ids that are missing and default to one beyond the vocabulary become None."""
+    """The given fields, and None for missing special token ids whose default lies beyond the vocabulary."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
     vocabulary = given.get("vocab_size", defaults.get("vocab_size"))
     beyond: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _without_foreign_ids(config_class: Any, given: Mapping[str, Any]) -> dict[st
 
 
 def _nearest(name: str, known: set[str] | None = None) -> str:
-    """` (did you mean 'x'?)`, or nothing."""
+    """` (did you mean 'x'?)` with the closest known name, or an empty string."""
     near = difflib.get_close_matches(name, sorted(known if known is not None else _causal_families()), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -114,7 +114,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _refuse_dropout(config: Any) -> None:
-    """A re-routed microbatch has to give the same output (METHOD.md, "Inner step")."""
+    """Raises ConfigError for dropout: a re-routed microbatch has to give the same output (METHOD.md, "Inner step")."""
     for name, value in sorted(vars(config).items()):
         is_rate = isinstance(value, int | float) and not isinstance(value, bool)
         if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:
@@ -122,7 +122,7 @@ def _refuse_dropout(config: Any) -> None:
 
 
 def check_split(config: Any, stages: int) -> None:
-    """Check the number of stages. Raises ConfigError: more stages than layers, or tied embeddings over several."""
+    """Raises ConfigError for more stages than layers, too many layers, or tied embeddings over several stages."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
@@ -132,13 +132,13 @@ def check_split(config: Any, stages: int) -> None:
         raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: each stage needs one")
     if stages > 1 and getattr(config, "tie_word_embeddings", False):
         raise ConfigError(
-            f"model.config: tie_word_embeddings is true, which needs one stage, not {stages}: the two end stages "
-            "would hold copies that drift apart; set it to false"
+            f"model.config: tie_word_embeddings is true, which needs one stage, not {stages}: the first and the last "
+            "stage would hold copies that drift apart; set it to false"
         )
 
 
 def layer_ranges(layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of each stage: contiguous, sizes differing by at most one, earlier stages take the extra."""
+    """The layers of each stage: contiguous, with sizes within one of each other; earlier stages get the extra ones."""
     size, extra = divmod(layers, stages)
     starts = [stage * size + min(stage, extra) for stage in range(stages + 1)]
     return tuple(range(start, end) for start, end in itertools.pairwise(starts))
@@ -153,13 +153,13 @@ def model_class(config: Any) -> Any:
 
 
 def attention(config: Any) -> str:
-    """The attention implementation with which the split is exact."""
+    """The name of the attention implementation with which the split is exact."""
     usable = getattr(model_class(config), "_supports_sdpa", False) and config.model_type not in EAGER_FAMILIES
     return "sdpa" if usable else "eager"
 
 
 def small_config(config: Any) -> Any:
-    """The same architecture, reduced: fewer layers, heads, channels and tokens; the head size stays.
+    """The same architecture, but smaller: fewer layers, heads, channels and tokens, with the same head size.
 
     Multipliers of 1 become 1.5, because a neutral one would hide where it is applied (granite).
     """
@@ -197,7 +197,7 @@ def small_config(config: Any) -> Any:
 
 
 def checked_config(manifest: RunManifest) -> Any:
-    """The manifest's configuration, checked against its stages and its sequence length. Raises ConfigError."""
+    """The model's configuration. Raises ConfigError if it does not fit the run's stages and sequence length."""
     config = make_config(manifest.model)
     check_split(config, manifest.stages)
     longest = getattr(config, "max_position_embeddings", None)

@@ -1,7 +1,7 @@
-"""Muon (METHOD.md, M1): Nesterov's momentum, made orthogonal, for matrices.
+"""The Muon optimizer for matrices: orthogonalized Nesterov momentum (METHOD.md, M1).
 
-torch's own (`torch.optim.Muon`, from 2.9 on) always iterates in bfloat16. A CPU without instructions for it needs 20 to
-75 times as long for that as for float32.
+torch's own (`torch.optim.Muon`, from 2.9 on) always iterates in bfloat16, for which a CPU without bfloat16 instructions
+needs 20 to 75 times as long as for float32.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,19 +15,20 @@ MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS, EPS = 5, 1e-7
 BATCH_BYTES = 1 << 28
-"""Matrices of one shape that a GPU makes orthogonal together; one by one, it mostly waits for kernel launches."""
+"""Size of a batch of matrices of one shape that a GPU orthogonalizes together: one by one, it mostly waits for kernel
+launches."""
 RATIO = 0.2
-"""The root mean square of an update at a learning rate of 1: what updates of AdamW have in practice (2502.16982)."""
+"""The root mean square of an update at a learning rate of 1: that of AdamW's updates in practice (2502.16982)."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Moves matrices by their `.grad`; the momentum is in their state as `momentum_buffer`."""
+    """Updates matrices by their `.grad`; the momentum is in their state as `momentum_buffer`."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         """`lr` may be changed in the parameter group before a step."""
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # gradients are there before
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # gradients are computed before
         """One update of every matrix that has a gradient, in place."""
         with torch.no_grad():
             for group in self.param_groups:
@@ -35,7 +36,7 @@ class Muon(torch.optim.Optimizer):
                     self._update(batch, group)
 
     def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """Matrices of one shape."""
+        """Update matrices of one shape."""
         nesterov = []
         for matrix in batch:
             state, gradient = self.state[matrix], matrix.grad
@@ -52,7 +53,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Matrices of one shape, on a GPU up to BATCH_BYTES; on a CPU one at a time."""
+    """Groups of matrices of one shape: up to BATCH_BYTES on a GPU, one at a time on a CPU."""
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault(matrix.shape, []).append(matrix)
@@ -63,7 +64,7 @@ def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """The dtype of the iteration: bfloat16 on a GPU that computes in it, else the tensor's own."""
+    """The dtype of the iteration: bfloat16 for float32 on a GPU that computes in it, else the tensor's own."""
     device = tensor.device
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if fast and tensor.dtype is torch.float32 else tensor.dtype

@@ -1,7 +1,7 @@
-"""One pipeline stage in plain synchronous torch: the methods of the Stage port, not awaited.
+"""One pipeline stage in plain synchronous torch; it implements the Stage port.
 
-`device.py` has the thread that it runs on; the simulator calls it directly. Weights, moments, φ and δ are in
-compute_dtype, hidden states and gradients travel as `wire` says; on CUDA the passes run under bfloat16 autocast.
+It runs on the thread of `device.py`; the simulator calls it directly. Weights, moments, φ and δ are in compute_dtype;
+hidden states and gradients travel in the codecs of `wire`; on CUDA the passes run under bfloat16 autocast.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed separately from the
 accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` this
@@ -39,7 +39,7 @@ IGNORED = -100
 
 
 class TorchStage:
-    """The real stage. Its methods raise what the port says, and torch's own errors (no memory).
+    """The real stage. Its methods raise the errors of the port, and torch's own (out of memory).
 
     `recompute`: graphs are not kept but rebuilt from their input. `discard` frees them in either case.
     """
@@ -92,7 +92,7 @@ class TorchStage:
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """θ by global name, the live tensors (for tests, benches and export)."""
+        """θ by global name: the live tensors, for tests, benchmarks and export."""
         return dict(self._part.parameters)
 
     @property
@@ -108,13 +108,13 @@ class TorchStage:
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward through a kept graph, as in the port.
 
-        A gradient that is not finite, or whose origin was not, gives `finite` False. Raises Violation, with the graph
-        still kept: it is not in the run's codec, or claims more tokens than a microbatch has.
+        If the gradient is not finite, or is marked so, `finite` is False. Raises Violation, and keeps the graph, if the
+        gradient is not in the run's codec, or claims more tokens than a microbatch has.
         """
         wire = self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        # only now, because after a Violation another replica is asked for the same gradient
+        # not before this point: after a Violation another replica is asked for the same gradient
         if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
             self._graphs.discard(graph)
             return self._nothing(microbatch)
@@ -154,7 +154,7 @@ class TorchStage:
 
     @torch.no_grad()
     def is_sound(self) -> bool:
-        """As in the port. The squares of the output must be finite, too, because a later stage computes them."""
+        """As in the port. The squares of the output must be finite as well, because a later stage computes them."""
         inputs = self._part.any_inputs(self._inputs.shape, self._compute)
         with self._autocast():
             output = self._part(inputs.to(self._device), None)
@@ -174,7 +174,7 @@ class TorchStage:
         return StepResult(tokens, sum(one.loss_sum for one in added), len(added), norm, 0.0)
 
     def snapshot(self, round: int, step: int) -> FrozenRound:
-        """Freeze what the rule offers, and θ, as in the port."""
+        """Freeze θ and what the rule offers, as in the port."""
         gradients = self._sums.flat() if self._outer.rule.gradients else None
         return self._codec.frozen(self._peer_id, (round, step, self._inner_steps), self._outer, gradients)
 
@@ -269,7 +269,7 @@ class TorchStage:
         return loss, int(counts_BT.sum())
 
     def _leaf(self, inputs: HostTensor) -> Tensor:
-        """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that requires its gradient."""
+        """The checked input on the device: B×T tokens, or a B×T×D leaf in compute_dtype that requires a gradient."""
         if self._first:
             ids_BT = host_tensor.check(inputs, self._inputs)
             self._check_ids("inputs", ids_BT)

@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         stages[0].inner_step(StepLabel(1, 0, 0.25, {}))
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(LocalError, match=r"audit.dir: cannot make .*file"):
+    with pytest.raises(LocalError, match=r"audit.dir: cannot create .*file"):
         make_torch_stage(make_manifest(), 0, "me", audit=AuditSettings(dir=str(blocked)), self_test=False)
 
 

@@ -320,5 +320,5 @@ def test_the_memory_of_the_device_is_that_of_all_who_use_it(monkeypatch: pytest.
     assert measure() == (70, 100)
     monkeypatch.undo()
     if not torch.cuda.is_available():
-        with pytest.raises(LocalError, match="cuda is not here"):
+        with pytest.raises(LocalError, match="cuda not found"):
             hardware.memory_meter("cuda")

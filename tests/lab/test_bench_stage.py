@@ -112,7 +112,7 @@ def test_a_narrow_wire_shows_in_the_deviation() -> None:
 
 
 def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(LocalError, match="cuda:63 is not here"):
+    with pytest.raises(LocalError, match="cuda:63 not found"):
         bench.run("cuda:63")
 
 

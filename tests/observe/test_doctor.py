@@ -129,7 +129,7 @@ def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cpu", threads=MANY))) == "cpu"
     assert uvloop.run(machine.check_device(report, NodeConfig(device="cuda:77"))) is None
     assert outcome(report) == [("ok", "device"), ("warning", "device"), ("error", "device")]
-    assert "cuda:77 is not here" in sentences(report)
+    assert "cuda:77 not found" in sentences(report)
 
 
 @pytest.mark.parametrize(("limit", "severity"), [(4096, "ok"), (512, "warning"), (100, "error")])
