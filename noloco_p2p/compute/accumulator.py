@@ -1,8 +1,9 @@
 """What an inner step accumulates: parameter gradients, tokens and loss of the counted microbatches, and spent ids.
 
 Whether a microbatch counts is decided here, in the same operation that adds it (ARCHITECTURE.md, "Exactly once"). A
-retry may bring a microbatch to a replica that has already added it, and its sender cannot know whether the reply or the
-call was lost. So the id is spent together with the addition, on the device's thread, where no other call can intervene.
+retry may bring a microbatch to a replica that has already added it, because its sender cannot know whether the reply or
+the call was lost. So the id is spent together with the addition, on the device's thread, where no other call can
+intervene.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,11 +25,11 @@ class AccumulatedMicrobatch:
     tokens: int
     loss_sum: float
     clip: float = 1.0
-    """Factor on the returned gradient."""
+    """Factor by which the returned gradient was clipped."""
 
 
 class GradientAccumulator:
-    """Gradients of the summed loss, in `.grad` of the parameters, which stays allocated."""
+    """Accumulates gradients of the summed loss in the parameters' `.grad`, which stays allocated."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -42,11 +43,11 @@ class GradientAccumulator:
             parameter.grad = grad
 
     def is_spent(self, microbatch: MicrobatchId) -> bool:
-        """Whether the microbatch was added before, in this step or an earlier one."""
+        """Whether the microbatch has already been added, in this step or an earlier one."""
         return microbatch in self._spent
 
     def add(self, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
-        """Spend the id and add its gradients, one per parameter (None: it does not reach that one), or none at all."""
+        """Spend the id and add its gradients: one per parameter, None for those that it does not reach, or empty."""
         self._spent.spend(added.microbatch)
         self.added.append(added)
         if not grads:
@@ -63,24 +64,24 @@ class GradientAccumulator:
 
     @property
     def tokens(self) -> int:
-        """Targets that counted in this step."""
+        """Number of targets that counted in this step."""
         return sum(added.tokens for added in self.added)
 
     @property
     def divisor(self) -> int:
-        """Number of tokens of the gradients: those of this replica, or of all once their gradients are added up."""
+        """By how many tokens to divide: this replica's, or those of all replicas once `replace` has been called."""
         return self.tokens if self._tokens_of_all is None else self._tokens_of_all
 
     def flat(self) -> Tensor:
-        """The summed gradients of the step as one vector, followed by their number of tokens, on the host.
+        """The summed gradients of the step as one vector on the host, followed by their number of tokens.
 
-        The number is exact in float32 up to 2^24.
+        In float32 the number is exact up to 2^24.
         """
         parts = [grad.flatten() if self._holds else torch.zeros_like(grad).flatten() for grad in self._grads]
         return host_tensor.to_host(torch.cat([*parts, parts[0].new_tensor([self.tokens])]))
 
     def replace(self, grads: Iterable[Tensor], tokens: int) -> None:
-        """Replace the step's gradients by those of all replicas, of this many tokens."""
+        """Replace the step's gradients by the sum over all replicas, which has this many tokens."""
         for mine, total in zip(self._grads, grads, strict=True):
             mine.copy_(total)
         self._holds, self._tokens_of_all = True, tokens
@@ -89,7 +90,7 @@ class GradientAccumulator:
         """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
 
         METHOD.md, "Inner step".
-        Returns the L2 norm before clipping. It is finite: each microbatch's is, and the mean's is no larger.
+        Returns the L2 norm before clipping. It is finite: each microbatch's norm is, and that of the mean is no larger.
         """
         torch._foreach_div_(self._grads, float(tokens))
         norm = total_norm(self._grads)
@@ -99,16 +100,16 @@ class GradientAccumulator:
         return norm
 
     def close_step(self) -> None:
-        """Forget the gradients and the microbatches; their ids stay spent."""
+        """Forget the gradients and microbatches of the step; their ids stay spent."""
         self._forget()
         self._spent.end_step()
 
     def spent(self) -> tuple[MicrobatchId, ...]:
-        """Ids of ended steps, oldest first, without those of the current step."""
+        """Ids spent in earlier steps, oldest first."""
         return self._spent.ended()
 
     def restart(self, spent: Iterable[MicrobatchId]) -> None:
-        """Forget the current step with its ids; only `spent` counts as seen."""
+        """Forget the current step with its ids; from now on exactly the ids in `spent` are spent."""
         self._forget()
         self._spent.refill(spent)
 
@@ -118,7 +119,7 @@ class GradientAccumulator:
 
 
 def total_norm(tensors: list[Tensor]) -> float:
-    """L2 norm over all tensors; not finite if any value is not, or if the squares overflow."""
+    """L2 norm over all tensors. It is not finite if any value is not, or if the squares overflow."""
     if not tensors:
         return 0.0
     return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))

@@ -1,9 +1,9 @@
-"""Hidden states or gradients as they travel (`core.block_format`): encoded on the device, checked and decoded there.
+"""The codecs in which hidden states and gradients travel (`core.block_format`), computed on the device.
 
-Every channel of hidden states has its own mean, with about a quarter of their energy; in a few channels of large models
-the mean is almost everything (arXiv 2402.17762). The codes are of the values without it. Put into a trained model of 1M
-parameters and four stages, 4 bits cost 0.003 nats per token this way, and 0.005 with the means. Gradients have hardly
-any mean. A Hadamard rotation of each block and stochastic rounding improved nothing there.
+Every channel of hidden states has its own mean, which holds about a quarter of their energy; in a few channels of large
+models the mean is almost everything (arXiv 2402.17762). So the codes are of the values minus the mean. In a trained
+model of 1M parameters and four stages, 4 bits cost 0.003 nats per token this way, and 0.005 if the means stay in.
+Gradients have hardly any mean. A Hadamard rotation of each block and stochastic rounding improved nothing there.
 
 Values are rounded to the nearest, so a value has the same bytes each time it is sent. Autograd does not see any of it:
 the next stage computes with the decoded values, and the gradient with respect to those is returned (straight-through).
@@ -21,11 +21,11 @@ from noloco_p2p.core.messages import Gradient, HostTensor
 from noloco_p2p.errors import Violation
 
 LARGEST_SCALE = 2.0**100
-"""Limit on means and scales: with larger ones a decoded float32 could be infinite."""
+"""Upper limit on means and scales: with larger ones a decoded float32 could be infinite."""
 
 
 class ActivationCodec:
-    """One direction between two stages. A `wire` tensor is one that travels, as described by `spec`."""
+    """The codec of one direction between two stages. A `wire` tensor is one that travels, as described by `spec`."""
 
     def __init__(self, name: str, codec: str, shape_BTD: tuple[int, int, int], dtype: torch.dtype) -> None:
         self.spec = wire_spec(name, codec, shape_BTD)
@@ -52,7 +52,7 @@ class ActivationCodec:
         blocks, block = self._shape_RNK[1:]
         padded_RD = torch.nn.functional.pad(values_RD, (0, blocks * block - self._shape[2]))
         values_RNK = padded_RD.reshape(self._shape_RNK)
-        # The value of largest magnitude gets the code −128 (−8): one level more than a symmetric range has.
+        # The value of largest magnitude gets the code −128 (−8), so there is one level more than in a symmetric range.
         least_RN, most_RN = torch.aminmax(values_RNK, dim=-1)
         scale_RN = (torch.where(most_RN > -least_RN, most_RN, least_RN) / -self._half).to(torch.bfloat16)
         divisor_RN = torch.where(scale_RN == 0, 1, scale_RN).to(self._dtype)
@@ -63,7 +63,7 @@ class ActivationCodec:
         return torch.cat((*parts, scale_RN.flatten().view(torch.uint8), codes))
 
     def decode(self, wire: Tensor) -> Tensor:
-        """B×T×D values of a checked wire tensor, on its device."""
+        """The B×T×D values of a checked wire tensor, on its device."""
         if self._format is None:
             return wire.to(self._dtype)
         head, codes = self._head(wire).to(self._dtype), wire[self._codes_at :]
@@ -77,10 +77,10 @@ class ActivationCodec:
         return values_RD.reshape(self._shape)
 
     def check(self, received: HostTensor) -> Tensor:
-        """The wire tensor in host memory. Raises Violation: it does not match `spec`, or means or scales are not
-        finite.
+        """The wire tensor in host memory. Raises Violation if it does not match `spec`, or if its means or scales are
+        not finite.
 
-        Values that travel unencoded may still not be finite: see `is_finite`.
+        Values that travel unencoded are not checked: see `is_finite`.
         """
         wire = host_tensor.check(received, self.spec)
         if self._format is not None and not self.is_finite(wire):
@@ -88,13 +88,13 @@ class ActivationCodec:
         return wire
 
     def is_finite(self, wire: Tensor) -> bool:
-        """Whether the decoded values are finite. NaN and infinity among values show in the scale of their block."""
+        """Whether the decoded values are finite. A NaN or infinite value shows in the scale of its block."""
         if self._format is None:
             return host_tensor.is_finite(wire)
         return bool((self._head(wire).abs() <= LARGEST_SCALE).all())
 
     def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
-        """As in the Stage port, for gradients that travel so."""
+        """As in the Stage port, for gradients in this codec."""
         sums = [0.0, 0.0, 0.0]
         for a_TD, b_TD in zip(*(self.decode(self.check(each.grad)) for each in (one, other)), strict=True):
             a, b = a_TD.double().flatten(), b_TD.double().flatten()  # float32 would overflow beyond 1e19
@@ -102,7 +102,7 @@ class ActivationCodec:
         return GradientLikeness.of(*sums)
 
     def zeros(self) -> HostTensor:
-        """Zeros as they travel."""
+        """An encoded tensor of zeros."""
         return HostTensor(*self.spec, memoryview(bytes(self.spec.nbytes)))
 
     def _head(self, wire: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The files from which a run can be recomputed (ARCHITECTURE.md, "Files").
+"""Writes the files from which a run can be recomputed (ARCHITECTURE.md, "Files").
 
 They record only what the stage really used.
 """
@@ -27,9 +27,9 @@ def microbatch_key(microbatch: MicrobatchId) -> str:
 
 
 class Audit:
-    """Writes to one existing directory. Every method raises LocalError: the disk refuses.
+    """Writes the audit of one node to an existing directory. Every method raises LocalError if it cannot write.
 
-    Without `weights` it writes only the inner steps.
+    Without `weights` only the inner steps are written.
     """
 
     def __init__(self, directory: Path, peer_id: PeerId, *, weights: bool = True) -> None:
@@ -40,14 +40,14 @@ class Audit:
     def initial(self, parameters: Mapping[str, Tensor]) -> None:
         """`initial-<peer id>.safetensors`: the weights before step 1, by global name.
 
-        Those that a node makes when it moves, or is started again, are not what it trains on with: the first ones stay.
+        A node that moves or is restarted does not train on from the weights that it makes then: the first ones stay.
         """
         name = f"initial-{self._peer_id}.safetensors"
         if not (self._directory / name).exists():
             self._save(name, parameters, {"peer_id": self._peer_id})
 
     def inner_step(self, label: StepLabel, added: Sequence[AccumulatedMicrobatch], *, first: bool) -> None:
-        """A line of `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 the batches that were used."""
+        """Append a line to `steps-<peer id>.jsonl` (`at`: Unix seconds), and at stage 0 write the batches used."""
         entries = []
         for one in added:
             previous, following = label.routes.get(one.microbatch, (None, None))
@@ -75,7 +75,7 @@ class Audit:
     ) -> None:
         """`round-<6 digits>-<peer id>.safetensors`: `tensors` by kind, then by global name.
 
-        `inner_steps`: the numbers of inner steps taken when the round was frozen and when it was merged.
+        `inner_steps`: how many inner steps had been taken when the round was frozen, and when it was merged.
         """
         metadata = {
             "round": str(number),

@@ -1,7 +1,7 @@
-"""The DCT of parameters in tiles, and the part of it that travels (`core.tiles`; METHOD.md, "Outer rules"). Host memory
-only.
+"""The DCT of parameters in tiles, and the part of it that travels (`core.tiles`; METHOD.md, "Outer rules"). Works on
+host memory only.
 
-Coefficients have the parameter's shape, tile after tile.
+Coefficients are stored tile after tile, in a tensor of the parameter's shape.
 
 Shape legend: N tiles, R rows, C columns, V = R·C values of a tile, K values of a tile that travel.
 """
@@ -29,14 +29,14 @@ class DctTiles:
         return (rows_RR @ value_NRC @ columns_CC.T).reshape(value.shape)
 
     def largest(self, coefficients: Tensor) -> Tensor:
-        """See `Transform`. Of equal values the first ones."""
+        """See `Transform`. Among equal values the first ones are kept."""
         tiles = tiling(coefficients.shape)
         values_NV = coefficients.reshape(-1, tiles.rows * tiles.columns)
         values_NK, places_NK = _largest(values_NV, tiles.kept)
         return torch.zeros_like(values_NV).scatter_(1, places_NK, values_NK).view(coefficients.shape)
 
     def inverse(self, coefficients: Tensor) -> Tensor:
-        """See `Transform`. Products are added one by one, each rounded: a matrix product's order is undefined."""
+        """See `Transform`. Products are added one by one, each rounded: a matrix product has no defined order."""
         tiles = tiling(coefficients.shape)
         values_NRC = coefficients.reshape(-1, tiles.rows, tiles.columns)
         half_NRC, found_NRC = torch.zeros_like(values_NRC), torch.zeros_like(values_NRC)
@@ -67,7 +67,7 @@ class SparseVector:
     def join(self, values: Tensor, places: Tensor, whose: str) -> Tensor:
         """The flat vector, with 0 where nothing travelled.
 
-        Raises Violation: places lie outside their tiles, or do not ascend. `whose` starts the message.
+        Raises Violation if places lie outside their tiles or do not ascend. `whose` starts the message.
         """
         parts, counts = [], [tiles.kept_of_all for tiles in self._tilings]
         for tiles, *both in zip(
@@ -81,8 +81,8 @@ class SparseVector:
 
 
 def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """The `kept` values of each tile largest in magnitude, N×K, and their places, ascending; the first of equal
-    ones."""
+    """The `kept` values of largest magnitude in each tile, N×K, and their places, ascending; among equal values the
+    first ones."""
     order_NV = values_NV.abs().sort(dim=1, descending=True, stable=True).indices
     places_NK = order_NV[:, :kept].sort(1).values
     return values_NV.gather(1, places_NK), places_NK
@@ -92,7 +92,7 @@ def _largest(values_NV: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 def basis(size: int, dtype: torch.dtype) -> Tensor:
     """Waves of `size` values, the constant one first: row k is c_k·cos(πk(n + ½)/size)."""
     scales = [sqrt((2 if k else 1) / size) for k in range(size)]
-    # The angle modulo whole turns, where cos is as exact as possible.
+    # The angle is reduced modulo whole turns, to keep cos as exact as possible.
     turns = [[k * (2 * n + 1) % (4 * size) / (2 * size) for n in range(size)] for k in range(size)]
     waves = [[scale * cos(pi * turn) for turn in row] for scale, row in zip(scales, turns, strict=True)]
     return torch.tensor(waves, dtype=torch.float64).to(dtype)

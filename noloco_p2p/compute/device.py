@@ -1,6 +1,6 @@
-"""The device: a thread that runs the event loop's calls one at a time, the most urgent first, each to its end.
+"""The device: a thread that runs calls of the event loop one at a time, the most urgent first, each to its end.
 
-Nothing here imports torch but the making of a stage, and that happens on the thread.
+Only `make_stage` imports torch, and it does so on that thread.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 @dataclass(order=True, slots=True)
 class DeviceCall:
-    """A call in the queue. `future` is None if nobody waits for its result."""
+    """A queued call. `future` is None if nobody waits for its result."""
 
     priority: int
     number: int
@@ -39,7 +39,7 @@ class DeviceCall:
 
 
 class DeviceThread:
-    """The Device port: a thread and its priority queue."""
+    """Implements the Device port with a thread and a priority queue."""
 
     def __init__(self, name: str) -> None:
         self._queue: list[DeviceCall] = []
@@ -59,17 +59,17 @@ class DeviceThread:
             return await future
         except asyncio.CancelledError:
             if lost is not None and future.done() and not future.cancelled() and future.exception() is None:
-                lost(future.result())  # it came in the same turn of the loop as the cancellation
+                lost(future.result())  # it arrived in the same iteration of the loop as the cancellation
             raise
         finally:
-            del future, work  # an error holds this frame: with the future in it, work (and weights) would outlive both
+            del future, work  # an error refers to this frame, and would keep the work (and weights) alive
 
     async def beside(self, work: Callable[[], R]) -> R:
         """See `ports.Device`. Runs in another thread."""
         return await asyncio.to_thread(work)
 
     def post(self, work: Callable[[], object]) -> None:
-        """See `ports.Device`. From any thread."""
+        """See `ports.Device`. Callable from any thread."""
         self._push(0, work)
 
     def take_busy_s(self) -> float:
@@ -78,7 +78,7 @@ class DeviceThread:
         return busy_s
 
     def close(self) -> None:
-        """See `ports.Device`. The thread ends. May be called again."""
+        """See `ports.Device`. The thread ends. May be called more than once."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
@@ -99,7 +99,7 @@ class DeviceThread:
         return True
 
     def _next(self) -> DeviceCall | None:
-        """Wait for the most urgent job. None: closed."""
+        """Wait for the most urgent call; None once the device is closed."""
         with self._wake:
             while not self._queue and not self._closed:
                 self._wake.wait()
@@ -114,7 +114,7 @@ class DeviceThread:
             began_at = time.perf_counter()
             try:
                 result = queued.work()
-            except BaseException as raised:  # noqa: BLE001 - it is raised again, in whoever waits for the call
+            except BaseException as raised:  # noqa: BLE001 - it is raised again in the task that waits for the call
                 error = _local(raised)
             self._busy_s += time.perf_counter() - began_at
             _deliver(queued, result, error)
@@ -122,18 +122,18 @@ class DeviceThread:
 
 
 def _compute_in_batches() -> None:
-    """Schedule the calling thread as SCHED_BATCH, where the system has it (Linux).
+    """Schedule the calling thread as SCHED_BATCH, where the system has that (Linux).
 
-    The thread then never preempts another one when it wakes up: several nodes on few cores disturb each other's caches
-    less, and event loops still run at once.
+    The thread then never preempts another one when it wakes up. So several nodes on few cores disturb each other's
+    caches less, and event loops still run at once.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it; it is slower without, nothing else
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, which only makes the node slower
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _deliver(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """Schedule the hand-over on the waiter's loop. If that loop is closed, nobody waits any more."""
+    """Schedule the hand-over on the waiter's loop. If that loop is closed, nobody is waiting any more."""
     if queued.future is None:
         return
     loop = queued.future.get_loop()
@@ -145,7 +145,7 @@ def _deliver(queued: DeviceCall, result: Any, error: BaseException | None) -> No
 
 
 def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> None:
-    """On the loop: give the outcome to the waiter, or, if it is gone, the result to `lost`."""
+    """On the loop: give the outcome to the waiter, or, if that was cancelled, the result to `lost`."""
     assert queued.future is not None
     if queued.future.cancelled():
         if error is None and queued.lost is not None:
@@ -157,7 +157,7 @@ def _hand_over(queued: DeviceCall, result: Any, error: BaseException | None) -> 
 
 
 def _local(error: BaseException) -> BaseException:
-    """LocalError for a lack of memory on the host or the device; any other error unchanged."""
+    """LocalError if host or device ran out of memory; any other error unchanged."""
     named = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in MEMORY_SIGNS)
     if not (named or isinstance(error, MemoryError)):
         return error
@@ -169,7 +169,7 @@ def _local(error: BaseException) -> BaseException:
 async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_id: PeerId) -> tuple[Stage, Device]:
     """Make stage `index` with its initial weights on its own device thread, without blocking the loop.
 
-    Raises ConfigError: the model cannot be split like this; LocalError: no such device, no memory, no audit directory.
+    Raises like `factory.make_torch_stage`.
     """
     device = DeviceThread(f"device-{index}")
 
@@ -183,7 +183,7 @@ async def make_stage(manifest: RunManifest, node: NodeConfig, index: int, peer_i
 
     try:
         stage = await device.call(Operation.OUTER, make)
-        await device.call(Operation.OUTER, device.take_busy_s)  # making it belongs to no inner step
+        await device.call(Operation.OUTER, device.take_busy_s)  # the time to make it belongs to no inner step
         return stage, device
     except BaseException:
         device.close()

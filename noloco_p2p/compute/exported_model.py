@@ -1,4 +1,4 @@
-"""A Hugging Face model directory: made from the stages of a run, and loaded by plain transformers in float32.
+"""Hugging Face model directories: written from the stages of a run, and loaded by plain transformers in float32.
 
 The parameters keep their global names in every stage, so the union of the stages is the complete state dict. What
 remains is to average replicas, to check that nothing is missing, and to let transformers write its own format. Nothing
@@ -26,9 +26,9 @@ from noloco_p2p.core.snapshots import Snapshot
 from noloco_p2p.errors import ConfigError, LocalError, Violation
 
 TRIMMED_AT_ONCE = 1 << 18
-"""Values of a parameter that are sorted at once, of all replicas."""
+"""How many values of a parameter are sorted at once, each over all replicas."""
 CACHES = "cache", "past_key_values"
-"""Names of the cache in transformers; models of older versions know only the second one."""
+"""Names of the cache argument in transformers; models of older versions have only the second one."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Weights = Mapping[str, Tensor]
 """θ of one replica or of a mean, by global name, in compute_dtype, in host memory."""
@@ -43,28 +43,28 @@ def silence_transformers() -> None:
 
 
 def stage_specs(manifest: RunManifest, index: int) -> tuple[TensorSpec, ...]:
-    """The parameters of a stage in order, without a prefix, in compute_dtype. Nothing is allocated.
+    """The parameters of a stage in order, by global name, in compute_dtype. Allocates no weights.
 
-    Raises ConfigError.
+    Raises ConfigError if the model cannot be built.
     """
     causal = _outlined(manifest, index, manifest.stages)
     return tuple(TensorSpec(name, manifest.compute_dtype, tuple(p.shape)) for name, p in causal.named_parameters())
 
 
 def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weights:
-    """θ_f of a snapshot. Raises Violation as `replica_tensors.checked`."""
+    """θ_f of a snapshot. Raises Violation like `replica_tensors.checked`."""
     (flat,) = replica_tensors.checked(snapshot.tensors, (flat_weights(parameters),), f"the weights of {snapshot.peer}")
     parts = torch.split(flat, [prod(spec.shape) for spec in parameters])
     return {spec.name: part.view(spec.shape) for spec, part in zip(parameters, parts, strict=True)}
 
 
 def flat_weights(parameters: Sequence[TensorSpec]) -> TensorSpec:
-    """θ_f of a stage as it travels in full precision."""
+    """Spec of a stage's θ_f as it travels in full precision."""
     return TensorSpec("weights", parameters[0].dtype, (sum(prod(spec.shape) for spec in parameters),))
 
 
 def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
-    """Tensors in the order of `parameters`, by their names. Raises Violation: one does not fit or is not finite."""
+    """These tensors, in the order of `parameters`, by name. Raises Violation if one does not fit or is not finite."""
     weights = {}
     for tensor, spec in zip(tensors, parameters, strict=True):
         weights[spec.name] = host_tensor.check(tensor, spec)
@@ -74,7 +74,7 @@ def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec
 
 
 def mean(replicas: Sequence[Weights]) -> Weights:
-    """The element-wise mean of replicas of one stage: summed in float64, rounded once to compute_dtype."""
+    """The element-wise mean over replicas of one stage, summed in float64 and rounded once to compute_dtype."""
     if len(replicas) == 1:
         return replicas[0]
     merged = {}
@@ -87,8 +87,8 @@ def mean(replicas: Sequence[Weights]) -> Weights:
 
 
 def trimmed_mean(replicas: Sequence[Weights]) -> Weights:
-    """The same of what is left of each value's replicas without the largest and the smallest quarter, rounded down and
-    at least one each (Yin et al., arXiv 1803.01498). Values that are not finite are among them. Needs three."""
+    """As `mean`, but for each value without the largest and the smallest quarter of the replicas, rounded down but at
+    least one each (Yin et al., arXiv 1803.01498). Values that are not finite sort among these. Needs three."""
     most, merged = max(1, len(replicas) // 4), {}
     for name, first in replicas[0].items():
         merged[name] = torch.empty_like(first)
@@ -102,14 +102,14 @@ def trimmed_mean(replicas: Sequence[Weights]) -> Weights:
 def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Path, eos: int | None = None) -> None:
     """Write config.json, generation_config.json and the safetensors of the complete model to an existing directory.
 
-    `eos` is the id that ends generation, if known. Raises ConfigError: the stages are not the complete model;
-    LocalError: the disk refuses.
+    `eos` is the id that ends generation, if known. Raises ConfigError if the stages do not make up the complete model,
+    LocalError if the directory cannot be written.
     """
     causal = _outlined(manifest, 0, 1)
     state = {name: tensor for weights in stages for name, tensor in weights.items()}
     wanted = {name for name, _ in causal.named_parameters()}
     if set(state) != wanted:
-        raise ConfigError(f"the stages are not the whole model: {', '.join(sorted(wanted ^ set(state))[:3])} …")
+        raise ConfigError(f"the stages do not form a complete model: {', '.join(sorted(wanted ^ set(state))[:3])} …")
     if eos is not None:
         for name in model_family.SPECIAL_IDS:
             setattr(causal.generation_config, name, eos if name == "eos_token_id" else None)
@@ -120,7 +120,7 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
 
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
-    """The model class without memory, with tied weights tied. Raises ConfigError."""
+    """A stage's model without memory, with tied weights tied. Raises ConfigError if it cannot be built."""
     causal = meta_stage_module(
         model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
     ).causal
@@ -132,7 +132,7 @@ def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
 def write_tokenizer(source: str | None, directory: Path) -> None:
     """Write a tokenizer's files: ByT5's for None, else those that AutoTokenizer loads from `source`, a name or path.
 
-    `tokenizers.load_tokenizer` must have accepted `source`. Raises LocalError: the disk refuses.
+    `tokenizers.load_tokenizer` must have accepted `source`. Raises LocalError if the directory cannot be written.
     """
     from transformers.models.byt5 import ByT5Tokenizer
 
@@ -144,8 +144,9 @@ def write_tokenizer(source: str | None, directory: Path) -> None:
 
 
 def stored_tokenizer(source: str | Path, *, local: bool = False) -> Any:
-    """A tokenizer of a folder or of the hub, ByT5's where its own files say so: beside the config.json of some families
-    (mistral, qwen2) AutoTokenizer takes theirs instead. `local`: not of the hub. Raises what transformers raises."""
+    """The tokenizer in a folder or on the hub. It is ByT5's if its own files say so: next to the config.json of some
+    families (mistral, qwen2) AutoTokenizer would take the family's instead. `local`: never from the hub. Raises
+    whatever transformers raises."""
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
     from transformers.models.byt5 import ByT5Tokenizer
@@ -156,7 +157,7 @@ def stored_tokenizer(source: str | Path, *, local: bool = False) -> Any:
 
 
 class ExportedModel:
-    """A causal language model of transformers. See `load`."""
+    """A causal language model of transformers, made by `load`."""
 
     def __init__(self, causal: Any, device: torch.device) -> None:
         self.causal = causal
@@ -164,12 +165,12 @@ class ExportedModel:
 
     @classmethod
     def load(cls, directory: Path, device: str = "auto") -> "ExportedModel":
-        """The model in `directory` in float32. Raises ConfigError: there is none, or a part of it is missing."""
+        """The model in `directory`, in float32. Raises ConfigError if there is none, or if a part of it is missing."""
         from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
         chosen = pick_device(device)
-        if not directory.is_dir():  # transformers would take it for a name of the hub
+        if not directory.is_dir():  # transformers would take it for a name on the hub
             raise ConfigError(f"{directory}: there is no such directory")
         try:
             config = AutoConfig.from_pretrained(directory, **_LOCAL)
@@ -184,7 +185,7 @@ class ExportedModel:
             )
         except (OSError, SafetensorError, *model_family.FOREIGN_ERRORS) as error:
             raise ConfigError(
-                f"{directory} holds no model that can be loaded: {model_family.one_line(error)}"
+                f"{directory} contains no model that can be loaded: {model_family.one_line(error)}"
             ) from error
         missing = sorted({*info["missing_keys"], *info["unexpected_keys"]})
         if missing:
@@ -199,7 +200,7 @@ class ExportedModel:
         return logits_BTV.float()
 
     def nats(self, batch: Batch) -> tuple[Tensor, int]:
-        """Cross entropy summed over the B×T targets that count, with its graph, and the number of these targets."""
+        """Cross entropy summed over those of the B×T targets that count, with its graph, and their number."""
         targets_BT = self._tensor(host_tensor.to_torch(batch.targets)).long()
         loss = torch.nn.functional.cross_entropy(
             self.logits(batch).flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -208,16 +209,16 @@ class ExportedModel:
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> LossSum:
-        """As `nats`, as plain numbers."""
+        """As `nats`, but as plain numbers."""
         loss, tokens = self.nats(batch)
         return LossSum(float(loss), tokens)
 
     def continuation(self, prompt: Sequence[int], window: int, temperature: float, seed: int) -> Iterator[int]:
-        """Token ids that follow `prompt` (at least one id), one after the other, without end.
+        """Token ids that follow `prompt` (at least one id), one at a time, without end.
 
         The context has at most `window` ids; when it is full, its later half is read again and the cache starts over.
-        `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws. Raises LocalError: the
-        model's weights are broken.
+        `temperature` 0 always takes the likeliest id; otherwise `seed` determines the draws. Raises LocalError if the
+        model's output is not finite.
         """
         generator = torch.Generator().manual_seed(seed)
         known = inspect.signature(self.causal.forward).parameters
@@ -243,9 +244,9 @@ class ExportedModel:
 
 
 def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
-    """Maps token ids to text without special tokens, with the tokenizer in `directory`. Raises ConfigError.
+    """A function from token ids to text without special tokens, which uses the tokenizer in `directory`.
 
-    Ids that the model has beyond those of the tokenizer are left out.
+    It leaves out ids beyond those of the tokenizer. Raises ConfigError if the tokenizer cannot be loaded.
     """
     tokenizer = _tokenizer(directory)
     known = len(tokenizer)
@@ -255,7 +256,7 @@ def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
 def chat_ids(directory: Path, message: str) -> list[int]:
     """A user's message in the chat template of the tokenizer in `directory`, up to where the answer starts.
 
-    Raises ConfigError: there is no template, or it refuses the message.
+    Raises ConfigError if there is no template, or if it rejects the message.
     """
     from jinja2 import TemplateError
 
@@ -274,7 +275,7 @@ def _tokenizer(directory: Path) -> Any:
         return stored_tokenizer(directory, local=True)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:
         raise ConfigError(
-            f"{directory} holds no tokenizer that can be loaded: {model_family.one_line(error)}"
+            f"{directory} contains no tokenizer that can be loaded: {model_family.one_line(error)}"
         ) from error
 
 

@@ -1,13 +1,13 @@
-"""A replica's vector in few bits, for a replica that has a similar one (METHOD.md, "Codecs of outer rounds").
+"""Encodes a replica's vector in few bits, for a replica with a similar one (METHOD.md, "Codecs of outer rounds").
 
 Replicas of a stage are close together, but their weights can be anywhere. Both round their values to integers on the
 same dithered lattice. The low bits of the sender's integers travel, and the receiver takes the integers with these bits
-that are nearest to its own. It applies the difference of the integers only: dither and rounding are the same at both,
-so the two of a pair move by opposite amounts, and their mean stays. A digest of the full integers shows where the
-nearest was wrong because the bound was too small: those chunks are requested again.
+that are nearest to its own. It applies only the difference of the integers: dither and rounding are the same on both
+sides, so the two replicas of a pair move by opposite amounts, and their mean stays. A digest of the full integers shows
+where the nearest integer was wrong because the bound was too small: those chunks are requested again.
 
-Two machines get the same integers: scaling by powers of two is exact, and so is everything that follows except the sum
-of a fraction and its dither, which IEEE 754 rounds in the same way everywhere.
+Any two machines get the same integers: scaling by powers of two is exact, and so is everything that follows except the
+sum of a fraction and its dither, which IEEE 754 rounds in the same way everywhere.
 
 Shape legend: C chunks of the vector, or some of them; K values of a chunk.
 """
@@ -35,15 +35,15 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, Violation
 
 BATCH, GPU_BATCH = 32, 2048
-"""Chunks that are computed together: on a CPU half a megabyte of float32, so that the passes stay in its cache; on a
-GPU 32 megabytes, so that it is not kept waiting for launches."""
+"""How many chunks are computed together: on a CPU half a megabyte of float32, so that the passes stay in its cache; on
+a GPU 32 megabytes, so that it does not wait for kernel launches."""
 
 
 class PairDither:
-    """The dither of a pair's exchange in one round, equal at both: a uniform fraction for each value.
+    """The dither of a pair's exchange in one round, equal on both sides: a uniform fraction for each value.
 
-    It is the sum modulo 1 of a number for the value's place in its chunk and one for its chunk: any two values of the
-    vector have independent dither, which is all that means and variances require.
+    It is the sum modulo 1 of a number for the value's place in its chunk and one for its chunk. So any two values of
+    the vector have independent dither, which is all that means and variances require.
     """
 
     def __init__(self, seed: int, round: int, pair: tuple[PeerId, PeerId], parameters: int) -> None:
@@ -56,7 +56,7 @@ class PairDither:
 
 @cache
 def _digest_factors() -> Tensor:
-    """Odd int32 numbers for the places of a chunk, the same in every run."""
+    """An odd int32 number for each place in a chunk, the same in every run."""
     random = seeds.generator(0, "lattice digest").randbytes(4 * CHUNK)
     return torch.frombuffer(bytearray(random), dtype=torch.int32) | 1
 
@@ -65,7 +65,7 @@ class _ChunkRows(NamedTuple):
     """Chunks of equal width that are computed together."""
 
     at: slice
-    """Where they are among the requested chunks."""
+    """Their positions among the requested chunks."""
     chunks: Sequence[int]
     width: int
 
@@ -79,7 +79,7 @@ class _ChunkRows(NamedTuple):
         return rows_CK if self.width % 2 == 0 else torch.nn.functional.pad(rows_CK, (0, 1))
 
     def write(self, vector: Tensor, rows_CK: Tensor, good_C: Tensor) -> None:
-        """Write the good rows to a vector."""
+        """Write the rows marked good to a vector."""
         rows_CK = rows_CK[:, : self.width]
         first, last = self.chunks[0], self.chunks[-1]
         if last - first + 1 == len(self.chunks) and bool(good_C.all()):
@@ -91,7 +91,7 @@ class _ChunkRows(NamedTuple):
 
 
 class LatticeAnswer(NamedTuple):
-    """The result of an answer."""
+    """The result of decoding an answer."""
 
     wrong: tuple[int, ...]
     """Chunks that are still unknown, ascending."""
@@ -102,9 +102,9 @@ class LatticeAnswer(NamedTuple):
 
 
 class LatticeCodec:
-    """Codec for the vectors of one stage, which are in host memory; they are computed on `device`, batch by batch.
+    """The codec of one stage's vectors, which are in host memory; the work is done on `device`, batch by batch.
 
-    `own_C`: the bounds that a replica requests for its own vector of a round.
+    `own_C`: the bounds with which a replica requests, for its own vector of a round.
     """
 
     def __init__(self, bits: int, parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -116,8 +116,8 @@ class LatticeCodec:
     def encode(self, vector: Tensor, own_C: Tensor, asked: LatticeRequest, dither: PairDither) -> Tensor:
         """The answer (uint8, `format.nbytes(asked)`): digests, plain values, the bounds used, codes.
 
-        Each chunk's bound is the larger one of the request and of `own_C`, so that both of a pair use the same. Raises
-        Violation: the request is invalid; Declined: `vector` is not finite, or nearly infinite.
+        Each chunk's bound is the larger of the requested one and that of `own_C`, so that both replicas of a pair use
+        the same. Raises Violation if the request is invalid, Declined if `vector` is not finite, or nearly infinite.
         """
         self.format.check(asked)
         asked_C, own_C = _to_tensor(asked.bounds), _of(own_C, asked.chunks)
@@ -139,10 +139,10 @@ class LatticeCodec:
     def decode(
         self, wire: Tensor, own: Tensor, asked: LatticeRequest, dither: PairDither, into: Tensor
     ) -> LatticeAnswer:
-        """Write the answer to a request to the vector `into`: own + (the integers' difference) × step, chunk by chunk.
+        """Decode an answer into the vector `into`: own + (the integers' difference) × step, chunk by chunk.
 
-        `own` is the replica's vector for which `asked` was made. Wrong chunks are left unchanged. Raises Violation:
-        another length than requested, invalid bounds, or plain values that are not finite.
+        `own` is the vector for which this replica made the request `asked`. Wrong chunks are left unchanged. Raises
+        Violation if the length does not match the request, bounds are invalid, or plain values are not finite.
         """
         digest_C, plain, used_C, codes = self._parts(wire, asked)
         count = len(used_C)
@@ -161,7 +161,7 @@ class LatticeCodec:
             gap_CK = self._gap(taken.to(self._device).view(len(batch.chunks), -1), integers_CK)
             integers_CK += gap_CK
             least_C, most_C = gap_CK.amin(-1).int().cpu(), gap_CK.amax(-1).int().cpu()
-            # The lowest code is not used, or only one of a pair might find the chunk wrong.
+            # The lowest code counts as wrong: otherwise only one replica of a pair might find the chunk wrong.
             good_C[at] = (self._digest(integers_CK).cpu() == digest_C[at]) & (least_C > -self._levels)
             step_C = self._steps(used)
             distance_C[at] = torch.maximum(-least_C, most_C) * step_C
@@ -171,7 +171,7 @@ class LatticeCodec:
         return LatticeAnswer(wrong, used_C, distance_C)
 
     def _parts(self, wire: Tensor, asked: LatticeRequest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Digests, plain values, the bounds used and codes of an answer. Raises Violation as `decode`."""
+        """Digests, plain values, the bounds used and codes of an answer. Raises Violation like `decode`."""
         count, nbytes = len(asked.bounds), self.format.nbytes(asked)
         if wire.dtype != torch.uint8 or wire.shape != (nbytes,):
             raise Violation(f"the answer has {wire.numel()} bytes, not {nbytes}")
@@ -180,13 +180,13 @@ class LatticeCodec:
         asked_C, used_C = _to_tensor(asked.bounds), wire[used_at:codes_at]
         plain = wire[plain_at:used_at].clone().view(self._dtype)
         if bool(((used_C < asked_C) | ((used_C > LARGEST_BOUND) & (asked_C != PLAIN))).any()):
-            raise Violation("the answer has bounds that nobody asked for")
+            raise Violation("the answer has bounds that do not match the request")
         if not bool(torch.isfinite(plain).all()):
             raise Violation("the answer has values that are not finite")
         return wire[:plain_at].clone().view(torch.int32), plain, used_C, wire[codes_at:]
 
     def _batches(self, asked: LatticeRequest, used_C: Tensor) -> Iterator[_ChunkRows]:
-        """The requested chunks in order: plain ones alone, others together; the last of the vector alone."""
+        """The requested chunks in order, in batches. Plain chunks, and the last chunk of the vector, come alone."""
         used, start = used_C.tolist(), 0
         last = chunk_count(self.format.parameters) - 1
         while start < len(used):
@@ -205,7 +205,7 @@ class LatticeCodec:
         return torch.ldexp(torch.ones(len(bounds_C), dtype=torch.float64), exponent_C) / self._levels
 
     def _integers(self, rows_CK: Tensor, batch: _ChunkRows, bounds_C: Tensor, dither: PairDither) -> Tensor:
-        """⌊value / step + dither⌋, int32, C×K. A fraction is rounded to 2^-22; nothing else is."""
+        """⌊value / step + dither⌋, int32, C×K. Only the fraction is rounded, to 2^-22."""
         rows_CK = rows_CK * (1 / self._steps(bounds_C)).to(self._device, rows_CK.dtype)[:, None]
         whole_CK = rows_CK.floor()
         rows_CK -= whole_CK
@@ -214,7 +214,7 @@ class LatticeCodec:
         return whole_CK.to(torch.int32).add_(rows_CK.to(torch.int32))
 
     def _packed(self, integers_CK: Tensor) -> Tensor:
-        """The low bits; with 4 bits the first half of a row is in the lower half of each byte."""
+        """The low bits. With 4 bits, the first half of a row is in the lower halves of the bytes."""
         codes = integers_CK.to(torch.uint8)
         if self.format.bits == 8:
             return codes
@@ -222,7 +222,7 @@ class LatticeCodec:
         return low & 15 | high << 4
 
     def _gap(self, packed: Tensor, integers_CK: Tensor) -> Tensor:
-        """How far the nearest integers with these low bits are from the own ones, int8."""
+        """How far the nearest integers with these low bits are from this replica's own, int8."""
         codes = packed if self.format.bits == 8 else torch.cat((packed, packed >> 4), dim=1)
         gap_CK = codes - integers_CK.to(torch.uint8)
         return gap_CK.view(torch.int8) if self.format.bits == 8 else (gap_CK << 4).view(torch.int8) >> 4
@@ -230,8 +230,8 @@ class LatticeCodec:
     def _digest(self, integers_CK: Tensor) -> Tensor:
         """The digest of each chunk, int32: a sum of odd multiples modulo 2^32.
 
-        The low bits are rotated to the top: a wrong integer is off by a multiple of 2^bits, which would otherwise leave
-        as many bits of the digest unused.
+        The low bits are rotated to the top: a wrong integer is off by a multiple of 2^bits, so otherwise that many bits
+        of the digest would never differ.
         """
         bits = self.format.bits
         turned_CK = (integers_CK << (32 - bits)) | ((integers_CK >> bits) & ((1 << (32 - bits)) - 1))

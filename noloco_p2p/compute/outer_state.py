@@ -1,8 +1,7 @@
-"""What outer rounds change in one replica: θ, and what the rule keeps beside it, on the host (METHOD.md, "Outer
-rules").
+"""What outer rounds change in one replica: θ, and on the host what the rule keeps (METHOD.md, "Outer rules").
 
 All of it is held in compute_dtype, which is at least float32. Rounds are computed on θ's device, one parameter after
-another; on the host under a rule whose results all replicas have in common, bit for bit.
+another; but on the host under rules whose results must be the same on all replicas, bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,22 +43,21 @@ class OuterState:
         for name, theta in thetas.items():
             self._set(name, self.rule.start(theta))
         self.parameters = [host_tensor.spec_of(name, theta) for name, theta in thetas.items()]
-        """Their specs, in the stage's order."""
+        """Specs of the parameters, in the stage's order."""
         self.count = sum(theta.numel() for theta in thetas.values())
         self.learning_rate = 0.0
-        """Learning rate of the last inner step, which distances between replicas follow."""
+        """Learning rate of the last inner step; distances between replicas depend on it."""
         self._forget_others()
 
     def by_name(self, flat: Tensor) -> ByName:
-        """The parameters of a flat vector, as views of it."""
+        """The parameters in a flat vector, by name, as views of it."""
         parts = torch.split(flat, [theta.numel() for theta in self._fast.values()])
         return {name: part.view(theta.shape) for (name, theta), part in zip(self._fast.items(), parts, strict=True)}
 
     def freeze(self, gradients: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(what is offered, θ_f) of this round, both flat, where rounds are computed; nothing writes to them later.
-        Where θ_f is what is offered they are one.
+        """Freeze a round: (the offer, θ_f), both flat, where rounds are computed. Nothing writes to them later.
 
-        Where `gradients` are given they are what is offered.
+        If the offer is θ_f, both are the same tensor. If `gradients` are given, they are the offer.
         """
         frozen = self._empty(self.count)
         thetas = self.by_name(frozen)
@@ -80,7 +78,7 @@ class OuterState:
         return vector, frozen
 
     def offers(self, vector: Tensor) -> dict[str, Offer]:
-        """What a flat vector offers for each parameter, as views of it."""
+        """The offer of each parameter in a flat vector, as views of it."""
         parts = [self.by_name(part) for part in vector.chunk(self.rule.offered)]
         return {name: tuple(part[name] for part in parts) for name in self._fast}
 
@@ -91,7 +89,7 @@ class OuterState:
         return agreement.digest(host_tensor.from_torch("", value).data for value in values)
 
     def bounds(self, vector: Tensor) -> bytes:
-        """How far others' vectors may be from the one just frozen, by chunk; empty if no codec needs it."""
+        """How far others' vectors may be from the one just frozen, by chunk; empty if the codec has no bounds."""
         return b"" if self._distances is None else bytes(self._distances.bounds(vector).tolist())
 
     def radii(self) -> tuple[float, ...]:
@@ -100,7 +98,7 @@ class OuterState:
         return moved_by(radii, self.rule.gain) if self.rule.gain else radii
 
     def met(self, theirs: Sequence[PartnerVector]) -> None:
-        """Record how far merged vectors of others were; later bounds and radii follow from that."""
+        """Record how far away merged vectors of others were; later bounds and radii follow from that."""
         for one in theirs:
             if one.apart:
                 self._pairs.observe(one.apart, self.learning_rate)
@@ -111,7 +109,7 @@ class OuterState:
         """Apply the rule and N3; θ changes in place.
 
         `members` are the vectors of the group, with this replica's at index `mine`; `frozen` is θ_f. What the rule
-        keeps is still what the vector was frozen with: only rounds change it. `lag` as in `OuterRule.merge`.
+        keeps has not changed since the round was frozen, because only rounds change it. `lag`: as in `OuterRule.merge`.
         """
         offers, thetas_frozen = [self.offers(vector) for vector in members], self.by_name(frozen)
         for name, theta_frozen in thetas_frozen.items():
@@ -119,13 +117,13 @@ class OuterState:
             given = [tuple(value.to(self._place) for value in offer[name]) for offer in offers]
             after = self.rule.merge(own, given, mine, lag)
             base, theta = after.pop("fast"), None
-            if base is not own["fast"]:  # Otherwise the round moves nothing: nor does it round what was trained.
+            if base is not own["fast"]:  # otherwise the round moves nothing, so θ must not be rounded either
                 before, now = own["fast"].to(self._device), self._fast[name].detach()
                 theta = outer_update.carried_over(base.to(self._device), now, before)
             self._set(name, after, theta)
 
     def added_up(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Gradients of the group as added by the rule, by parameter, and their number of tokens."""
+        """The gradients of the group as summed by the rule, one per parameter, and their number of tokens."""
         total = self.rule.merge({}, [(vector[:-1],) for vector in vectors], -1, 0.0)["gradient"]
         return list(self.by_name(total).values()), sum(int(vector[-1]) for vector in vectors)
 
@@ -134,13 +132,13 @@ class OuterState:
         tensors = {kind: named.copy() for kind, named in self.kinds.items()}
         tensors["frozen"] = self.by_name(host_tensor.to_torch(mine.weights))
         tensors["fast"] = {name: host_tensor.copy(theta) for name, theta in self._fast.items()}
-        for one in () if self.rule.common else theirs:  # Of all replicas each one's own file tells.
+        for one in () if self.rule.common else theirs:  # under a rule that takes from all, their own files have these
             for at, part in enumerate(host_tensor.to_torch(one.vector).chunk(self.rule.offered)):
                 tensors[f"partner_vector{at or ''}"] = self.by_name(part)
         return tensors
 
     def adopt(self, weights: Tensor) -> None:
-        """Start with θ_f of another replica (ARCHITECTURE.md, "Joining"); it has been checked."""
+        """Start from another replica's θ_f (ARCHITECTURE.md, "Joining"), which has been checked."""
         for name, theta in self.by_name(weights.to(self._dtype)).items():
             self._set(name, self.rule.start(theta.clone()), theta)
         self._forget_others()
@@ -151,14 +149,14 @@ class OuterState:
         return {"fast": fast} | {kind: dict(named) for kind, named in self.kinds.items()}
 
     def restore(self, kinds: replica_tensors.Kinds) -> None:
-        """Continue with copies of what the rule keeps, and θ in place; they have been checked."""
+        """Continue from these tensors, which have been checked: copies of what the rule keeps, and θ in place."""
         for name in self._fast:
             self._set(name, {kind: kinds[kind][name].clone() for kind in self.kinds}, kinds["fast"][name])
         self._forget_others()
 
     @property
     def largest_accepted(self) -> float:
-        """The largest value that weights may have that replace these."""
+        """The largest magnitude allowed in weights that replace these."""
         return largest_accepted(max(host_tensor.largest(theta.detach()) for theta in self._fast.values()))
 
     @property
@@ -166,7 +164,7 @@ class OuterState:
         return next(iter(self._fast.values())).dtype
 
     def _empty(self, count: int) -> Tensor:
-        """Where rounds are computed; pinned if that is not where θ is."""
+        """A tensor where rounds are computed; in pinned memory if θ is elsewhere."""
         pinned = self._place != self._device
         return torch.empty(count, dtype=self._dtype, device=self._place, pin_memory=pinned)
 
@@ -175,7 +173,7 @@ class OuterState:
         return {kind: value.to(self._place) for kind, value in own.items()}
 
     def _set(self, name: str, kept: Mapping[str, Tensor], theta: Tensor | None = None) -> None:
-        """Set what the rule keeps of a parameter, and θ."""
+        """Set what the rule keeps for a parameter, and θ if given."""
         for kind, value in kept.items():
             self.kinds[kind][name] = host_tensor.to_host(value)
         if theta is not None:
@@ -183,7 +181,7 @@ class OuterState:
                 self._fast[name].copy_(theta)
 
     def _forget_others(self) -> None:
-        """Forget how far other replicas are: that is not known for new weights."""
+        """Forget how far away other replicas are, which is unknown for new weights."""
         codec = self._settings.codec
         self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
         self._pairs = PairDistances()

@@ -1,4 +1,4 @@
-"""Compares a partner's vector with the own one, by group of tensors (`core.guard`). Host memory only."""
+"""Compares a partner's vector with this replica's own, by group of tensors (`core.guard`). Host memory only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from noloco_p2p.core.messages import TensorSpec
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
 
 CHUNK = 1 << 17
-"""Values that are compared at once, so that they stay in a core's cache."""
+"""How many values are compared at once, so that they stay in a core's cache."""
 
 
 class PartnerGuard:
-    """The guard of one stage, whose vectors offer this many values of each parameter. One pull at a time."""
+    """The guard of one stage, whose vectors offer `offered` values of each parameter. It judges one pull at a time."""
 
     def __init__(self, parameters: Sequence[TensorSpec], offered: int) -> None:
         names = [(part, guard.group_of(spec)) for part in range(offered) for spec in parameters]
@@ -27,10 +27,10 @@ class PartnerGuard:
         self._offered, self._groups = offered, len(places)
         self._tensors = [(places[name], slice(*ends)) for name, ends in zip(names, pairwise(ends), strict=True)]
         self._stranger: PartnerVector | None = None
-        """The last vector, if it was refused. Another one that agrees with it shows who the outlier is."""
+        """The last vector, if it was refused. If another peer's vector agrees with it, this replica is the outlier."""
 
     def judged(self, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector:
-        """The clipped partner's vector with its distances and verdict. A refused one must not be merged."""
+        """The partner's vector after clipping, with its distances and the verdict. A refused one must not be merged."""
         own, found = host_tensor.to_torch(mine.vector), host_tensor.to_torch(theirs.vector)
         radii = mine.radii
         if not (radii and all(radii)):
@@ -55,22 +55,22 @@ class PartnerGuard:
         return replace(theirs, vector=vector, apart=apart, factors=tuple(by_tensor), verdict="clipped")
 
     def _filled_in(self, radii: Sequence[float], own: Tensor) -> tuple[float, ...]:
-        """Unknown radii, estimated from everything offered for the group. Zeros mean unknown."""
+        """The radii with unknown ones, which are 0, estimated from the norm of everything offered for the group."""
         norms, groups = self._distances(own, None), self._groups // self._offered
         both = [hypot(*norms[group % groups :: groups]) for group in range(self._groups)]
         return tuple(radius or guard.UNKNOWN * norm or inf for radius, norm in zip(radii, both, strict=True))
 
     def _is_far(self, own: Tensor, apart: Sequence[float]) -> bool:
-        """Whether the distance is out of all proportion to the own vector."""
+        """Whether the distance is out of all proportion to this replica's own vector."""
         return hypot(*apart) > guard.FURTHEST * hypot(*self._distances(own, None))
 
     def _agree(self, one: PartnerVector, other: PartnerVector, radii: Sequence[float]) -> bool:
-        """Whether the two are as close to each other as partners usually are."""
+        """Whether the two vectors are as close to each other as partners usually are."""
         vectors = host_tensor.to_torch(one.vector), host_tensor.to_torch(other.vector)
         return all(distance <= radius for distance, radius in zip(self._distances(*vectors), radii, strict=True))
 
     def _distances(self, own: Tensor, theirs: Tensor | None) -> tuple[float, ...]:
-        """L2 norms of the difference, or of `own`, by group; infinite if the squares overflow."""
+        """L2 norms by group of the difference, or of `own` if `theirs` is None; infinite if the squares overflow."""
         squares = [0.0] * self._groups
         for group, values in self._tensors:
             for at in range(values.start, values.stop, CHUNK):

@@ -1,6 +1,6 @@
-"""The tensors of a replica by kind and parameter, as they travel and are saved: `<kind>/<name>`, kind after kind.
+"""Packs and checks the tensors of a replica as they travel and are saved: `<kind>/<name>`, kind after kind.
 
-What comes from a peer or a file is checked here before the stage continues from it.
+Whatever comes from a peer or a file is checked here before the stage continues from it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ ROUNDED, SQUARE_VANISHES = 2.0, 1e-18
 """Tolerances of the check of Adam's means: a factor for rounding, and one for means whose square rounds to 0."""
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
-"""By kind, then by parameter name, both in the order in which they travel."""
+"""Tensors by kind, then by parameter name, both in the order in which they travel."""
 
 
 def specs(
     kinds: Iterable[str], parameters: Sequence[TensorSpec], matrices: Collection[str] = ()
 ) -> tuple[TensorSpec, ...]:
-    """The specs of a stage with these parameters, in order; `matrices`: those that Muon updates."""
+    """The specs of the tensors of a stage with these parameters, in order; `matrices`: those that Muon updates."""
     return tuple(
         spec._replace(name=f"{kind}/{spec.name}")
         for kind in kinds
@@ -33,7 +33,7 @@ def specs(
 
 
 def pack(kinds: Kinds) -> tuple[HostTensor, ...]:
-    """Tensors in host memory, wrapped without a copy, in order. They must not be written to afterwards."""
+    """Wrap tensors in host memory without a copy, in order. They must not be written to afterwards."""
     flat = {f"{kind}/{name}": tensor for kind, named in kinds.items() for name, tensor in named.items()}
     return tuple(host_tensor.from_torch(name, tensor) for name, tensor in flat.items())
 
@@ -43,8 +43,8 @@ def checked(
 ) -> list[Tensor]:
     """The values of these tensors, possibly sharing their memory; `whose` starts the message.
 
-    Raises Violation: names, dtypes, shapes or lengths are not as expected, in order, or values are not finite or,
-    except Adam's, larger than `most`.
+    Raises Violation if names, dtypes, shapes or lengths are not as expected, in order, or if values are not finite or,
+    except for Adam's, larger than `most`.
     """
     found = [tensor.spec for tensor in tensors]
     if found != list(expected):
@@ -67,13 +67,13 @@ def unpack_state(
 ) -> dict[str, dict[str, Tensor]]:
     """The tensors of a state from which stage `index` can continue, possibly sharing its memory.
 
-    Raises Violation: as `checked`; another stage; a mean square or step count below zero; a mean beyond `most_mean`
-    times the root of its mean square.
+    Raises Violation like `checked`, and for another stage, a negative mean square or step count, or a mean beyond
+    `most_mean` times the root of its mean square.
     """
     if state.stage != index or state.adam_steps < 0:
         raise Violation(
             f"the state of {state.peer} does not fit stage {index}: it is of stage {state.stage}, "
-            f"after {state.adam_steps} steps of the optimizer"
+            f"after {state.adam_steps} optimizer steps"
         )
     kinds: dict[str, dict[str, Tensor]] = {}
     values = checked(state.tensors, expected, f"the state of {state.peer}", most)

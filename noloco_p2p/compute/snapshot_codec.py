@@ -1,6 +1,6 @@
-"""What a stage freezes at a round, what of it travels, and how the receiver decodes it: all in host memory.
+"""Freezes a stage's rounds, encodes what travels of them, and decodes what arrives: all in host memory.
 
-Any thread may `encode` and `decode`, because frozen rounds are never written to.
+Any thread may call `encode` and `decode`, because frozen rounds are never written to.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ from noloco_p2p.core.snapshots import (
 from noloco_p2p.errors import Violation
 
 WIDTHS = ("bfloat16", "float32", "float64")
-"""Element types in which θ_f may be requested; one wider than compute_dtype would add nothing."""
+"""Element types in which θ_f may be requested. One wider than compute_dtype adds nothing."""
 
 
 class SnapshotCodec:
-    """The codec of one stage of a run, with these parameters."""
+    """The codec of one stage of a run; `parameters` are those of the stage."""
 
     def __init__(self, run: RunManifest, stage: int, parameters: Sequence[TensorSpec], device: torch.device) -> None:
         shapes = [spec.shape for spec in parameters]
@@ -52,9 +52,9 @@ class SnapshotCodec:
         self._common, self._gradients = bool(run.outer.update.common), run.outer.update.gradients
         tokens = run.microbatches_per_step * run.microbatch_size * run.sequence_length
         self._least = float(tokens) if self._gradients else 0.0
-        """Under `sync` the bound is that of so many tokens at least: a replica's own sum may have none."""
+        """Under `sync`, values may be as large as for this many tokens: this replica's own sum may have none."""
         self.specs, self.lattice = snapshot_specs(run.outer.codec, count, self._offered, run.compute_dtype, kept)
-        """What travels to a partner, and its format in a codec with bounds."""
+        """The tensors that travel to a partner, and the lattice format in a codec with bounds."""
         self._lattice = None
         if self.lattice is not None:
             self._lattice = LatticeCodec(self.lattice.bits, self._offered, self._dtype, device)
@@ -62,9 +62,9 @@ class SnapshotCodec:
     def frozen(
         self, peer: PeerId, place: tuple[int, int, int], outer: OuterState, gradients: Tensor | None = None
     ) -> FrozenRound:
-        """A frozen round of these weights. `gradients`: what is offered if the rule requires them.
+        """A frozen round of these weights. `gradients`: the offer, under a rule that exchanges gradients.
 
-        `place`: round, step and inner steps taken. What all replicas merge alike is kept as it travels.
+        `place`: round, step and inner steps taken. What all replicas have to merge alike is rounded as it travels.
         """
         vector, theta = outer.freeze(gradients)
         if self._common:
@@ -77,10 +77,10 @@ class SnapshotCodec:
         return FrozenRound(peer, round, step, kept, weights, inner_steps, bounds, view, outer.radii())
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
-        """What `caller` requests.
+        """What `caller` requests of a frozen round, as it travels.
 
-        Raises Violation: weights do not travel in that element type, or bounds are invalid; Declined: the vector is not
-        finite and its codec would not show it.
+        Raises Violation if weights do not travel in that element type, or if bounds are invalid; Declined if the vector
+        is not finite and its codec would not show that.
         """
         if request.weights is None:
             tensors = self._vector(frozen, request.lattice, caller)
@@ -112,8 +112,8 @@ class SnapshotCodec:
     ) -> PartnerVector:
         """A partner's vector and sample, as in the port.
 
-        Raises Violation: they are not what was requested or not finite, or what all replicas merge alike has not this
-        replica's size.
+        Raises Violation if they are not what was requested or not finite, or, under a rule that takes from all
+        replicas, if a value is far larger than this replica's own.
         """
         found = self._decoded(mine, request, theirs, before)
         if not self._common:
@@ -135,7 +135,7 @@ class SnapshotCodec:
                 values, places = map(host_tensor.to_torch, theirs.tensors[:2])
                 sent = host_tensor.from_torch("vector", self._sparse.join(values, places, whose))
             if self._gradients and not (tokens := float(host_tensor.to_torch(sent)[-1])) == abs(int(tokens)):
-                raise Violation(f"{whose} are gradients of {tokens} tokens")
+                raise Violation(f"{whose} claims gradients of {tokens} tokens")
             vector = _as_type(sent, mine.vector.dtype) if self._common else _beside(mine.vector, sent)
             return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
         own = host_tensor.to_torch(mine.vector)
@@ -157,20 +157,20 @@ class SnapshotCodec:
         return pair_std(float(gap.double().square().sum()), gap.numel())
 
     def _sample(self, frozen: FrozenRound, round: int) -> Tensor:
-        """θ_f at the coordinates of a round, possibly another one's."""
+        """θ_f at the coordinates that are sampled in `round`, which may be another round."""
         places = sampled_coordinates(self._seed, self._stage, round, self._parameters)
         return host_tensor.to_torch(frozen.weights)[torch.tensor(places, dtype=torch.int64)]
 
 
 def _as_type(values: HostTensor, dtype: str) -> HostTensor:
-    """The values in another element type, or as they are."""
+    """The values converted to an element type, unless they have it already."""
     if values.dtype == dtype:
         return values
     return host_tensor.from_torch(values.name, host_tensor.to_torch(values).to(host_tensor.DTYPES[dtype]))
 
 
 def _beside(own: HostTensor, sent: HostTensor) -> HostTensor:
-    """û_j of a vector in a plain codec: the own vector plus the difference of the two as they travel.
+    """û_j of a vector in a plain codec: this replica's own plus the difference of the two as they travel.
 
     METHOD.md, "Codecs of outer rounds".
     """

@@ -1,4 +1,4 @@
-"""How long a stage takes for one microbatch, measured on random values: what `noloco doctor` reports about a device."""
+"""Measures how long a stage takes for one microbatch of random values; used by `noloco doctor` and `bench stage`."""
 
 import statistics
 import time
@@ -17,8 +17,7 @@ from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 def time_stage(manifest: RunManifest, index: int, device: str, *, limit_s: float = 2.0, repeats: int = 10) -> float:
     """Median seconds that stage `index` takes for the forward and backward pass of one microbatch of random values.
 
-    Measures `repeats` times, but at least once, until `limit_s` have passed. Raises ConfigError and LocalError as
-    `make_torch_stage`.
+    Measures up to `repeats` times, but at least once, until `limit_s` have passed. Raises like `make_torch_stage`.
     """
     stage, batch = make_torch_stage(manifest, index, "bench", device=device, self_test=False), random_batch(manifest)
     shape_BTD = (manifest.microbatch_size, manifest.sequence_length, int(make_config(manifest.model).hidden_size))
@@ -48,7 +47,7 @@ def time_stage(manifest: RunManifest, index: int, device: str, *, limit_s: float
 
 
 def random_batch(manifest: RunManifest) -> Batch:
-    """Random tokens of the vocabulary, the same on every machine."""
+    """A batch of random tokens of the vocabulary, the same on every machine."""
     generator = torch.Generator().manual_seed(0)
     shape = (manifest.microbatch_size, manifest.sequence_length + 1)
     vocabulary = make_config(manifest.model).vocab_size
@@ -58,6 +57,6 @@ def random_batch(manifest: RunManifest) -> Batch:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done its work; the CPU always has."""
+    """Wait until the device has finished its work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -130,7 +130,7 @@ def test_an_answer_that_was_not_asked_for_is_a_violation(codec: str) -> None:
     wrong = bytearray(codes.data)
     wrong[bounds_at] = 0
     spoilt = dataclasses.replace(codes, data=memoryview(wrong))
-    with pytest.raises(Violation, match="bounds that nobody asked for"):
+    with pytest.raises(Violation, match="bounds that do not match the request"):
         mine.decode(frozen, request, dataclasses.replace(answer, tensors=(spoilt, sample)))
 
 

@@ -176,7 +176,7 @@ def broken(state: ReplicaState) -> dict[str, ReplicaState]:
         "bytes do not hold": _with(state, -1, lambda t: dataclasses.replace(t, data=t.data[:-8])),
         "does not fit this stage: 1 tensors": dataclasses.replace(state, tensors=tensors[:1]),
         "it is of stage 1": dataclasses.replace(state, stage=1),
-        "after -1 steps of the optimizer": dataclasses.replace(state, adam_steps=-1),
+        "after -1 optimizer steps": dataclasses.replace(state, adam_steps=-1),
     }
 
 
