@@ -1,7 +1,7 @@
-"""Where documents come from: what a corpus is, and the one made of plain text files. Nothing is drawn or cut here.
+"""Corpora, the sources of documents: the protocol, and the corpus made of plain text files. Sampling is in `samples`.
 
-A corpus is a list of units (a piece of a file, a shard), each of which gives documents in a fixed order, so that a
-place in it is two numbers. A held-out document comes out empty: every document counts for the place.
+A corpus is a list of units (pieces of files, or shards). Each yields documents in a fixed order, so a place in the
+corpus is two numbers. A held-out document is yielded empty, because every document counts towards the place.
 """
 
 import glob
@@ -19,28 +19,29 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import Ids, Tokenizer
 
 HELD_OUT_EVERY = 50
-"""One file (document, piece) in this many is held out for validation."""
+"""One in this many files (or documents, or pieces) is held out for validation."""
 
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests"})
 
 PIECE_BYTES = 8_192
 MOST_PIECES = 65_536
-"""Files are read in pieces of 8 KiB, or a 65,536th of the whole, so that a permutation of pieces mixes even a few."""
+"""Files are read in pieces of PIECE_BYTES, or of 1 / MOST_PIECES of all data if that is more, so that a permutation of
+the pieces mixes the data even if there are only a few files."""
 
 FEW_UNITS = 64
 THIN_SHARE = 0.125
-"""With few units (FEW_UNITS) that hold many documents, a replica takes each document of a pass with this
-probability; otherwise replicas that happen to read the same unit would all read the same documents."""
+"""If a stream has fewer than FEW_UNITS units, with many documents each, a replica takes each document of a pass with
+probability THIN_SHARE. Otherwise replicas that happen to read the same unit would all read the same documents."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
-"""What pyarrow and datasets raise for files that are missing, cut short or not what they should be."""
+"""Errors that pyarrow and datasets raise for files that are missing, truncated or of another format."""
 
 
 Mask = npt.NDArray[np.uint8]
 
 
 class TokenizedDocument(NamedTuple):
-    """Token ids, int32, and for padded kinds the attention mask, uint8, of the same length."""
+    """Token ids (int32), and for padded kinds of data the attention mask (uint8) of the same length."""
 
     ids: Ids
     mask: Mask | None = None
@@ -52,24 +53,24 @@ EMPTY = TokenizedDocument(np.empty(0, np.int32))
 
 
 class Corpus(Protocol):
-    """Documents in units. Used by the reading thread."""
+    """Documents, grouped into units. Used by the reading thread."""
 
     units: int
     share: float
     """Probability with which a replica takes a document of a pass."""
 
     def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        """The documents of a unit from the `skip`-th on; held-out ones and those not taken are empty.
+        """The documents of a unit after the first `skip`; held-out ones, and those that are not taken, are empty.
 
-        Asks `take` once for each of them. Raises LocalError.
+        Calls `take` once for each of them. Raises LocalError.
         """
 
     def held_out(self) -> Iterator[TokenizedDocument]:
-        """The held-out documents, in an order that is equal on all nodes. Raises LocalError."""
+        """The held-out documents, in the same order on all nodes. Raises LocalError."""
 
 
 class FileSpan(NamedTuple):
-    """Part of a file: bytes start to stop, which may be its end."""
+    """The bytes of a file from `start` to `stop`; `last` says whether they are its last ones."""
 
     path: Path
     start: int
@@ -78,7 +79,7 @@ class FileSpan(NamedTuple):
 
 
 class FileCorpus:
-    """Text files, encoded when they are read, with the tokenizer's EOS after each file: one document a piece."""
+    """Text files, tokenized as they are read, with the tokenizer's EOS after each file. Every piece is a document."""
 
     share = 1.0
 
@@ -89,12 +90,12 @@ class FileCorpus:
         self._tokenizer = tokenizer
 
     def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        """The piece, unless it is to be skipped."""
+        """The only document of the unit, unless it is to be skipped."""
         if skip == 0:
             yield self._read(self.pieces[unit]) if take() else EMPTY
 
     def held_out(self) -> Iterator[TokenizedDocument]:
-        """Held-out pieces, sorted by relative path."""
+        """The held-out pieces, sorted by relative path."""
         return map(self._read, self.held_out_pieces)
 
     def _read(self, piece: FileSpan) -> TokenizedDocument:
@@ -108,7 +109,7 @@ class FileCorpus:
 
 
 def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
-    """The running Python's own library. Raises ConfigError where it has no source files."""
+    """The source code of the running Python's standard library. Raises ConfigError if it has no source files."""
     root = Path(sysconfig.get_path("stdlib"))
     found: dict[str, Path] = {}
     for directory, names, files in os.walk(root):
@@ -123,22 +124,22 @@ def stdlib_corpus(tokenizer: Tokenizer) -> FileCorpus:
 def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
     """Name → path of the files that the globs match. Raises ConfigError for a glob that matches none.
 
-    A file is named by its path relative to the part of the glob without wildcards; a "+" follows where another file,
-    of an earlier glob, has that name.
+    A file is named by its path relative to the part of the glob without wildcards. A "+" is appended if a file of an
+    earlier glob already has that name.
     """
     if not patterns:
         raise ConfigError("this kind of data needs data_files (files or globs), or data.dataset for a hub data set")
     found: dict[str, Path] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
-        named = os.path.isfile(expanded)  # though its name may look like a glob
+        named = os.path.isfile(expanded)  # even if its name looks like a glob
         parts = Path(expanded).parts
         fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part) and not named), len(parts) - 1)
         matches = [expanded] if named else glob.glob(expanded, recursive=True)
         paths = [Path(name) for name in matches if os.path.isfile(name)]
         if not paths:
             if os.path.isdir(expanded):
-                raise ConfigError(f"{pattern} is a directory: name its files, such as {pattern.rstrip('/')}/*")
+                raise ConfigError(f"{pattern} is a directory: name its files, for example {pattern.rstrip('/')}/*")
             raise ConfigError(f"no data file matches {pattern}")
         for path in paths:
             name = Path(*path.parts[fixed:]).as_posix()
@@ -149,9 +150,10 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
 
 
 def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
-    """Files split into held-out ones, crc32(relative path) % 50 == 0, and the others.
+    """A corpus of files, of which those with crc32(name) % HELD_OUT_EVERY == 0 are held out.
 
-    Where that holds out none or all, every fiftieth piece is held out instead, from the first on.
+    If that would hold out no file or all of them, every HELD_OUT_EVERY-th piece is held out instead, starting with the
+    first. Raises ConfigError if there is too little data, LocalError if a file is not accessible.
     """
     names = sorted(found)
     try:

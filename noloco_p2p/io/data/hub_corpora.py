@@ -1,6 +1,6 @@
-"""Corpora that are streams of the `datasets` library: rows of text or of token ids, from files or from a hub.
+"""Corpora that are streams of the `datasets` library: rows of text or of token ids, from files or from the hub.
 
-`datasets` is imported only here, and only when such data is opened (1.7 s).
+`datasets` is imported only here, and only when such data is opened, because the import takes 1.7 s.
 """
 
 import zlib
@@ -20,18 +20,18 @@ from noloco_p2p.io.data.corpora import EMPTY, READ_ERRORS, FileCorpus, FileSpan,
 from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
 
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""Ending of a file, that of a compressed one before → the reader of `datasets` for it."""
+"""File extension (without that of the compression) → the `datasets` reader for it. Everything else is read as text."""
 COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True}, "parquet": {"batch_size": 1_024}}
-"""Of readers. Without a size, `datasets` takes as many rows as a file's first row group has: 0 where it has none."""
+"""Options of readers. The default `batch_size` is the number of rows in a file's first row group, which can be 0."""
 BLOCK_LINES = 1_024
-"""Of a document of compressed text, which can only be read from its start."""
+"""Lines per document of compressed text, which can only be read from its start."""
 
 Row = dict[str, Any]
 
 
 class StreamCorpus:
-    """Rows of a streaming data set of the `datasets` library."""
+    """The rows of a streaming data set of the `datasets` library; a unit is one of its shards."""
 
     def __init__(self, train: Any, validation: Any | None, encode: Callable[[Row], TokenizedDocument]) -> None:
         self.units = int(train.num_shards)
@@ -46,13 +46,13 @@ class StreamCorpus:
             yield EMPTY if self._validation is None and _is_held_out(document) else document
 
     def held_out(self) -> Iterator[TokenizedDocument]:
-        """The validation split, or where there is none the rows with crc32(int32 ids) % 50 == 0, shard by shard."""
+        """The validation split, or if there is none, the rows with crc32(int32 ids) % HELD_OUT_EVERY == 0."""
         if self._validation is not None:
             return self._read(self._validation, lambda: True)
         return filter(_is_held_out, self.everything())
 
     def everything(self) -> Iterator[TokenizedDocument]:
-        """All documents but those of the validation split, shard by shard. Raises LocalError."""
+        """All documents except those of a validation split, shard by shard. Raises LocalError."""
         shards = (self._train.shard(self.units, unit) for unit in range(self.units))
         return chain.from_iterable(self._read(shard, lambda: True) for shard in shards)
 
@@ -68,10 +68,10 @@ def _is_held_out(document: TokenizedDocument) -> bool:
 
 @contextmanager
 def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
-    """Raises LocalError where `datasets`, or what it reads with, fails."""
+    """Raises LocalError if `datasets`, or a library that it uses, fails."""
     try:
         yield
-    except StopIteration as error:  # `datasets`, for JSON without a row
+    except StopIteration as error:  # raised by `datasets` for JSON without rows
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
@@ -80,7 +80,7 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
 
 
 def text_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
-    """Rows with `text`: one document a row, with the tokenizer's EOS after it."""
+    """Rows with a column `text`: each row is a document, with the tokenizer's EOS after it."""
     return StreamCorpus(*_streams(data, patterns, ["text"]), _encoder(tokenizer))
 
 
@@ -95,7 +95,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
 
 
 def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument]:
-    """All text of one file. Raises LocalError."""
+    """All text of one file, as documents. Raises LocalError."""
     if not is_plain_text(path):
         return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer)).everything()
     with _failing_as_local_error(str(path)):
@@ -103,19 +103,19 @@ def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument
 
 
 def is_plain_text(path: Path) -> bool:
-    """It can be entered anywhere, and is all text."""
+    """Whether a file can be read from any position, and is nothing but text."""
     return path.suffix.lower() not in {*COMPRESSED, *LAYOUTS}
 
 
 def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: int) -> StreamCorpus:
-    """Rows that are token ids already, with an attention mask: one sample a row."""
+    """Rows that are already token ids, with an attention mask: each row is one sample."""
 
     def encode(row: Row) -> TokenizedDocument:
         ids, mask = _whole(row, "input_ids"), _whole(row, "attention_mask") != 0
         if ids.shape != mask.shape or ids.ndim != 1:
             raise ValueError(f"a row has {ids.shape} ids and {mask.shape} mask values")
         if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
-            raise ValueError(f"a row has token ids from {ids.min()} to {ids.max()}, vocab_size is {vocabulary}")
+            raise ValueError(f"a row has token ids from {ids.min()} to {ids.max()}, but vocab_size is {vocabulary}")
         return TokenizedDocument(ids.astype(np.int32), mask.astype(np.uint8))
 
     train, validation = _streams(data, patterns, ["input_ids", "attention_mask"])
@@ -123,15 +123,15 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
 
 
 def _whole(row: Row, column: str) -> NDArray[np.int64]:
-    """What a row has in this column. Raises ValueError: a value is missing, or has a fraction."""
-    values = np.asarray(row[column], np.float64)  # None is NaN here
+    """The values of a row's column. Raises ValueError if one is missing or not a whole number."""
+    values = np.asarray(row[column], np.float64)  # None becomes NaN
     if not np.array_equal(values, np.rint(values)):
         raise ValueError(f"a row's {column} are not whole numbers")
     return values.astype(np.int64)
 
 
 def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
-    """The training stream and the validation stream, None where the data has no such part."""
+    """The training stream and the validation stream, which is None if the data has no such part."""
     if patterns:
         found = corpora.matching_files(patterns)
         names = sorted(found)
@@ -147,13 +147,13 @@ def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) 
 
 
 def _local(files: list[str], columns: list[str]) -> Any:
-    """The rows of local files, read as their endings say."""
+    """The rows of local files, whose reader depends on their extension. Raises ConfigError, LocalError."""
     import datasets
 
     plain = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path for path in map(Path, files))
     readers = {LAYOUTS.get(path.suffix.lower(), "text") for path in plain}
     if len(readers) > 1:
-        raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name those of one")
+        raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name only one kind")
     reader = readers.pop()
     options = {"data_files": files, "split": "train", "streaming": True}
     options |= OPTIONS.get(reader, {})

@@ -1,10 +1,11 @@
-"""Samples drawn from a corpus by seed and peer: what a stream holds is a function of (manifest, peer, data) only.
+"""Draws samples from a corpus, by seed and peer: a stream's contents are a function of (manifest, peer, data) only.
 
-Documents are read in the order of a permutation of the corpus's units, drawn for each pass from (seed, peer, pass).
-About half a million tokens of them make a pool: they are joined (each document ends with EOS), cut into samples of
-T+1 tokens of which neighbours share one, so that every token is a target once, and the samples are permuted. Padded
-kinds (parquet) make one sample of each document. What does not fill a sample at the end of a pool is left out.
-A place in the stream is where its pool began and how many samples of it are used: four numbers, kept in checkpoints.
+Units of the corpus are read in the order of a permutation that is drawn from (seed, peer, pass) for each pass. About
+half a million tokens make a pool. The pool's documents, each of which ends with EOS, are joined and cut into samples of
+T+1 tokens. Neighbouring samples share one token, so that every token is a target once. Then the samples are permuted.
+Padded kinds of data (parquet) make one sample of each document. What does not fill a sample at the end of a pool is
+dropped. A place in the stream is where its pool began and how many of the pool's samples have been used: four numbers,
+kept in checkpoints.
 
 Shape legend: B microbatch, T sequence, N samples of a pool.
 """
@@ -23,19 +24,19 @@ from noloco_p2p.io.data.tokenizers import Ids
 
 POOL_TOKENS = 1 << 19
 VALIDATION_TOKENS = 1 << 17
-"""The held-out samples are drawn from this many tokens, or as many as they need."""
+"""The held-out samples are drawn from this many tokens, or from twice as many as they have if that is more."""
 
 EMPTY_PASSES = 100
-"""After this many passes over the data without a sample, there is none in it."""
+"""Passes over the data without a sample after which the data is considered to have none."""
 
 IGNORED_TARGET = -100
 
 Samples = list[TokenizedDocument]
-"""Each of T+1 ids."""
+"""Samples of T+1 ids each."""
 
 
 class StreamPosition(NamedTuple):
-    """A position in the stream: the pool's first document, and how many samples of that pool are used."""
+    """A position in the stream: the first document of a pool, and how many of the pool's samples have been used."""
 
     pass_number: int = 0
     unit: int = 0
@@ -44,7 +45,7 @@ class StreamPosition(NamedTuple):
 
 
 class SampleStream:
-    """An endless, seeded stream of microbatches; a function of its arguments and the data only."""
+    """An endless, seeded stream of microbatches, determined by its arguments and the data."""
 
     def __init__(self, corpus: Corpus, manifest: RunManifest, peer_id: PeerId) -> None:
         self._corpus = corpus
@@ -52,7 +53,7 @@ class SampleStream:
         self._peer_id = peer_id
 
     def batches(self, start: StreamPosition) -> Iterator[tuple[Batch, StreamPosition]]:
-        """Microbatches from `start` on, each with the place after it. Raises LocalError when the data is unreadable."""
+        """Microbatches from `start` on, each with the place after it. Raises LocalError if the data cannot be read."""
         size = self._manifest.microbatch_size
         rows: Samples = []
         for row, place in self._samples(start):
@@ -62,7 +63,8 @@ class SampleStream:
                 rows = []
 
     def validation(self) -> tuple[Batch, ...]:
-        """Microbatches of the held-out part: as many as the manifest asks for or the part has. ConfigError for none."""
+        """Microbatches of the held-out part: as many as the manifest asks for, or fewer if there are not enough. Raises
+        ConfigError if there is not even one."""
         length, size = self._manifest.sequence_length, self._manifest.microbatch_size
         wanted = self._manifest.evaluation.microbatches * size
         documents, held = [], 0
@@ -76,7 +78,7 @@ class SampleStream:
         rows = pool[:wanted]
         if len(rows) < size:
             raise ConfigError(
-                f"the held-out part of the data gives {len(rows)} samples of {length + 1} tokens, fewer than one "
+                f"the held-out part of the data has {len(rows)} samples of {length + 1} tokens, fewer than one "
                 f"microbatch ({size}): add data, or lower sequence_length or microbatch_size"
             )
         return tuple(_batch(rows[at : at + size]) for at in range(0, len(rows) - size + 1, size))
@@ -109,10 +111,10 @@ class SampleStream:
                 continue
             empty_passes += ended
             if empty_passes == EMPTY_PASSES:
-                raise LocalError(f"the data does not hold one sample of {length + 1} tokens")
+                raise LocalError(f"the data does not contain a single sample of {length + 1} tokens")
 
     def _documents(self, start: StreamPosition) -> Iterator[tuple[TokenizedDocument, StreamPosition]]:
-        """All documents, pass after pass, each with the place after it; an empty one ends each pass."""
+        """All documents, pass after pass, each with the place after it; an empty document ends each pass."""
         pass_number, unit, document = start[:3]
         while True:
             order = list(range(self._corpus.units))
@@ -137,7 +139,7 @@ class SampleStream:
 
 
 def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
-    """Samples of `length` + 1 ids: windows over the joined documents, or one padded row for each masked document."""
+    """Samples of `length` + 1 ids: windows over the joined documents, or a padded sample of each masked document."""
     if any(document.mask is not None for document in documents):
         return [sample for sample in _padded(documents, length) if sample.mask is not None and sample.mask[1:].any()]
     joined = np.concatenate([EMPTY.ids, *(document.ids for document in documents)])
@@ -147,7 +149,7 @@ def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
 
 
 def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[TokenizedDocument]:
-    """One sample a document, some of which may have no target."""
+    """One sample per document; some may have no target."""
     for document in documents:
         n = min(len(document.ids), length + 1)
         ids, mask = np.zeros(length + 1, np.int32), np.zeros(length + 1, np.uint8)
@@ -157,7 +159,7 @@ def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[Tokeniz
 
 
 def _batch(rows: Samples) -> Batch:
-    """B samples as a microbatch: the first T ids are inputs, the last T targets."""
+    """A microbatch of B samples: the first T ids of each are inputs, the last T are targets."""
     ids = np.stack([row.ids for row in rows])
     inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
     masks = [row.mask for row in rows if row.mask is not None]

@@ -1,4 +1,4 @@
-"""The Batches port over real data: a thread reads ahead of the node and keeps the place after each microbatch."""
+"""The Batches port over real data: a thread reads ahead, and every microbatch comes with the place after it."""
 
 import asyncio
 import threading
@@ -13,11 +13,11 @@ from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 
 READ_AHEAD = 8
-"""Most microbatches that wait in memory; at that number the reading thread pauses."""
+"""Most microbatches that wait in memory; when there are that many, the reading thread pauses."""
 
 
 class ThreadedBatches:
-    """Batches of ports.py: a thread fills a bounded queue of (microbatch, place after it)."""
+    """Implements `ports.Batches`: a thread fills a bounded queue of (microbatch, place after it)."""
 
     def __init__(self, stream: SampleStream, validation: tuple[Batch, ...], start: StreamPosition, units: int) -> None:
         self._stream = stream
@@ -31,7 +31,7 @@ class ThreadedBatches:
         self._thread: threading.Thread | None = None
 
     async def next(self) -> Batch:
-        """The next microbatch. Raises LocalError when the data cannot be read or after `close`."""
+        """The next microbatch. Raises LocalError if the data cannot be read, and after `close`."""
         if self._thread is None and self._ended is None:
             self._thread = threading.Thread(target=self._read, args=(self._place,), name="batches", daemon=True)
             self._thread.start()
@@ -53,11 +53,11 @@ class ThreadedBatches:
 
     @property
     def cursor(self) -> dict[str, object]:
-        """The place after the last microbatch returned, and the number of units of the corpus it counts in."""
+        """The place after the last microbatch returned, and the number of units in the corpus."""
         return {"units": self._units, **self._place._asdict()}
 
     def close(self) -> None:
-        """End the reading thread; one that hangs in a read is left behind after a second (it is a daemon)."""
+        """Stop the reading thread. If it hangs in a read, it is abandoned after a second (it is a daemon thread)."""
         self._end(LocalError("the data is closed"))
         with self._changed:
             self._ready.clear()
@@ -86,7 +86,7 @@ class ThreadedBatches:
             self._wake()
 
     def _wake(self) -> None:
-        """With the lock held: wake every waiter."""
+        """Wake every waiter. The lock must be held."""
         for arrival in self._waiters:
             if arrival.set_running_or_notify_cancel():
                 arrival.set_result(None)
@@ -96,10 +96,10 @@ class ThreadedBatches:
 def make_batches(
     manifest: RunManifest, node_config: NodeConfig, peer_id: PeerId, cursor: Mapping[str, object] | None = None
 ) -> ThreadedBatches:
-    """The data of a stage-0 replica, from its beginning or from a `cursor`. It blocks (it reads the held-out part).
+    """The data of a stage-0 replica, from its beginning or from a `cursor`. Blocks while it reads the held-out part.
 
-    Raises ConfigError for a glob without files, a tokenizer or data set that does not fit, too little data, or a
-    cursor of other data; LocalError for data that cannot be read. Training data is opened by the first `next`.
+    Raises ConfigError for a glob without files, a tokenizer or data set that does not fit, too little data, or a cursor
+    of other data; LocalError for data that cannot be read. Training data is not read before the first `next`.
     """
     corpus = _corpus(manifest, node_config)
     stream = SampleStream(corpus, manifest, peer_id)
@@ -111,7 +111,7 @@ def _corpus(manifest: RunManifest, node_config: NodeConfig) -> corpora.Corpus:
     data, files = manifest.data, node_config.data_files
     vocabulary = manifest.model.config.get("vocab_size")
     if not isinstance(vocabulary, int) or isinstance(vocabulary, bool):
-        raise ConfigError("model.config.vocab_size must be stated, so that the tokenizer can be checked against it")
+        raise ConfigError("model.config.vocab_size must be set, so that the tokenizer can be checked against it")
     if data.dataset is not None and data.kind in ("stdlib", "text"):
         raise ConfigError(f"data.dataset is set, but data.kind '{data.kind}' reads local files; use c4 or parquet")
     if data.kind == "parquet":
@@ -132,5 +132,5 @@ def _place(cursor: Mapping[str, object], units: int) -> StreamPosition:
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ConfigError("the checkpoint's position in the data is damaged")
     if numbers[0] != units:
-        raise ConfigError(f"the checkpoint was made with data of {numbers[0]} units, but there are {units} here")
+        raise ConfigError(f"the checkpoint was made with data of {numbers[0]} units, but the data here has {units}")
     return StreamPosition(*(int(str(number)) for number in numbers[1:]))

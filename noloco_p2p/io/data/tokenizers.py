@@ -1,6 +1,6 @@
-"""Tokenizers: bytes as ByT5 numbers them, or any that AutoTokenizer can load. No data is read here.
+"""Tokenizers: ByT5's numbering of bytes, or any tokenizer that AutoTokenizer can load. No data is read here.
 
-transformers is imported only when a tokenizer other than `bytes` is asked for.
+transformers is imported only for a tokenizer other than `bytes`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from noloco_p2p.errors import ConfigError
 Ids = npt.NDArray[np.int32]
 
 BYTE_OFFSET = 3
-"""ByT5 puts <pad>, </s> and <unk> before the 256 bytes (arXiv 2105.13626, §3.1)."""
+"""ByT5 puts <pad>, </s> and <unk> in front of the 256 bytes (arXiv 2105.13626, §3.1)."""
 
 BYTE_VOCABULARY = 384
 """3 + 256 ids and ByT5's 125 sentinels."""
@@ -24,17 +24,17 @@ PROBE = "The quick brown fox jumps over 13 lazy dogs."
 
 
 class Tokenizer(NamedTuple):
-    """Text in, token ids out."""
+    """Turns text into token ids."""
 
     eos: int
-    """Id between two documents."""
+    """The id between two documents."""
     encode: Callable[[bytes], Ids]
-    """Token ids of UTF-8 text, without special tokens; what is not UTF-8 is left out by all but `bytes`. ValueError for
-    an id that the model does not have."""
+    """Returns the token ids of UTF-8 text, without special tokens. All but `bytes` drop what is not valid UTF-8. Raises
+    ValueError for an id that the model does not have."""
 
 
 def byte_ids(text: bytes) -> Ids:
-    """One id per byte: as transformers' ByT5Tokenizer has them, a thousand times faster, and total on any bytes."""
+    """One id per byte: the ids of transformers' ByT5Tokenizer, a thousand times faster, and for arbitrary bytes."""
     return np.frombuffer(text, np.uint8).astype(np.int32) + np.int32(BYTE_OFFSET)
 
 
@@ -42,9 +42,9 @@ BYTES = Tokenizer(1, byte_ids)
 
 
 def load_tokenizer(name: str, directory: str | None, vocabulary: int) -> Tokenizer:
-    """The tokenizer `name` (a hub name, or `bytes`), from `directory` if given, for a model of `vocabulary` ids.
+    """Load the tokenizer `name` (a hub name, or `bytes`), from `directory` if given, for a model of `vocabulary` ids.
 
-    Raises ConfigError when it cannot be loaded, has more ids than the model, or does not give back what it was given.
+    Raises ConfigError if it cannot be loaded, has more ids than the model, or does not reproduce a text it has encoded.
     """
     if name == "bytes":
         if directory is not None:
@@ -67,26 +67,26 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
         raise ConfigError(f"tokenizer {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {source} has no end-of-text token to put between documents")
-    # Special tokens other than EOS never come out of text, so they need no place (Llama 3 has 254 of them to spare).
+    # Text never yields special tokens other than EOS, so they need no place in the vocabulary (Llama 3 has 254 unused).
     needed = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
     if needed > vocabulary:
         raise ConfigError(f"tokenizer {source} has {needed} ids, the model's vocab_size is {vocabulary}")
 
     def encode(text: bytes) -> Ids:
-        """Ids of the text taken literally: what looks like a special token is text."""
+        """The ids of the text taken literally: what looks like a special token is encoded as text."""
         decoded = text.decode("utf-8", errors="ignore")
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         ids = np.asarray(tokenizer(decoded, verbose=False, **options)["input_ids"], np.int32)
         if ids.size and ids.max() >= vocabulary:
-            raise ValueError(f"the tokenizer gave id {ids.max()}, the model's vocab_size is {vocabulary}")
+            raise ValueError(f"the tokenizer returned id {ids.max()}, but the model's vocab_size is {vocabulary}")
         return ids
 
     returned = tokenizer.decode(encode(PROBE.encode()).tolist())
     if "".join(returned.lower().split()) != "".join(PROBE.lower().split()):
-        raise ConfigError(f"tokenizer {source} turns {PROBE!r} into {returned!r}: its files are empty or do not fit")
+        raise ConfigError(f"tokenizer {source} turns {PROBE!r} into {returned!r}: its files are empty or do not match")
     return Tokenizer(int(tokenizer.eos_token_id), encode)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a foreign exception's message."""
+    """The first line of an exception's message, or the name of its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,10 +1,10 @@
-"""Checkpoints as files: written by a node, and read by it after a restart, or without a node by `noloco export`.
+"""The file format of checkpoints, which a node writes and reads after a restart, and `noloco export` reads without one.
 
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.safetensors    the tensors
     <node's directory>/checkpoints/<run>-<peer>/stage-1-round-000010-7.json           the manifest, written last
 
-The last number counts what the node saved, so nothing is ever written over. A checkpoint exists once its manifest does,
-which carries a digest of itself and of every tensor.
+The last number counts the checkpoints that the node has saved, so none is ever overwritten. A checkpoint exists once
+its manifest does, which has a digest of itself and of every tensor.
 """
 
 import json
@@ -25,27 +25,28 @@ from noloco_p2p.errors import NO_JSON, LocalError
 from noloco_p2p.io.durable_files import settle
 
 FORMAT, READABLE = 2, (1, 2)
-"""Changes when an older program could not read the manifest any more. Format 1 had no `returned_norms`."""
+"""The format written, and those that can be read. FORMAT goes up when older programs can no longer read the manifest.
+Format 1 had no `returned_norms`."""
 STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number")
 """Fields of `ReplicaState` that the manifest has under the same names."""
 DTYPES = {"float64": "<f8", "float32": "<f4"}
-"""numpy's names of the dtypes that a replica's state may have."""
+"""Element types that a replica's state may have → numpy's names for them."""
 MANIFEST_LIMIT_BYTES = 64 << 20
-"""A larger file is no manifest of ours (its spent ids are at most some hundred thousand)."""
+"""A larger file is not one of our manifests, which have at most some hundred thousand spent ids."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor as the manifest names it."""
+    """A tensor's entry in the manifest."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    """xxh3-128 of its values, hexadecimal."""
+    """xxh3-128 of the tensor's values, hexadecimal."""
 
 
 class CheckpointManifest(BaseModel):
-    """What the JSON file says, besides its own digest."""
+    """The contents of the JSON file, without its own digest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,7 +54,7 @@ class CheckpointManifest(BaseModel):
     run_id: str
     peer_id: PeerId
     saved: int
-    """How many checkpoints this node had saved before this one, in this directory."""
+    """How many checkpoints this node had saved in this directory before."""
     stage: int
     round: int
     step: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -61,16 +62,16 @@ class CheckpointManifest(BaseModel):
     adam_steps: int
     number: int
     file_bytes: int
-    """Size of the file of tensors."""
+    """Size of the tensors' file."""
     tensors: tuple[TensorEntry, ...]
     """In the stage's order."""
     cursor: dict[str, object] | None
     random_state: list[object]
-    """`random.Random.getstate()` with lists for tuples."""
+    """`random.Random.getstate()` with lists instead of tuples."""
     origins: tuple[tuple[PeerId, int], ...]
-    """(peer, incarnation) of the spent ids."""
+    """(peer, incarnation) of the origins in the spent ids."""
     spent: tuple[tuple[int, int], ...]
-    """(index into `origins`, counter), oldest first."""
+    """Spent ids as (index into `origins`, counter), oldest first."""
     returned_norms: tuple[float, ...] = ()
     """As in `ReplicaState`."""
 
@@ -80,35 +81,35 @@ class CheckpointFiles:
     """One checkpoint on disk."""
 
     path: Path
-    """The manifest's file; the file of tensors is beside it."""
+    """The manifest's file; the tensors' file is next to it."""
     manifest: CheckpointManifest
 
     @property
     def tensors_path(self) -> Path:
-        """The file of tensors."""
+        """The file with the tensors."""
         return self.path.with_suffix(".safetensors")
 
     @property
     def holding(self) -> Holding:
-        """What a node announces of it."""
+        """The checkpoint as a node announces it."""
         return Holding(self.manifest.stage, self.manifest.round, int(self.manifest.step))
 
 
 class DamagedCheckpoint(LocalError):
-    """A checkpoint is torn or corrupt. The message names the file."""
+    """A checkpoint is incomplete or corrupt. The message names the file."""
 
 
 class ForeignCheckpointFormat(DamagedCheckpoint):
-    """A checkpoint of another version of this program."""
+    """A checkpoint was written by another version of this program."""
 
 
 # --- reading, without a node -----------------------------------------------------------------------------------------
 
 
 def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
-    """All checkpoints at or below a directory (of a node, or of a swarm) that look whole, whoever wrote them.
+    """All checkpoints at or below a directory (of a node, or of a swarm) that look complete, of any run and node.
 
-    Sorted by run, peer and the order in which they were saved. Raises LocalError when the directory cannot be read.
+    Sorted by run, peer and the order in which they were saved. Raises LocalError if the directory cannot be read.
     """
     try:
         found = list(complete_checkpoints(sorted(directory.glob("**/checkpoints/*/stage-*.json"))))
@@ -118,9 +119,9 @@ def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
 
 
 def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
-    """The tensors of some kinds (`slow`, `fast`, …; None: all), in the stage's order. Raises DamagedCheckpoint.
+    """The tensors of some kinds (`slow`, `fast`, …; all if None), in the stage's order. Raises DamagedCheckpoint.
 
-    Only what is asked for is read and verified; it takes as much memory as it has bytes.
+    Only these tensors are read and verified, and kept in memory.
     """
     try:
         with safe_open(stored.tensors_path, framework="numpy") as file:
@@ -131,13 +132,13 @@ def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) 
 
 
 def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
-    """All of a checkpoint. Raises DamagedCheckpoint."""
+    """Read a whole checkpoint. Raises DamagedCheckpoint."""
     m = stored.manifest
     try:
         spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
     except IndexError:
         raise DamagedCheckpoint(
-            f"checkpoint {stored.path} is damaged: spent ids of an origin that it does not name"
+            f"checkpoint {stored.path} is damaged: it has spent ids of an origin that it does not list"
         ) from None
     numbers = {name: getattr(m, name) for name in STATE_NUMBERS}
     state = ReplicaState(
@@ -156,7 +157,7 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
 
 
 def complete_checkpoints(paths: Iterable[Path]) -> Iterator[CheckpointFiles]:
-    """Those whose manifest is undamaged and whose file of tensors has the right size."""
+    """The checkpoints with an undamaged manifest and a tensors' file of the right size."""
     for path in paths:
         try:
             stored = CheckpointFiles(path, read_manifest(path))
@@ -167,16 +168,17 @@ def complete_checkpoints(paths: Iterable[Path]) -> Iterator[CheckpointFiles]:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest in a file. Raises DamagedCheckpoint, ForeignCheckpointFormat; OSError as it comes."""
+    """Read a manifest. Raises DamagedCheckpoint, ForeignCheckpointFormat or OSError."""
     with open(path, "rb") as file:
         text = file.read(MANIFEST_LIMIT_BYTES)
     try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
-            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest differs")
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest does not match")
         if content.get("format") not in READABLE:
             raise ForeignCheckpointFormat(
-                f"checkpoint {path} has format {content.get('format')}, this program reads {FORMAT}"
+                f"checkpoint {path} has format {content.get('format')}; "
+                f"this program reads {' and '.join(map(str, READABLE))}"
             )
         return CheckpointManifest.model_validate(content)
     except (ValidationError, *NO_JSON) as error:
@@ -184,7 +186,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def manifest_digest(content: dict[str, object]) -> str:
-    """xxh3-128 (hexadecimal) of a manifest without its digest."""
+    """xxh3-128 (hexadecimal) of a manifest, not including its own digest."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -196,9 +198,9 @@ def _tupled(value: object) -> object:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int) -> CheckpointFiles:
-    """Tensors first, manifest last; each is whole on the disk before it gets its name.
+    """Write the tensors first and the manifest last; each file is complete on disk before it gets its name.
 
-    `saved` as in the manifest. Raises OSError and SafetensorError, and then leaves nothing of it.
+    `saved`: see the manifest. If this raises OSError or SafetensorError, it leaves nothing behind.
     """
     state = checkpoint.state
     stem = f"stage-{state.stage}-round-{state.round:06d}-{saved}"

@@ -1,7 +1,7 @@
-"""The Checkpoints port on disk: what a node writes for itself and finds again after a restart.
+"""The Checkpoints port on disk: checkpoints that a node writes for itself and finds again after a restart.
 
-`checkpoint_format` describes the files. What a killed node leaves without a manifest is removed by the next save. Two
-processes never write here at once: the lock of the node's identity keeps the second one away.
+`checkpoint_format` describes the files. Files without a manifest, left by a node that was killed, are removed by the
+next save. Two processes never write here at the same time, because the lock of the node's identity prevents it.
 """
 
 import asyncio
@@ -18,37 +18,37 @@ from noloco_p2p.io.storage import checkpoint_format
 from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, DamagedCheckpoint, ForeignCheckpointFormat
 
 PINNED = "pinned"
-"""In the folder: the name of the checkpoint that stays, without its ending."""
+"""File in the folder with the name of the pinned checkpoint, without its extension."""
 log = logging.getLogger("noloco_p2p")
 
 
 class FileCheckpoints:
-    """Checkpoints of ports.py below a node's `directory`. All work is done in a thread; one at a time."""
+    """Implements `ports.Checkpoints` below a node's `directory`. The work is done in threads; one save at a time."""
 
     def __init__(self, directory: Path, run_id: str, peer_id: PeerId, keep: int) -> None:
-        """Opens nothing yet. `keep`: how many stay."""
+        """Opens nothing yet. `keep`: how many checkpoints stay, apart from a pinned one."""
         self._folder = directory / "checkpoints" / f"{run_id[:16]}-{peer_id[-12:]}"
         self._run_id = run_id
         self._peer_id = peer_id
         self._keep = keep
         self._damaged: set[Path] = set()
-        """Manifests of those that `load` found damaged."""
+        """Manifests of the checkpoints that `load` found damaged."""
         self._lock = threading.Lock()
 
     async def held(self) -> list[Holding]:
-        """See `ports.Checkpoints`. Of two with equal names the newer one counts. Raises LocalError."""
+        """See `ports.Checkpoints`. Equal holdings are listed once; `load` takes the newest. Raises LocalError."""
         return list(dict.fromkeys(stored.holding for stored in await asyncio.to_thread(self._stored)))
 
     async def save(self, checkpoint: Checkpoint, *, pin: bool = False) -> None:
-        """See `ports.Checkpoints`. On return it is on the disk, not only on its way. Raises LocalError."""
+        """See `ports.Checkpoints`. On return the checkpoint has been flushed to disk. Raises LocalError."""
         await asyncio.to_thread(self._save, checkpoint, pin)
 
     async def load(self, held: Holding) -> Checkpoint | None:
-        """See `ports.Checkpoints`. A damaged one is logged, and not listed any more."""
+        """See `ports.Checkpoints`. A damaged checkpoint is logged, and no longer listed."""
         return await asyncio.to_thread(self._load, held)
 
     def _stored(self) -> list[CheckpointFiles]:
-        """Whole ones of this run and node, oldest first."""
+        """The complete checkpoints of this run and node, oldest first."""
         try:
             found = list(checkpoint_format.complete_checkpoints(self._folder.glob("stage-*.json")))
         except OSError as error:
@@ -86,12 +86,13 @@ class FileCheckpoints:
                 ) from error
 
     def _next_number(self) -> int:
-        """One more than any number here, that of the damaged and foreign ones too."""
+        """One more than the largest number in the folder, including those of damaged and foreign checkpoints."""
         numbers = [path.stem.rpartition("-")[2] for path in self._folder.glob("stage-*")]
         return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
     def _sweep(self, kept: list[CheckpointFiles]) -> None:
-        """Remove all but these; a manifest goes before its tensors. Those of another format or node stay."""
+        """Remove all other checkpoints, except the pinned one and those of another format, run or node. A manifest is
+        removed before its tensors."""
         pinned = self._folder / PINNED
         names = {one.path.stem for one in kept} | ({pinned.read_text(errors="replace")} if pinned.exists() else set())
         others = [path for path in self._folder.glob("stage-*.json") if path.stem not in names]

@@ -388,7 +388,7 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 257 ids, the model's vocab_size is 256"):
         tokenizers.load_tokenizer("some/name", directory, 256)
     empty = save_tokenizer(tmp_path / "empty", {"<eos>": 0})
-    with pytest.raises(ConfigError, match="its files are empty or do not fit"):
+    with pytest.raises(ConfigError, match="its files are empty or do not match"):
         tokenizers.load_tokenizer("some/name", empty, 384)
     with pytest.raises(ConfigError, match="no end-of-text token"):
         tokenizers.load_tokenizer("some/name", save_tokenizer(tmp_path / "no_eos", letters, eos=None), 384)
@@ -403,13 +403,13 @@ def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
     glob = str(tmp_path / "nothing-*.txt")
     cases: list[tuple[RunManifest, NodeConfig, str]] = [
         (manifest("text"), NodeConfig(data_files=(glob,)), "no data file matches .*nothing-"),
-        (manifest("text"), NodeConfig(data_files=(str(tmp_path),)), "is a directory: name its files, such as .*/\\*"),
+        (manifest("text"), NodeConfig(data_files=(str(tmp_path),)), "a directory: name its files, for example .*/\\*"),
         (manifest("text"), NodeConfig(), "needs data_files"),
         (manifest("c4"), NodeConfig(), "needs data_files, or data.dataset"),
         (manifest("stdlib"), NodeConfig(data_files=(glob,)), "set data.kind: text"),
         (manifest("stdlib", data={"dataset": "allenai/c4"}), NodeConfig(), "use c4 or parquet"),
         (manifest("stdlib", model={"config": {"vocab_size": 300}}), NodeConfig(), "384 ids, the model's .* 300"),
-        (manifest("stdlib", model={"config": {}}), NodeConfig(), "vocab_size must be stated"),
+        (manifest("stdlib", model={"config": {}}), NodeConfig(), "vocab_size must be set"),
         (manifest("stdlib"), NodeConfig(tokenizer_dir="x"), "tokenizer_dir is set"),
     ]
     for settings, config, message in cases:
@@ -438,14 +438,14 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too small"):
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "a.txt"),)), "peer")
     (tmp_path / "b.txt").write_text("short")
-    with pytest.raises(ConfigError, match="gives 0 samples of 17 tokens, fewer than one microbatch"):
+    with pytest.raises(ConfigError, match="has 0 samples of 17 tokens, fewer than one microbatch"):
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "*.txt"),)), "peer")
 
 
 def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
     config = NodeConfig(data_files=write_text(tmp_path))
     cursor = {"units": 7, "pass_number": 0, "unit": 0, "document": 0, "sample": 0}
-    with pytest.raises(ConfigError, match=r"data of 7 units, but there are \d+ here"):
+    with pytest.raises(ConfigError, match=r"data of 7 units, but the data here has \d+"):
         make_batches(manifest("text"), config, "peer", cursor)
     with pytest.raises(ConfigError, match="damaged"):
         make_batches(manifest("text"), config, "peer", cursor | {"sample": "x"})
@@ -464,7 +464,7 @@ def test_data_that_breaks_later_ends_next_and_hangs_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"input_ids": [[1, 384]] * 9, "attention_mask": [[1, 1]] * 9}, "token ids from 1 to 384, vocab_size is 384"),
+        ({"input_ids": [[1, 384]] * 9, "attention_mask": [[1, 1]] * 9}, "ids from 1 to 384, but vocab_size is 384"),
         ({"input_ids": [[1, 2]] * 9, "attention_mask": [[1]] * 9}, "ids and .* mask values"),
         ({"input_ids": [[1, 2]] * 9}, "attention_mask"),
         ({"input_ids": [[1, 2.5]] * 9, "attention_mask": [[1, 1]] * 9}, "a row's input_ids are not whole numbers"),
