@@ -36,7 +36,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
-    logging.getLogger("asyncio").addFilter(_is_no_given_up_search)
+    logging.getLogger("asyncio").addFilter(_belongs_in_log)
     # hivemind sets this only after peers can already ask. Until then they get one without a node id.
     DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
@@ -62,7 +62,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     return node
 
 
-def _is_no_given_up_search(record: logging.LogRecord) -> bool:
+def _belongs_in_log(record: logging.LogRecord) -> bool:
     """Log filter: drops asyncio's reports of tasks that were destroyed while waiting for the end of a hivemind search.
     A search that is cancelled because it took too long leaves such tasks behind."""
     return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()

@@ -72,7 +72,7 @@ def metadata(wanted_bytes: int = 0) -> tuple[tuple[str, str], ...]:
 
 
 class Caller(NamedTuple):
-    """The origin of a call, as far as limits are concerned."""
+    """Identifies a caller, for the limits on what it may hold."""
 
     host: str
     """The IP address; for IPv6 the /64 network, because all of its addresses belong to one subscriber. For a stream,

@@ -12,7 +12,7 @@ from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import is_filler, unpacked
-from noloco_p2p.io.transport.stripes import NO_MORE, Ways
+from noloco_p2p.io.transport.stripes import NO_MORE, Duplex
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Collected(Generic[T]):
     def __init__(
         self,
         feed: Callable[[bytes], T | None],
-        stripes: Sequence[AbstractAsyncContextManager[Ways]],
+        stripes: Sequence[AbstractAsyncContextManager[Duplex]],
         replying: Callable[[], None] = lambda: None,
     ) -> None:
         """`feed` receives the messages until it returns the complete reply; `stripes` open further calls that each
@@ -89,7 +89,7 @@ class Collected(Generic[T]):
     async def _carry_alone(self) -> None:
         """Write the same to the first call, because no stripe could be opened."""
 
-    async def _stripe(self, stripe: AbstractAsyncContextManager[Ways]) -> None:
+    async def _stripe(self, stripe: AbstractAsyncContextManager[Duplex]) -> None:
         """Carry a part over a further connection, or nothing if it cannot be opened. If it is lost later, all ends."""
         opened = False
         try:
@@ -165,7 +165,7 @@ class Fetched(Collected[T]):
     async def within(
         self,
         call: Any,
-        stripes: Sequence[AbstractAsyncContextManager[Ways]],
+        stripes: Sequence[AbstractAsyncContextManager[Duplex]],
         reads: tuple[Read, Read],
         limits_s: tuple[float, float, float | None],
     ) -> tuple[T, float]:
@@ -207,7 +207,7 @@ class SentActivation(Collected[T]):
         turn: AbstractAsyncContextManager[None],
         claim: Claim,
         feed: Callable[[bytes], T | None],
-        stripes: Sequence[AbstractAsyncContextManager[Ways]],
+        stripes: Sequence[AbstractAsyncContextManager[Duplex]],
         at_once: bool,
     ) -> None:
         """The body is sent in its `turn`, or `at_once`; `feed` receives the reply. `stripes` open further calls that
@@ -227,9 +227,9 @@ class SentActivation(Collected[T]):
         self._sent = asyncio.Event()
         """All of the body has been written."""
 
-    async def exchange(self, call: Any, ways: Ways) -> T:
+    async def exchange(self, call: Any, duplex: Duplex) -> T:
         """Send the activation over `call`, receive the reply, and end the call."""
-        write, read = self._write, _ = ways
+        write, read = self._write, _ = duplex
         sending: list[asyncio.Task[None]] = []
         try:
             await write(self._header)

@@ -38,7 +38,7 @@ from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import GradientReader
-from noloco_p2p.io.transport.stripes import StripeCall, Ways
+from noloco_p2p.io.transport.stripes import Duplex, StripeCall
 from noloco_p2p.ports import ALONE, Claim, Handler, Telemetry
 
 DESCRIBE_S = 5.0
@@ -199,8 +199,8 @@ class GrpcTransport:
             others = channel.at_most(self.line.connections(peer.peer_id, size, comes=True)) - 1
             fetched = Fetched(reader.feed, f"{what} came from {peer.peer_id}")
             reading = partial(self._line.receiver, first_at_once=True, held=fetched.held)
-            ways = (what, left_s, lambda call: (self._line.sender(call.write), due(reading(call.read))))
-            number, further = self._further_calls(peer, others, ways)
+            stripe = (what, left_s, lambda call: (self._line.sender(call.write), due(reading(call.read))))
+            number, further = self._further_calls(peer, others, stripe)
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
             call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
@@ -242,18 +242,18 @@ class GrpcTransport:
             if most > 1 or not at_once:
                 out, back = (rank_of(activation.header, one) for one in (Precedence.ACTIVATION, Precedence.GRADIENT))
 
-                def ways(call: Any) -> Ways:
+                def duplex_of(call: Any) -> Duplex:
                     return line.sender(call.write, out), line.receiver(call.read, back, first_at_once=True)
 
                 connections = channel.at_most(most) if most > 1 else 0
-                number, further = self._further_calls(peer, connections, (what, seconds, ways))
+                number, further = self._further_calls(peer, connections, (what, seconds, duplex_of))
                 turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
                 longest = stripe_bytes(size, len(further)) if number else line.message_bytes
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
-                return await SentActivation(sent, turn, claim, feed, further, at_once).exchange(call, ways(call))
+                return await SentActivation(sent, turn, claim, feed, further, at_once).exchange(call, duplex_of(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
@@ -265,22 +265,22 @@ class GrpcTransport:
 
     def _further_calls(
         self, peer: Advert, connections: int, call: StripeCall
-    ) -> tuple[int, list[AbstractAsyncContextManager[Ways]]]:
+    ) -> tuple[int, list[AbstractAsyncContextManager[Duplex]]]:
         """A number for a body, and a stripe on each of so many further connections; without any, the number is 0."""
         number = next(self._numbers) if connections else 0
         return number, [self._stripe(peer, number, part, *call) for part in range(1, connections + 1)]
 
     @asynccontextmanager
     async def _stripe(
-        self, peer: Advert, number: int, part: int, what: str, seconds: float, ways_of: Callable[[Any], Ways]
-    ) -> AsyncIterator[Ways]:
+        self, peer: Advert, number: int, part: int, what: str, seconds: float, duplex_of: Callable[[Any], Duplex]
+    ) -> AsyncIterator[Duplex]:
         """A `Stripe` call on a connection of its own, which carries part of the body with this number."""
         async with self._calling(peer, what, seconds, part=part) as (channel, left_s):
             call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
             try:
-                ways = ways_of(call)
-                await ways[0](stripes.to_stripe(number))
-                yield ways
+                duplex = duplex_of(call)
+                await duplex[0](stripes.to_stripe(number))
+                yield duplex
             finally:
                 call.cancel()
 

@@ -66,7 +66,7 @@ def bound(
     servicer: GrpcServicer, links: Links, listen: ListenSettings, options: tuple[tuple[str, int], ...]
 ) -> tuple[Any, int]:
     """A gRPC server that is bound but not started, and its port. Raises LocalError if the port is in use."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_about_a_lost_caller)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_belongs_in_log)
     bounds = ("grpc.max_allowed_incoming_connections", room() * 3 // 2), *options
     server = grpc.aio.server(options=(*OPTIONS, *bounds), maximum_concurrent_rpcs=MAX_CALLS)
     server.add_generic_rpc_handlers((methods(servicer),))
@@ -80,10 +80,9 @@ def bound(
         ) from None
 
 
-def _is_not_about_a_lost_caller(record: logging.LogRecord) -> bool:
-    """Log filter: drops gRPC's errors about a status that could not be delivered, because they only mean that the
-    caller disconnected and gRPC had not noticed yet. Keeps the rest: failing even to begin sending a status is a
-    bug."""
+def _belongs_in_log(record: logging.LogRecord) -> bool:
+    """Log filter: drops gRPC's errors about a status that it could not deliver, because then the caller disconnected
+    and gRPC had not noticed. Keeps all others: failing even to begin sending a status is a bug."""
     return not (record.exc_info and str(record.exc_info[1]).startswith('Failed "execute_batch"'))
 
 

@@ -29,7 +29,7 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import ReplyMessage
-from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Ways, no_body
+from noloco_p2p.io.transport.stripes import NO_MORE, Duplex, StripedCalls, no_body
 from noloco_p2p.ports import Body, Handler, Telemetry
 
 Messages = Callable[[int], Iterable[bytes]]
@@ -214,13 +214,13 @@ class GrpcServicer:
         """Send weights, also over stripes with this number unless it is 0; `writing` wraps the write of each call."""
         most, patience = self._line.agreed(callers.wanted_bytes(context)), Patience()
 
-        def ways(context: Any) -> Ways:
+        def duplex(context: Any) -> Duplex:
             return self._line.sender(writing(context.write)), patience.reading(context.read)
 
-        with self._striped.may_carry(caller.name, number, ways) as stripes:
+        with self._striped.may_carry(caller.name, number, duplex) as stripes:
             stripes.expect(no_body)
             most = stripes.message_bytes(parts[2], most) if number else most
-            await stripes.reply(self._counted(parts, most), ways(context)[0])
+            await stripes.reply(self._counted(parts, most), duplex(context)[0])
 
     async def progress(self, claimed: Caller, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:
         """Report how far this node is with the caller's microbatches, including those whose reply is being sent."""
@@ -284,7 +284,7 @@ class GrpcServicer:
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
 
-        def ways(context: Any) -> Ways:
+        def duplex(context: Any) -> Duplex:
             write, read = Patience().writing(context.write), patience.reading(context.read, rate)
             return (
                 self._line.sender(write, rank_of(header, Precedence.GRADIENT)),
@@ -292,9 +292,9 @@ class GrpcServicer:
             )
 
         ask = partial(Patience().writing(context.write), self._grant)
-        incoming = IncomingActivation(header, frames, self._count, ways(context)[1], ask, patience)
+        incoming = IncomingActivation(header, frames, self._count, duplex(context)[1], ask, patience)
         if head.header.stripe and not frames:
-            incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, ways))
+            incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, duplex))
             if nbytes := head.header.filler_bytes:
                 incoming.reply_soon = partial(incoming.stripes.fill, self._line.measured, caller.name, nbytes)
         return header, incoming

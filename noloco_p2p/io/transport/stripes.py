@@ -21,10 +21,10 @@ from noloco_p2p.io.transport.callers import Patience, Unread
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
 
-Ways = tuple[Write, Read]
+Duplex = tuple[Write, Read]
 """Functions that write and read the messages of a call."""
-StripeCall = tuple[str, float, Callable[[Any], Ways]]
-"""What a stripe waits for (for error messages), for how many seconds, and a function that returns its `Ways`."""
+StripeCall = tuple[str, float, Callable[[Any], Duplex]]
+"""What a stripe waits for (for error messages), for how many seconds, and a function that returns its `Duplex`."""
 NO_MORE = b""
 """The message that ends a stripe's part of the body."""
 HEADER_S = 5.0
@@ -212,13 +212,13 @@ class StripedCalls:
     """The bodies that may be striped at the moment, by their caller and the number that the caller gave them."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[PeerId, int], tuple[Stripes, Callable[[Any], Ways]]] = {}
+        self._known: dict[tuple[PeerId, int], tuple[Stripes, Callable[[Any], Duplex]]] = {}
         self._waiting: dict[tuple[PeerId, int], set[asyncio.Future[None]]] = {}
         """Stripes that arrived before the header."""
 
-    async def of(self, caller: PeerId, raw: bytes) -> tuple[Stripes, Callable[[Any], Ways]] | None:
+    async def of(self, caller: PeerId, raw: bytes) -> tuple[Stripes, Callable[[Any], Duplex]] | None:
         """The `Stripes` that a call beginning with message `raw` belongs to, and a function that returns the call's
-        `Ways`; None if no header arrives within HEADER_S. Raises Violation."""
+        `Duplex`; None if no header arrives within HEADER_S. Raises Violation."""
         key = caller, from_stripe(raw)
         if key[1] and key not in self._known:
             came = asyncio.get_running_loop().create_future()
@@ -233,16 +233,16 @@ class StripedCalls:
         return self._known.get(key)
 
     @contextmanager
-    def may_carry(self, caller: PeerId, number: int, ways: Callable[[Any], Ways]) -> Iterator[Stripes]:
+    def may_carry(self, caller: PeerId, number: int, duplex_of: Callable[[Any], Duplex]) -> Iterator[Stripes]:
         """Within the context, stripes of this caller with this number may carry a body and its reply; with 0, none may.
 
-        `ways` returns the `Ways` of a stripe, given its gRPC context. Raises Violation.
+        `duplex_of` returns the `Duplex` of a stripe, given its gRPC context. Raises Violation.
         """
         stripes, key = Stripes(), (caller, number)
         if key in self._known:
             raise Violation("two bodies have the same number")
         if number:
-            self._known[key] = stripes, ways
+            self._known[key] = stripes, duplex_of
             for came in self._waiting.pop(key, ()):
                 came.set_result(None)
         try:

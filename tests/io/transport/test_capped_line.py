@@ -14,7 +14,7 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
 from noloco_p2p.io.transport.grpc_transport import SILENCE_S
-from noloco_p2p.io.transport.stripes import Ways
+from noloco_p2p.io.transport.stripes import Duplex
 from noloco_p2p.sim.virtual_time import run
 
 MBIT_PER_S, MESSAGES = 16.0, 200
@@ -80,7 +80,7 @@ def test_a_fetch_that_waits_for_this_nodes_own_line_is_not_given_up_and_a_silent
                 return message
 
             @asynccontextmanager
-            async def beside() -> AsyncIterator[Ways]:
+            async def beside() -> AsyncIterator[Duplex]:
                 yield nowhere, line.receiver(read, first_at_once=True, held=fetched.held)
 
             async def nowhere(message: bytes) -> None:
