@@ -89,8 +89,8 @@ class Libp2pDaemon:
 
         With `metrics_port` (0 again picks one) the daemon serves its own metrics there. At a private IPv4 address,
         `router` is asked to map the port. It is enough if one of the join addresses answers. Raises LocalError (port in
-        use, daemon does not start), ConfigError (malformed address, another peer there) or Unreachable (no answer within
-        DIAL_TIMEOUT_S).
+        use, daemon does not start), ConfigError (malformed address, another peer there) or Unreachable (no answer
+        within DIAL_TIMEOUT_S).
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
