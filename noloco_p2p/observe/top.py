@@ -146,7 +146,7 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
 def _stages_table(stages: Sequence[Row]) -> Table:
     table = terminal.plain_table(("stage", "replicas", "tokens/s", "states"), ("states",))
     for stage in stages[:STAGES_SHOWN]:
-        states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "nobody"
+        states = ", ".join(f"{count} {state}" for state, count in stage["states"].items()) or "none"
         table.add_row(str(stage["stage"]), str(stage["replicas"]), compact(stage["tokens_per_s"]), states)
     if len(stages) > STAGES_SHOWN:
         table.add_row("…", "", "", f"and {plural(len(stages) - STAGES_SHOWN, 'stage')} more")

@@ -1,7 +1,7 @@
 """What is wrong with a swarm, causes first, from the statuses of all its nodes. Pure.
 
 findings.py            the values
-swarm_view.py          all nodes of the run, with the questions that the other modules ask about them
+swarm_view.py          all nodes of the run, and what the other modules need to know about them
 symptoms.py            what a node shows by itself or compared with the others; stages without nodes
 causes.py              follows the waits from node to node; links that carry nothing
 throughput_advice.py   which settings of a run would use the devices better

@@ -1,4 +1,4 @@
-"""All nodes of one run as an observer sees them, with the questions that a diagnosis asks about them. Pure."""
+"""All nodes of one run as an observer sees them, and what a diagnosis needs to know about them. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -34,7 +34,7 @@ IMPORT_S = 30.0
 TOOL_S = 3.0
 """Longest wait for nvidia-smi."""
 HEALTH_S = 6.0
-"""Longest wait for a node's health, which a thread of its own answers in the node."""
+"""Longest wait for a node's health, which a separate thread of the node answers."""
 SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 BUILT_AT = 1_750_000_000.0
 """Unix seconds. No correct clock shows a time before this program was written."""

@@ -39,7 +39,7 @@ MOST_PROBED = 32
 MOST_CLOCKS = 8
 """Upper limit on the nodes asked for the time."""
 CLOSE_S = 1.5
-"""Clocks that differ by less agree. They determine the ages of adverts, which are seconds old in any case."""
+"""Clocks that differ by less agree. The ages of adverts depend on them, and a view of a swarm is seconds old anyway."""
 READINGS = 3
 READING_PAUSE_S = 1.0
 """The directory is read several times, because one reading of a newly joined DHT may miss some nodes."""

@@ -21,8 +21,8 @@ CHARACTER = 6.4
 """Approximate width of a character in a legend."""
 
 Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK", start=0)
-"""Each has four classes in the style sheet, with N its number: `sN` is the stroke, `fN` the fill, `bN` the background,
-and `nN` text upon it."""
+"""Colours of the style sheet. Each has four classes, with N its number: `sN` is the stroke, `fN` the fill, `bN` the
+background, and `nN` text upon it."""
 SERIES_COLOURS = (Colour.BLUE, Colour.ORANGE, Colour.GREEN, Colour.PINK, Colour.SKY, Colour.RED)
 """Colours of replicas, stages and curves, given to them in this order."""
 IDLE_COLOURS = (Colour.ORANGE, Colour.SKY, Colour.PINK, Colour.BLUE, Colour.YELLOW, Colour.RED)

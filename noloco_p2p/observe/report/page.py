@@ -44,9 +44,9 @@ PageTable = tuple[str, Cells, Sequence[Cells]]
 
 
 def make(directories: Sequence[Path], out: Path) -> int:
-    """Write the page of the run in these directories, or of several to compare, all at once; returns its bytes.
+    """Write the page about the run in these directories, or comparing several, atomically. Returns its size in bytes.
 
-    Raises ConfigError when there is no journal, LocalError when it cannot be written.
+    Raises ConfigError if there is no journal, LocalError if the page cannot be written.
     """
     homes.require_page("--out ", out, MARK, "page")
     page = render(read_runs(directories)).encode()
