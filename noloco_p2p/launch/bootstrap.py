@@ -41,7 +41,7 @@ class NodeOptions:
     """Addresses, or `@FILE` for a file of addresses."""
     run_id: str | None
     identity: Identity
-    """Locked by this process; it lies in the node's directory."""
+    """Locked by this process; its file is in the node's directory."""
     watch_stdin: bool
     """Stop at once when standard input closes: the launcher is gone."""
     overrides: settings.Overrides
