@@ -1,6 +1,6 @@
-"""The weights of an export: replicas of every stage at one outer round. Here from checkpoints that nodes left on disk.
+"""Collects the weights for an export, replicas of every stage at one outer round, from checkpoints on disk.
 
-`live_collection.py` has the other source, a running swarm.
+`live_collection.py` collects them from a running swarm.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +18,10 @@ from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import LocalFiles
 
 ATTEMPTS = 3
-"""A running node may remove a checkpoint before it is read; then the newer ones are tried."""
+"""Attempts to read a set of checkpoints: a running node may remove one before it is read, and then newer ones exist."""
 
 Say = Callable[[str], None]
-"""Takes a line for the user."""
+"""Accepts a line to show to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class CollectedReplica:
     stage: int
     round: int
     step: int
-    """Floor of its clock."""
+    """Its step clock, rounded down."""
     weights: Weights
-    """θ by global name."""
+    """θ, by the parameters' names in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class CollectedWeights:
     """What an export is made from: replicas of every stage, all at the same outer round."""
 
     run_id: str
-    """Not that of `manifest` where an earlier version wrote it."""
+    """Differs from that of `manifest` if an earlier version wrote the manifest."""
     manifest: RunManifest
     round: int
     stages: tuple[tuple[CollectedReplica, ...], ...]
-    """By stage, each sorted by peer id, at least one."""
+    """At least one replica for each stage, sorted by peer id."""
     local: LocalFiles = field(default_factory=LocalFiles)
-    """Of the run's nodes, where they are on this machine."""
+    """The run's files on this machine, if its nodes ran here."""
     summary: Mapping[str, object] = field(default_factory=dict)
-    """Of the run, where it is known."""
+    """The summary of the swarm; empty if it is not known."""
 
 
 def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> CollectedWeights:
-    """The weights of the newest common outer round among the checkpoints at or below the directories.
+    """The weights at the newest outer round that all stages have, from the checkpoints at or below the directories.
 
-    Of all replicas that have that round, or of the lowest peer id of each stage. Raises ConfigError (no checkpoints,
-    several runs, a stage without any), LocalError (unreadable, damaged: the message names the file).
+    All replicas that have that round are used; with `one`, only the lowest peer id of each stage. Raises ConfigError
+    (no checkpoints, several runs, a stage without any), LocalError (unreadable or damaged; the message names the file).
     """
     for attempt in range(ATTEMPTS):
         checkpoints = _found(directories)
@@ -67,7 +67,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
         try:
             stages = _read(manifest, used)
             break
-        except DamagedCheckpoint:  # removed meanwhile
+        except DamagedCheckpoint:  # it was removed in the meantime
             if attempt == ATTEMPTS - 1:
                 raise
     taken = {(found.manifest.stage, found.manifest.peer_id) for mine in used for found in mine}
@@ -84,7 +84,7 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
 
 
 def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
-    """The newest outer round of which every stage has a checkpoint. Raises ConfigError that says what is missing."""
+    """The newest outer round of which every stage has a checkpoint. Raises ConfigError, saying what is missing."""
     rounds = {s: {c.manifest.round for c in checkpoints if c.manifest.stage == s} for s in range(stages)}
     empty = [str(stage) for stage, held in rounds.items() if not held]
     if empty:
@@ -92,8 +92,8 @@ def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
     common = set.intersection(*rounds.values())
     if not common:
         held = "; ".join(f"stage {s} has {', '.join(map(str, sorted(held)))}" for s, held in rounds.items())
-        # Nodes that are stopped save at rounds of their own.
-        advice = "give more nodes' directories, or let the run go on to its next checkpoint"
+        # Nodes that were stopped one by one have saved at different rounds.
+        advice = "give the directories of more nodes, or let the run continue to its next checkpoint"
         raise ConfigError(f"no outer round has a checkpoint of every stage: {held}; {advice}")
     return max(common)
 
@@ -101,15 +101,15 @@ def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
 def chosen_checkpoints(
     checkpoints: Iterable[CheckpointFiles], round: int, stages: int, *, one: bool
 ) -> list[list[CheckpointFiles]]:
-    """By stage, sorted by peer id: each peer's last checkpoint of that round, or only that of the lowest peer id."""
-    # They are in the order in which they were saved, so the last one of a peer counts.
+    """For each stage, the last checkpoint of that round of each peer, by peer id; with `one`, only of the lowest id."""
+    # The checkpoints of a peer are in the order in which they were saved, so later ones replace earlier ones.
     last = {(c.manifest.stage, c.manifest.peer_id): c for c in checkpoints if c.manifest.round == round}
     used = [[last[at, peer] for at, peer in sorted(last) if at == stage] for stage in range(stages)]
     return [mine[:1] for mine in used] if one else used
 
 
 def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:
-    """All checkpoints, each once. Raises ConfigError when a directory has none or they are of several runs."""
+    """All checkpoints, each once. Raises ConfigError if a directory has none, or if they are from several runs."""
     found: dict[Path, CheckpointFiles] = {}
     for directory in directories:
         homes.require_run("--from ", directory)
@@ -120,31 +120,31 @@ def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:
     runs = {checkpoint.manifest.run_id: checkpoint for checkpoint in found.values()}
     if len(runs) > 1:
         places = "; ".join(f"{run[:12]} in {_home(checkpoint)}" for run, checkpoint in sorted(runs.items()))
-        raise ConfigError(f"the checkpoints are of several runs ({places}): give the directories of one")
+        raise ConfigError(f"the checkpoints are from several runs ({places}): give the directories of one run")
     return sorted(found.values(), key=lambda checkpoint: (checkpoint.manifest.peer_id, checkpoint.manifest.saved))
 
 
 def _manifest(checkpoints: Sequence[CheckpointFiles]) -> RunManifest:
-    """The run's manifest, from any of the nodes' directories. Raises LocalError."""
+    """The run's manifest, from the first of the nodes' directories that has it. Raises LocalError."""
     run_id = checkpoints[0].manifest.run_id
     for home in dict.fromkeys(map(_home, checkpoints)):
         found = run_files.stored_run(home)
         if found is not None and found[0] != run_id:
             where = f"{home / run_files.MANIFEST} is of run {found[0][:12]}"
-            raise LocalError(f"{where}, the checkpoints beside it are of {run_id[:12]}")
+            raise LocalError(f"{where}, but the checkpoints next to it are of run {run_id[:12]}")
         if found is not None:
             return found[1]
     missing = _home(checkpoints[0]) / run_files.MANIFEST
-    raise LocalError(f"{missing} is missing, here and in the other directories: it says what the model is")
+    raise LocalError(f"{missing} is missing, as it is in the other directories: it describes the model")
 
 
 def _home(checkpoint: CheckpointFiles) -> Path:
-    """The directory of the node that wrote it."""
+    """The directory of the node that wrote the checkpoint."""
     return checkpoint.path.parents[2]
 
 
 def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> tuple[tuple[CollectedReplica, ...], ...]:
-    """θ of every checkpoint, verified. Raises DamagedCheckpoint, LocalError for tensors of something else."""
+    """θ of every checkpoint, verified. Raises DamagedCheckpoint, and LocalError if tensors do not fit the model."""
     stages: list[list[CollectedReplica]] = [[] for _ in used]
     with counted("reading checkpoints", sum(map(len, used))) as done:
         for stage, mine in enumerate(used):

@@ -1,6 +1,6 @@
-"""`noloco eval` and `noloco generate`: how good an exported model is, and what it writes.
+"""`noloco eval` and `noloco generate`: the loss of an exported model, and text that it writes.
 
-Shape legend: B microbatch, T sequence, N samples.
+Shape legend: T sequence length, N samples.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder gives for the first bytes of a character, and for bytes that are none."""
+"""What a decoder returns for an incomplete character, and for bytes that are not UTF-8."""
 
 Done = Callable[[], None]
 
@@ -35,10 +35,10 @@ Done = Callable[[], None]
 def run_eval(
     out: Path, data: Sequence[str], *, held_out: bool, microbatches: int | None, device: str
 ) -> dict[str, Any]:
-    """The figures of an exported directory: of the merged model and, where there are any, the mean of its replicas.
+    """The figures of an exported directory: of the merged model, and the mean over its replicas if it has any.
 
-    `data` is `stdlib`, files or globs; nothing: the data of the run. Of files all tokens count, unless `held_out`.
-    Raises ConfigError, LocalError.
+    `data` is `stdlib`, files or globs; if empty, the data of the run. All tokens of files are used, or with `held_out`
+    only those that the run would hold out. Raises ConfigError, LocalError.
     """
     manifest, replicas = read_record(out)
     silence_transformers()
@@ -55,7 +55,7 @@ def run_eval(
 
 
 def table_lines(figures: dict[str, Any]) -> list[str]:
-    """The figures for a person: merged model and replica mean side by side."""
+    """The figures for people: merged model and mean of the replicas, side by side."""
     heads = {"merged": "merged", "replica_mean": f"mean of {len(figures.get('replica_losses', []))} replicas"}
     columns = [name for name in heads if name in figures]
     rows = {"loss": "loss (nats/token)", "perplexity": "perplexity", "bits_per_byte": "bits per byte"}
@@ -78,20 +78,20 @@ def run_generate(
     chat: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """The merged model's continuation of `prompt`: at most `tokens` ids, fewer when it ends the text.
+    """The merged model's continuation of `prompt`: at most `tokens` ids, fewer if it ends the text.
 
-    `chat`: its answer to `prompt`, by the chat template. `say` gets the text piece by piece, as it comes.
+    `chat`: its answer to `prompt` under the chat template. `say` receives the text piece by piece, as it is generated.
     Raises ConfigError.
     """
     manifest, _ = read_record(out)
     silence_transformers()
     tokenizer = exported_tokenizer(manifest, out)
     decode = load_decoder(out)
-    # A command line may contain bytes that are not UTF-8: they are taken as they are.
+    # A command line may contain bytes that are not UTF-8. They are used as they are.
     given = chat_ids(out, prompt) if chat else tokenizer.encode(prompt.encode(errors="surrogateescape")).tolist()
     given = given or [tokenizer.eos]
     if max(given) >= int(str(manifest.model.config["vocab_size"])):
-        raise ConfigError(f"{out}: the chat template has tokens that the model does not know")
+        raise ConfigError(f"{out}: the chat template uses tokens that the model does not know")
     endless = ExportedModel.load(out, device).continuation(given, manifest.sequence_length, temperature, seed)
     ids = itertools.takewhile(lambda one: one != tokenizer.eos, itertools.islice(endless, tokens))
     found = []
@@ -102,9 +102,10 @@ def run_generate(
 
 
 def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
-    """The text of `ids` after `given`, in pieces, as the ids come; a character may take several of them.
+    """The text of `ids` after `given`, in pieces, as the ids come. A character may take several ids.
 
-    All are decoded after the piece before, since decoders leave out a space at the beginning; not after everything.
+    Decoders drop a space at the beginning of a text. So each piece is decoded together with the piece before it, but
+    not with everything before, which would take ever longer.
     """
     seen, since, said = list(given), 0, len(given)
     for one in ids:
@@ -118,7 +119,7 @@ def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: It
 
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
-    """Nats per token over all microbatches, and the number of tokens."""
+    """(nats per token over all microbatches, number of tokens)."""
     model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
     for batch in batches:
@@ -129,7 +130,7 @@ def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) ->
 
 
 def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
-    """`loss` is nats per token. A perplexity beyond what a float holds is None."""
+    """The figures for a loss in nats per token. A perplexity beyond the range of a float is None."""
     bits_per_byte = loss * bits_per_nat if bits_per_nat else None
     return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
 
@@ -137,7 +138,7 @@ def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]
 def _batches(
     manifest: RunManifest, out: Path, data: Sequence[str], held_out: bool, microbatches: int | None
 ) -> tuple[Batch, ...]:
-    """The data to evaluate on. Raises ConfigError, LocalError."""
+    """The microbatches to evaluate on. Raises ConfigError, LocalError."""
     files = () if tuple(data) == (STDLIB,) else tuple(data)
     if files and not held_out:
         return tuple(itertools.islice(_all_of(files, manifest, exported_tokenizer(manifest, out)), microbatches))
@@ -148,7 +149,7 @@ def _batches(
     elif used.kind != "stdlib" and used.dataset is None:
         files = recorded_data(out)
         if not files:
-            raise ConfigError("the run read local files: name them with --data, and --held-out for what it held out")
+            raise ConfigError("the run read local files: name them with --data; --held-out uses what it held out")
     measure = manifest.evaluation
     if microbatches is not None:
         measure = measure.model_copy(update={"microbatches": microbatches})
@@ -158,14 +159,14 @@ def _batches(
 
 
 def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer) -> Iterator[Batch]:
-    """Every token of the files as a target once, in order of their names; the first follows an end of text.
+    """Batches with every token of the files as a target once, in the order of the files' names.
 
-    Raises ConfigError, LocalError.
+    An end of text precedes the first token. Raises ConfigError, LocalError.
     """
     size, length = manifest.microbatch_size, manifest.sequence_length
     waiting = np.full(1, tokenizer.eos, np.int32)
     for _, path in sorted(corpora.matching_files(files).items()):
-        for document in hub_corpora.documents_of(path, tokenizer):  # its last id is the end of text
+        for document in hub_corpora.documents_of(path, tokenizer):  # the last id of each is the end of text
             waiting = np.concatenate([waiting, document.ids])
             whole = (len(waiting) - 1) // (size * length) * size * length
             for at in range(0, whole, size * length):
@@ -176,12 +177,12 @@ def _all_of(files: tuple[str, ...], manifest: RunManifest, tokenizer: Tokenizer)
 
 
 def _batch(ids: Ids, length: int) -> Batch:
-    """N×T inputs and targets of consecutive samples; the last may be shorter, and is padded."""
+    """N×T inputs and targets of consecutive samples. The last one may be shorter, and is padded."""
     return padded([Example(ids[at : at + length + 1], 1) for at in range(0, len(ids) - 1, length)])
 
 
 def _bytes_of(manifest: RunManifest, out: Path, batches: Sequence[Batch]) -> int | None:
-    """Bytes of text that the targets stand for; None without a tokenizer to decode them."""
+    """Bytes of text that the targets stand for; None if there is no tokenizer to decode them."""
     if not (out / TOKENIZER).exists():
         return None
     rows = [row for batch in batches for row in np.frombuffer(batch.targets.data, "<i4").reshape(batch.targets.shape)]

@@ -1,6 +1,6 @@
-"""Prompts with their completions, from JSON lines to padded batches. Free of torch, so that bad data is found first.
+"""Reads prompts with their completions from JSON lines, and pads them to batches.
 
-Shape legend: B examples of a batch, T sequence.
+This module does not import torch, so that bad data is found quickly. Shape legend: B examples per batch, T sequence.
 """
 
 import json
@@ -20,13 +20,13 @@ class Example(NamedTuple):
     """A prompt, its completion, and the end of text."""
 
     ids: Ids
-    """T+1 of them: all but the last are inputs, all but the first are targets."""
+    """T+1 ids: all but the last are inputs, all but the first are targets."""
     given: int
-    """How many of the ids, from the first on, are the prompt: at least one."""
+    """How many of the first ids are the prompt: at least one."""
 
 
 def example(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
-    """Prompt and completion are encoded apart, as at generation. ValueError for an id that the model does not have."""
+    """An example from texts, encoded separately as in generation. Raises ValueError for an id unknown to the model."""
     end = np.full(1, tokenizer.eos, np.int32)
     encoded = tokenizer.encode(prompt.encode())
     given = encoded if len(encoded) else end
@@ -34,9 +34,9 @@ def example(tokenizer: Tokenizer, prompt: str, completion: str) -> Example:
 
 
 def read_examples(patterns: Sequence[str], tokenizer: Tokenizer) -> list[Example]:
-    """Those of files of JSON lines, `{"prompt": "…", "completion": "…"}`, in order of the files' names.
+    """The examples in files of JSON lines, `{"prompt": "…", "completion": "…"}`, in the order of the files' names.
 
-    Other keys and blank lines are passed over. Raises ConfigError that names the file and the line.
+    Other keys and blank lines are ignored. Raises ConfigError, naming the file and the line.
     """
     found = []
     for name, path in sorted(corpora.matching_files(tuple(patterns)).items()):
@@ -55,18 +55,18 @@ def read_examples(patterns: Sequence[str], tokenizer: Tokenizer) -> list[Example
 
 
 def _fields(line: str) -> tuple[str, str]:
-    """Raises ValueError; what is no JSON is one to json.loads as well."""
+    """(prompt, completion) of a line. Raises ValueError if it is anything else, invalid JSON included."""
     fields = json.loads(line)
     for name in ("prompt", "completion"):
         if not isinstance(fields, dict) or not isinstance(fields.get(name), str):
-            raise ValueError(f"no `{name}`; every line is an object with the texts `prompt` and `completion`")
+            raise ValueError(f"no `{name}`; every line must be an object with the texts `prompt` and `completion`")
     return fields["prompt"], fields["completion"]
 
 
 def padded(examples: Sequence[Example]) -> Batch:
-    """B×T inputs and targets, as long as the longest; targets in prompts and padding do not count.
+    """B×T inputs and targets, padded to the longest example; targets in prompts and padding are ignored.
 
-    Padding is on the right, where nothing that counts attends to it.
+    Padding is on the right, where no token that counts attends to it.
     """
     shape = len(examples), max(len(one.ids) for one in examples) - 1
     inputs_BT, targets_BT = np.zeros(shape, "<i4"), np.full(shape, IGNORED_TARGET, "<i4")

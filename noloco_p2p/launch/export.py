@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from noloco_p2p.launch.collection import CollectedWeights
 
 Say = Callable[[str], None]
-"""Takes a line for the user."""
+"""Accepts a line to show to the user."""
 RECORD = "noloco.json"
-"""In an exported directory: where the weights come from, and the run's manifest."""
+"""File in an exported directory: where the weights come from, and the run's manifest."""
 REPLICAS = "replicas"
-"""In an exported directory: `<i>/`, the model of the i-th replica of every stage, not averaged."""
+"""Folder in an exported directory: `<i>/` is the model made of the i-th replica of every stage, without averaging."""
 TOKENIZER = "tokenizer_config.json"
-"""In an exported directory: there if the tokenizer was known."""
+"""File in an exported directory, if the tokenizer was known."""
 
 
 def run_export(
@@ -40,13 +40,13 @@ def run_export(
     tokenizer_dir: str | None,
     say: Say = print,
 ) -> None:
-    """Collect, merge, write, and `say` what was used. Raises ConfigError, LocalError, PeerError.
+    """Collect, merge and write the weights, and `say` which ones were used. Raises ConfigError, LocalError, PeerError.
 
-    From a swarm to `join`, or from the checkpoints in directories. `merge` is `mean` or `trimmed` (mean), of all
-    replicas of each stage, of which `replicas` writes the single ones as well; or `one` replica of each.
+    The weights come from a swarm (`join`) or from checkpoints (`dirs`). `merge` is `mean` or `trimmed` (mean), over all
+    replicas of each stage, or `one` replica of each. With `replicas`, the models before averaging are written as well.
     """
     if bool(join) == bool(dirs):
-        raise ConfigError("say where the weights are: either --join ADDR (a swarm that runs) or --from DIR")
+        raise ConfigError("say where the weights are: either --join ADDR (a running swarm) or --from DIR")
     refuse_existing(out)
     found = _collected(join, dirs, one=merge == "one", say=say)
     with replaced(out) as fresh:
@@ -75,7 +75,7 @@ def _collected(join: Sequence[str], directories: Sequence[Path], *, one: bool, s
 def write(
     found: "CollectedWeights", directory: Path, merge: str, tokenizer_dir: str | None, replicas: bool, say: Say = print
 ) -> None:
-    """Model, tokenizer and record, and the single replicas of a mean, into an existing directory.
+    """Write model, tokenizer and record to an existing directory; with `replicas`, also the models before averaging.
 
     Raises ConfigError, LocalError.
     """
@@ -90,7 +90,7 @@ def write(
     merged = exported_model.trimmed_mean if merge == "trimmed" else exported_model.mean
     for stage, mine in enumerate(found.stages):
         if merge == "trimmed" and len(mine) < 3:
-            raise ConfigError(f"--merge trimmed: it needs three replicas, and stage {stage} has {len(mine)} here")
+            raise ConfigError(f"--merge trimmed needs three replicas of each stage; stage {stage} has {len(mine)} here")
     models = {directory: [merged([r.weights for r in mine]) for mine in found.stages]}
     for i in range(chains):
         models[directory / REPLICAS / str(i)] = [mine[i % len(mine)].weights for mine in found.stages]
@@ -115,7 +115,10 @@ def write(
 
 
 def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory: Path, say: Say) -> int | None:
-    """Its end-of-text id. Token ids that were given as such (parquet) have a tokenizer only if one is named here."""
+    """Write the run's tokenizer. Returns its end-of-text id; None if the tokenizer is unknown.
+
+    For data that is token ids (parquet) with tokenizer `bytes`, it is only known if `tokenizer_dir` is given.
+    """
     from noloco_p2p.compute import exported_model
 
     name, parquet = manifest.data.tokenizer, manifest.data.kind == "parquet"
@@ -133,7 +136,7 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 
 
 def read_record(directory: Path) -> tuple[RunManifest, int]:
-    """The manifest and the number of single replicas of an exported directory. Raises ConfigError."""
+    """(manifest, number of models under REPLICAS) of an exported directory. Raises ConfigError."""
     runs = homes.kind_of(directory) in (Home.SWARM, Home.NODE)
     advice = f"noloco export --from {directory} --out DIR makes one" if runs else "name another one"
     homes.require("", directory, Home.MODEL, advice=advice)
@@ -146,7 +149,7 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
 
 
 def recorded_data(directory: Path) -> tuple[str, ...]:
-    """The data files that the run of an exported directory read on the machine that exported it."""
+    """The data files that the run read, as absolute paths on the machine that exported the directory."""
     found = node_probe.read_json(directory / RECORD) or {}
     return node_probe.texts(found.get("data_files"))
 
@@ -161,31 +164,33 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
 
 
 def refuse_existing(out: Path, size_bytes: int = 0) -> None:
-    """Raises ConfigError unless `out` can be written to, and without loss; LocalError if so much does not fit."""
+    """Raise ConfigError unless `out` is empty and can be written to, and LocalError if `size_bytes` do not fit."""
     homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         raise ConfigError(f"--out {out}: nothing can be written to {nearest}: name another directory")
     if (free := shutil.disk_usage(nearest).free) < size_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
-        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some, name another --out")
+        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some space or name another --out")
 
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """A fresh directory that becomes `out` when the context ends well, and is removed when it does not. It is made
-    beside `out`, or inside of an `out` that exists, which may be a volume or a link, or have hidden files."""
+    """A fresh directory that becomes `out` if the context ends without an error, and is removed otherwise.
+
+    It is created next to `out`, or inside an `out` that exists, which may be a volume or a link, or have hidden files.
+    """
     there = out.is_dir()
     fresh = out / f".{os.getpid()}.new" if there else out.with_name(f".{out.name}.{os.getpid()}.new")
     with run_files.writing(out), contextlib.ExitStack() as closing:
         closing.callback(shutil.rmtree, fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         yield fresh
-        # Libraries write weights that only their owner may read.
+        # Some libraries write weights that only their owner may read: grant what the directory grants.
         for path in fresh.rglob("*"):
             path.chmod(fresh.stat().st_mode & (0o777 if path.is_dir() else 0o666))
         if not there:
             fresh.rename(out)
             return
-        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # the record makes it a model
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # the record last, which makes it a model
             path.rename(out / path.name)

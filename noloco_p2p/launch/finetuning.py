@@ -1,7 +1,7 @@
 """`noloco finetune`: supervised fine-tuning of an exported model on this machine.
 
-AdamW with the settings of the run (`inner`), but for the peak learning rate: warm-up and cosine, clipped
-gradients. The loss of a step is the mean over the tokens of its completions. Everything follows from the model, the
+It uses AdamW with the settings of the run (`inner`) except for the peak learning rate: warm-up and cosine, clipped
+gradients. The loss of a step is the mean over the tokens of its completions. The result is determined by the model, the
 data and the seed.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from noloco_p2p.compute.exported_model import ExportedModel
 
 RATE_SHARE = 0.1
-"""Peak learning rate over that of the run, unless one is given: a trained model is changed with care."""
+"""Default peak learning rate, as a share of that of the run: a trained model needs small changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +36,26 @@ class Recipe:
     """How a model is fine-tuned."""
 
     learning_rate: float | None = None
-    """Peak; none: RATE_SHARE of the run's."""
+    """Peak learning rate; None: RATE_SHARE of the run's."""
     batch_size: int = 32
-    """Examples of an optimizer step."""
+    """Examples per optimizer step."""
     epochs: int = 3
     """Passes over the examples."""
     steps: int | None = None
-    """Optimizer steps, instead of epochs."""
+    """Number of optimizer steps; replaces `epochs`."""
     held_out: float = 0.05
     """Share of the examples that are not trained on."""
     seed: int = 0
-    """Of what is held out, and of the order of the examples in each pass."""
+    """Determines which examples are held out, and the order of the others in each pass."""
 
 
 def run_finetune(
     model: Path, data: Sequence[str], out: Path, recipe: Recipe, *, device: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Train the exported directory `model` on files of JSON lines, write it to `out`, return its figures.
+    """Train the exported directory `model` on files of JSON lines, write the result to `out`, and return its figures.
 
-    Figures: `steps`, `examples`, `too_long` (left out), `held_out_before` and `held_out_loss` (nats per token of the
-    completions; None without held-out examples). Raises ConfigError, LocalError.
+    Figures: `steps`, `examples`, `too_long` (examples left out), `held_out_before` and `held_out_loss` (nats per token
+    of the completions; None if no examples are held out). Raises ConfigError, LocalError.
     """
     export.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors")))
     manifest, _ = export.read_record(model)
@@ -63,7 +63,7 @@ def run_finetune(
     if too_long:
         say(f"skipped, longer than the run's {manifest.sequence_length} tokens: {plural(too_long, 'example')}")
     steps = recipe.steps or recipe.epochs * math.ceil(len(trained) / recipe.batch_size)
-    say(f"{plural(len(trained), 'example')}, {len(held):,} held out; steps of {recipe.batch_size}: {steps:,}")
+    say(f"{plural(len(trained), 'example')}, {len(held):,} held out; {plural(steps, 'step')} of {recipe.batch_size}")
     peak = recipe.learning_rate
     if peak is None:
         adamw = manifest.inner if manifest.inner.optimizer == "adamw" else InnerSettings(optimizer="adamw")
@@ -91,7 +91,7 @@ def run_finetune(
 def _split(
     examples: Sequence[Example], manifest: RunManifest, recipe: Recipe
 ) -> tuple[list[Example], list[Example], int]:
-    """Those to train on, those held out, and how many are too long for the run's sequences."""
+    """(examples to train on, examples held out, number of examples too long for the run's sequences)."""
     fitting = [one for one in examples if len(one.ids) - 1 <= manifest.sequence_length]
     generator(recipe.seed, "finetune", "held out").shuffle(fitting)
     held = round(recipe.held_out * len(fitting))
@@ -104,7 +104,7 @@ def _split(
 
 
 def _batches(examples: list[Example], recipe: Recipe) -> Iterator[Batch]:
-    """Endlessly, pass after pass, each in an order of its own; the last one of a pass may be smaller."""
+    """Batches without end, pass after pass, each pass in a different order; its last batch may be smaller."""
     for number in count():
         order = list(examples)
         generator(recipe.seed, "finetune", "pass", number).shuffle(order)
@@ -118,7 +118,10 @@ def _in_order(examples: Sequence[Example], size: int) -> Iterator[Batch]:
 def _train(
     model: "ExportedModel", batches: Iterator[Batch], steps: int, inner: InnerSettings, say: Callable[[str], None]
 ) -> None:
-    """One optimizer step for each batch. Raises LocalError when a loss is not finite, the last batch's after it too."""
+    """Take one optimizer step for each batch.
+
+    Raises LocalError if a loss is not finite; that of the last batch is also checked after its step.
+    """
     from torch.autograd import backward
     from torch.nn.utils import clip_grad_norm_
 
@@ -128,7 +131,7 @@ def _train(
     optimizer, step, mean, rate = InnerOptimizer(parameters, inner), 0, math.nan, 0.0
 
     def position() -> Position:
-        loss = f", loss {mean:.4f}" if math.isfinite(mean) else ""  # there is none during the first step
+        loss = f", loss {mean:.4f}" if math.isfinite(mean) else ""  # unknown during the first step
         return f"step {step:,} of {steps:,}{loss}", step / steps
 
     with ProgressLine(position):

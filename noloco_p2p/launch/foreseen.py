@@ -1,7 +1,7 @@
-"""Mistakes that can be known before any process starts, so that nobody waits for a node to find them.
+"""Finds mistakes before any process starts, so that nobody waits for a node to find them.
 
-What is checked is what a node checks, by the same functions. torch is imported only for a model or a device of which
-it is not plain that they are right.
+A node makes the same checks, with the same functions. torch is only imported if model and device are not obviously
+right.
 """
 
 import errno
@@ -27,14 +27,15 @@ PLAIN_FIELDS = (
     *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size"),
     "max_position_embeddings",
 )
-"""Settings of a model that can be checked without importing its class: whole numbers, and no other is set."""
+"""Settings of a model that can be checked without importing its class: all are whole numbers, and no others are set."""
 MOST_PLAIN_LAYERS = 1024
+"""Upper limit on the layers of a model that is checked without importing its class."""
 
 
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
-    """All that a swarm on this machine needs: data, tokenizer, device, model, memory, disk.
+    """Check all that a swarm on this machine needs: data, tokenizer, device, model, memory, disk.
 
-    `say` hears what takes a while. Raises ConfigError, LocalError.
+    `say` announces what takes a while. Raises ConfigError, LocalError.
     """
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
@@ -54,7 +55,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
 
 
 def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:
-    """What the command line of a node says; `runs`: it is to listen, and not only to describe the run.
+    """Check the command line of a node. `runs`: the node will run, so check its ports and address file as well.
 
     Raises ConfigError, LocalError.
     """
@@ -72,7 +73,7 @@ def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | N
 
 
 def check_vocabulary(manifest: RunManifest, local: NodeConfig) -> None:
-    """The tokenizer against the model, unless it would come from the hub, or is not known. Raises ConfigError."""
+    """Check that the tokenizer fits the model, if it is on this machine. Raises ConfigError."""
     vocabulary = manifest.model.config.get("vocab_size")
     known = manifest.data.tokenizer == "bytes" or local.tokenizer_dir is not None
     if manifest.data.kind != "parquet" and known and isinstance(vocabulary, int):
@@ -80,7 +81,7 @@ def check_vocabulary(manifest: RunManifest, local: NodeConfig) -> None:
 
 
 def check_ports(listen: ListenSettings) -> None:
-    """The ports that were chosen are free, and differ. Raises ConfigError, LocalError."""
+    """Check that the ports in the settings are free, and differ from each other. Raises ConfigError, LocalError."""
     chosen = {name: port for name in ListenSettings.model_fields if (port := getattr(listen, name)) and "port" in name}
     with ExitStack() as held:
         for name, port in chosen.items():
@@ -92,7 +93,7 @@ def check_ports(listen: ListenSettings) -> None:
 
 
 def check_disk(directory: Path, checkpoint_bytes: int) -> None:
-    """Something can be written where the directory is or will be: at least one checkpoint of every node.
+    """Check that the directory, which may not exist yet, can hold at least one checkpoint of every node.
 
     Raises LocalError.
     """
@@ -104,17 +105,17 @@ def check_disk(directory: Path, checkpoint_bytes: int) -> None:
     free = shutil.disk_usage(where).free
     if free <= checkpoint_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(checkpoint_bytes)
-        raise LocalError(f"{where} has {room} free, one checkpoint of all nodes needs {needed}: free some, {advice}")
+        raise LocalError(f"{where} has {room} free, a checkpoint of all nodes needs {needed}: free some or {advice}")
 
 
 def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:
-    """Data or tokenizer come from the network, which only a node asks."""
+    """Whether data or tokenizer come from the hub, which only a node contacts."""
     tokenizer = manifest.data.tokenizer != "bytes" and local.tokenizer_dir is None and manifest.data.kind != "parquet"
     return tokenizer or (manifest.data.dataset is not None and not local.data_files)
 
 
 def _plain_parameters(manifest: RunManifest) -> int | None:
-    """Parameters of a model that is plainly right for its stages; None for all others, whether right or wrong."""
+    """Number of parameters of a model that is obviously right for its stages; None for any other, right or wrong."""
     given: Mapping[str, object] = manifest.model.config
     values = [given.get(name) for name in PLAIN_FIELDS]
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]

@@ -1,6 +1,6 @@
-"""The weights of an export, fetched from a running swarm. `collection.py` has the other source, checkpoints.
+"""Collects the weights for an export from a running swarm. `collection.py` collects them from checkpoints.
 
-The collector is an observer (bootstrap.py) that also calls nodes as a peer does.
+The collector is an observer (bootstrap.py) that also calls nodes, as a peer does.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.node.frozen_rounds import KEPT_ROUNDS
 
 ATTEMPTS = 6
-"""Common outer rounds that are tried before the best of them is used."""
+"""Attempts to fetch one outer round from all stages, after which the best result is used."""
 ROUND_WAIT_S = 30.0
-"""Longest wait for a replica that has not reached the round asked for, seconds."""
+"""How long a replica may wait until it reaches the requested round, seconds."""
 READINGS = 3
-"""A first reading of a DHT that was joined a moment ago can miss nodes."""
+"""Readings of the directory before a stage counts as missing: early readings of a freshly joined DHT can miss nodes."""
 READING_PAUSE_S = 1.0
 
 
 async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWeights:
-    """Fetch snapshots of the newest common outer round from a swarm: of all replicas, or of one a stage.
+    """Fetch snapshots of the newest outer round that all stages have: from all replicas, or from one per stage.
 
-    Raises ConfigError (malformed address), Unreachable (nobody answers), LocalError (a stage has no replica, or no
-    common round could be fetched).
+    Raises ConfigError (malformed address, or a run without outer rounds), Unreachable (no node answers), LocalError (a
+    stage has no replica, or no common round could be fetched).
     """
     tune_allocator()
     async with observing(join, calls=True) as observer:
         manifest = observer.manifest
         if manifest.outer.pairing == "none":
             raise ConfigError(
-                "this run has no outer rounds (outer.pairing: none), so its nodes give no snapshots: use --from"
+                "this run has no outer rounds (outer.pairing: none), so its nodes have no snapshots: use --from"
             )
         transport = GrpcTransport(observer.links, ListenSettings(), NullTelemetry(), 0)
         try:
@@ -54,7 +54,7 @@ async def from_swarm(join: Sequence[str], *, one: bool, say: Say) -> CollectedWe
 
 @dataclass(slots=True)
 class SnapshotCollector:
-    """The search for a round that all stages have, while the swarm keeps training."""
+    """Searches for a round that all stages have, while the swarm keeps training."""
 
     manifest: RunManifest
     specs: Sequence[tuple[TensorSpec, ...]]
@@ -62,7 +62,7 @@ class SnapshotCollector:
     transport: GrpcTransport
     say: Say
     failed: set[PeerId] = field(default_factory=set)
-    """Nodes that are not asked again."""
+    """Nodes that failed to send their weights, and are not asked again."""
 
     async def collect(self, *, one: bool) -> CollectedWeights:
         """See `from_swarm`."""
@@ -89,7 +89,7 @@ class SnapshotCollector:
         return best
 
     async def _holders(self) -> list[Advert]:
-        """The nodes that have trained weights, at least one of each stage, without those that failed."""
+        """The nodes that hold trained weights and have not failed, at least one of each stage. Raises LocalError."""
         for reading in range(READINGS):
             await asyncio.sleep(READING_PAUSE_S if reading else 0)
             adverts = await self.directory.peers()
@@ -98,10 +98,13 @@ class SnapshotCollector:
             if not missing:
                 return holders
         stages = ", ".join(map(str, sorted(missing)))
-        raise LocalError(f"no node of the swarm has trained weights of stage {stages} to give: try again later")
+        raise LocalError(f"no node of the swarm has trained weights of stage {stages}: try again later")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
-        """A replica's weights at `round` or the newest it has; None, said, when it does not give any. Then `done`."""
+        """A replica's weights at `round`, or at the newest round it has. None if it sends none, which is reported.
+
+        Calls `done` in either case.
+        """
         parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
         expected = exported_model.flat_weights(parameters)
         request = SnapshotRequest(advert.stage, round, min(ROUND_WAIT_S, deadline_s), expected.dtype)
@@ -120,7 +123,7 @@ class SnapshotCollector:
 
 
 def common(manifest: RunManifest, found: Sequence[CollectedReplica]) -> CollectedWeights | None:
-    """The replicas of the newest round of which every stage has one; None when there is no such round."""
+    """The replicas of the newest round that every stage has; None if there is no such round."""
     by_peer = sorted(found, key=lambda replica: replica.peer)
     for round in sorted({replica.round for replica in found}, reverse=True):
         here = [[r for r in by_peer if (r.round, r.stage) == (round, stage)] for stage in range(manifest.stages)]
@@ -130,15 +133,15 @@ def common(manifest: RunManifest, found: Sequence[CollectedReplica]) -> Collecte
 
 
 def better(one: CollectedWeights | None, other: CollectedWeights | None) -> CollectedWeights | None:
-    """The one with more replicas; of equals the newer."""
+    """The collection with more replicas; of equally large ones, the newer."""
     both = [found for found in (other, one) if found is not None]
     return max(both, key=lambda found: (sum(map(len, found.stages)), found.round), default=None)
 
 
 def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
-    """The replicas to ask: all that have done a whole outer interval by `round`, or the lowest peer id of each stage.
+    """The replicas to ask: all that others may pull from at `round`, or with `one`, only the lowest peer id per stage.
 
-    A stage without such a replica is represented by its other ones.
+    If a stage has no such replica, its other replicas are asked.
     """
     wanted: list[Advert] = []
     for stage in range(stages):
@@ -149,10 +152,10 @@ def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> 
 
 
 def next_target(target: int, rounds: Mapping[int, Sequence[int]]) -> int:
-    """The round to ask for after `target` gave these rounds, by stage: `target` again when it cannot be improved.
+    """The round to request after a request for `target` returned these rounds, by stage; `target` if it cannot improve.
 
-    When a replica is past it, all are asked to reach the same later round; when one is behind, the newest round that
-    all of them still keep is asked for, else one that a replica of each stage keeps.
+    If a replica is past it, all are asked to reach the same later round. If one is behind, the newest round that all of
+    them still keep is requested, or else one that a replica of each stage keeps.
     """
     found = [round for mine in rounds.values() for round in mine]
     newest, oldest = max(found), min(found)

@@ -28,8 +28,8 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = {loader}.from_pretrained("PATH")
 ```
 
-`noloco generate PATH --prompt TEXT` prints what it says, `noloco eval PATH` its loss on held-out data. `noloco.json`
-has every setting of the run, and says which replicas the weights are from.
+`noloco generate PATH --prompt TEXT` prints a continuation, `noloco eval PATH` the loss on held-out data. `noloco.json`
+contains every setting of the run, and names the replicas that the weights come from.
 """
 
 
@@ -41,11 +41,11 @@ MERGED = {
 
 
 def model_card(record: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """From what `noloco.json` has, and the summary of the run where it is known: its `tokens` and `validation_loss`.
+    """The text of the card, from the content of `noloco.json`, and `tokens` and `validation_loss` of the run's summary.
 
-    The summary of a resumed run has only the tokens since it was resumed, which are left out. The loss of a run that is
-    not completed is left out too: it may have gone on since, and its checkpoints are of another step. Of a completed
-    run both are left out for weights of an earlier step than its last.
+    `tokens` is left out for a resumed run, whose summary only counts those since it was resumed. The loss is left out
+    for a run that is not completed: it may have continued since, and its checkpoints are of another step. Both are left
+    out if the run is completed but the weights are of an earlier step.
     """
     manifest = record["manifest"]
     if summary.get("completed") and record["step"] < manifest["steps"]:

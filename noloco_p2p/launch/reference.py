@@ -1,6 +1,6 @@
-"""`noloco docs`: the tables in the repository's READMEs that are made from the code: every setting, every metric.
+"""`noloco docs`: makes the tables of all settings and all metrics in the repository's READMEs from the code.
 
-A README has them between `<!-- noloco docs: NAME -->` and `<!-- end -->`.
+In a README, such a table is between `<!-- noloco docs: NAME -->` and `<!-- end -->`.
 """
 
 import re
@@ -24,9 +24,9 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def update_files(root: Path) -> list[Path]:
-    """Write the tables of the repository at `root` again; returns the files that changed.
+    """Rewrite the tables in the repository at `root`. Returns the files that changed.
 
-    Raises ConfigError when `root` is not the repository, LocalError when a file cannot be written.
+    Raises ConfigError if `root` is not the repository, LocalError if a file cannot be read or written.
     """
     changed = []
     for path in (root / name for name in FILES):
@@ -37,20 +37,20 @@ def update_files(root: Path) -> list[Path]:
                 path.write_text(fresh, "utf-8")
                 changed.append(path)
         except FileNotFoundError:
-            raise ConfigError(f"there is no {path}: run this in the root of the repository") from None
+            raise ConfigError(f"{path} does not exist: run this in the root of the repository") from None
         except OSError as error:
             raise LocalError(f"{path}: {error.strerror or error}") from error
     return changed
 
 
 def updated(text: str) -> str:
-    """A README with its tables as they follow from the code."""
+    """The text of a README with its tables made anew from the code."""
     tables = {"configuration": configuration_markdown, "metrics": metrics_markdown}
     return BLOCK.sub(lambda found: f"{found[1]}{tables[found[2]]()}{found[3]}", text)
 
 
 def configuration_markdown() -> str:
-    """Two tables, one for each model: key, type, default, sentence."""
+    """Two tables, one for each model of `config`: key, type, default, description."""
     parts = []
     for title, model in (("Run manifest: equal on all nodes", RunManifest), ("Node: local", NodeConfig)):
         parts += [f"### {title}", "", "| key | type | default | |", "|---|---|---|---|", *_rows(model), ""]
@@ -69,7 +69,7 @@ def _rows(model: type[BaseModel]) -> list[str]:
 
 
 def metrics_markdown() -> str:
-    """A table of a node's own metrics: name, type, labels with the values known beforehand, meaning."""
+    """A table of a node's own metrics: name, type, labels with the values known in advance, meaning."""
     rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
     endings = {"counter": "_total", "info": "_info"}
     fresh, used = _node_metrics()
@@ -83,13 +83,13 @@ def metrics_markdown() -> str:
 
 
 def _known(family: Any, label: str) -> list[str]:
-    """The values of a label that a fresh node has already; numbers and what depends on the node are none."""
+    """The values of a label that a fresh node already has, without numbers and values that depend on the node."""
     values = dict.fromkeys(sample.labels.get(label, "") for sample in family.samples)
     return [f"`{value}`" for value in values if value.isidentifier() and family.type != "info"]
 
 
 def _node_metrics() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metric families of a fresh node, and of one that is used: every metric with labels has a sample."""
+    """(metric families of a fresh node, of one in use). In the second, every metric with labels has a sample."""
     from noloco_p2p.core.messages import Advert
     from noloco_p2p.core.status import Status, Trouble
     from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry

@@ -1,4 +1,4 @@
-"""`noloco eval --tasks`: an exported model on tasks of lm-evaluation-harness, from local files and offline.
+"""`noloco eval --tasks`: evaluates an exported model on tasks of lm-evaluation-harness, from local files and offline.
 
 The harness (https://github.com/EleutherAI/lm-evaluation-harness) comes with the extra `eval`.
 """
@@ -19,9 +19,9 @@ BATCH_SIZE = 32
 
 
 def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) -> dict[str, dict[str, float]]:
-    """Of each task the number of its `items` and its metrics; NAME_stderr is the standard error of the metric NAME.
+    """For each task, the number of its `items` and its metrics; NAME_stderr is the standard error of the metric NAME.
 
-    `directory` has the tasks' YAML files; paths to data in them are relative to it. Raises ConfigError.
+    `directory` holds the YAML files of the tasks; paths to data in them are relative to it. Raises ConfigError.
     """
     manifest, _ = export.read_record(out)
     if not directory.is_dir():
@@ -48,7 +48,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
         tokenizer=stored_tokenizer(out, local=True),
         max_length=manifest.sequence_length,
         batch_size=BATCH_SIZE,
-        # ByT5's tokenizer would put the end of text between a prompt and its completion.
+        # Otherwise ByT5's tokenizer would put the end of text between a prompt and its completion.
         add_bos_token=False,
     )
     try:
@@ -71,7 +71,7 @@ def task_lines(figures: dict[str, dict[str, float]]) -> list[str]:
 
 
 def _numbers(result: dict[str, Any]) -> dict[str, float]:
-    """`exact_match,none` of the harness as `exact_match`; what is no finite number, as `alias`, is left out."""
+    """The finite numbers of a result, with `exact_match,none` as `exact_match`; others, as `alias`, are left out."""
     numbers = {name: float(value) for name, value in result.items() if isinstance(value, int | float)}
     items = int(numbers.pop("sample_len"))
     return {"items": items} | {name.removesuffix(",none"): v for name, v in numbers.items() if math.isfinite(v)}

@@ -64,7 +64,7 @@ def test_it_learns_its_completions_and_loads_as_an_exported_model(tmp_path: Path
     tokens = AutoTokenizer.from_pretrained(out)("a=", add_special_tokens=False, return_tensors="pt")
     said_by_it = AutoModelForCausalLM.from_pretrained(out).generate(**tokens, max_new_tokens=9, do_sample=False)
     assert AutoTokenizer.from_pretrained(out).decode(said_by_it[0], skip_special_tokens=True) == "a=x1"
-    assert said[0] == "18 examples, 6 held out; steps of 8: 60"
+    assert said[0] == "18 examples, 6 held out; 60 steps of 8"
     assert [re.sub(r"\d\.\d{4}", "x", line) for line in said[1:]] == ["step 60/60  loss x  rate 1.00e-03"]
 
 
@@ -155,7 +155,9 @@ def test_a_disk_without_room_for_the_model_is_named_before_it_is_trained(
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
     said: list[str] = []
-    with pytest.raises(LocalError, match=rf"{tmp_path} has .* free, the model needs .*: free some, name another --out"):
+    with pytest.raises(
+        LocalError, match=rf"{tmp_path} has .* free, the model needs .*: free some space or name another --out"
+    ):
         tuned(model, written(tmp_path / "data.jsonl"), tmp_path / "tuned", said)
     assert said == []
 
@@ -201,7 +203,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, model: Path) -> None:
     options = ["--data", written(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out"), "--epochs", "1"]
     done = CliRunner().invoke(app, ["finetune", str(model), *options, "--device", "cpu"])
     lines = done.output.splitlines()
-    assert lines[0] == "23 examples, 1 held out; steps of 32: 1"
+    assert lines[0] == "23 examples, 1 held out; 1 step of 32"
     # The last step's: a tenth of the peak, which is a tenth of the run's.
     assert "rate 1.00e-05" in lines[1]
     assert lines[2].startswith("held out: ")
