@@ -1,14 +1,14 @@
-"""The fork server: it imports once what a node imports, which takes seconds, and forks every node of a launcher.
+"""The fork server: imports once what all nodes need, which takes seconds, and forks each node of a launcher from there.
 
-A forked node is a process like any other: a session of its own, with its own directory, environment, standard files,
-signals and libp2p daemon. It has nothing but modules from the server, which runs no thread and no event loop and has
-computed nothing. Variables that a library reads when it is imported (OMP_NUM_THREADS) are those of the server.
+A forked node is a process like any other, in its own session, with its own directory, environment, standard files,
+signals and libp2p daemon. All it inherits from the server is modules: the server has no other threads, no event loop,
+and has computed nothing. Variables that a library reads on import (OMP_NUM_THREADS) are those of the server.
 
-    launcher → server   on the control socket: three standard files and a socket, for each node
-    launcher → server   on that socket: a line of JSON with program, environment and directory
+    launcher → server   on the control socket, for each node: three standard files and a socket
+    launcher → server   on that socket: a line of JSON with name, program, environment and directory
     server → launcher   on that socket: the process id, and at the end the exit code
 
-It ends with its launcher, after the last of its nodes.
+The server ends with its launcher, after the last of its nodes.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from pathlib import Path
 from typing import Any
 
 MODULES = ("noloco_p2p.launch.compose", "noloco_p2p.observe.web_page", "typer")
-"""What every node imports beside what `bootstrap` imports ahead."""
+"""What every node imports in addition to `bootstrap.import_ahead`."""
 READY = b"r"
-"""Sent once, when it can fork."""
+"""Sent once, when the server can fork."""
 NUMBER = struct.Struct("<i")
-"""A process id, the negative number of an error in its place, or an exit code."""
+"""A process id; in place of it, minus the number of an error; or an exit code."""
 
 
 def main() -> None:
-    """Serve the socket that is standard input, once all is imported. A fork returns from here when its program ends."""
-    gc.disable()  # Importing makes hardly any garbage, and looking for it takes a fifth of the time.
+    """Import everything, then serve the socket that is standard input. A fork runs its program in here."""
+    gc.disable()  # Importing leaves hardly any garbage, and searching for it takes a fifth of the time.
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("noloco_p2p.launch.bootstrap").import_ahead()
-    gc.freeze()  # What is never looked at is never copied.
+    gc.freeze()  # Memory that the collector never touches is never copied in a fork.
     gc.enable()
     program = ForkServer(socket.socket(fileno=0)).serve()
     if program is not None:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(program: list[str]) -> None:
-    """What `python <program>` does, in this process: `-m module` or a script, then arguments."""
+    """Do in this process what `python <program>` does: run `-m module` or a script, with the arguments that follow."""
     if program[0] == "-m":
         sys.argv = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -56,25 +56,26 @@ def run(program: list[str]) -> None:
 
 
 class ForkServer:
-    """All processes that it forks, from the request to the moment when the launcher lets go."""
+    """Forks processes on request, and keeps track of each until the launcher closes its socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._running: dict[int, tuple[int, int]] = {}
         """pidfd → process id and socket to the launcher, as a descriptor."""
         self._ended: dict[int, int] = {}
-        """That socket → process id: it is not reaped yet, so nobody else has the id."""
+        """Socket to the launcher → process id. The process is not yet reaped, so that its id stays taken."""
         self._poll = select.poll()
 
     def serve(self) -> list[str] | None:
-        """Fork a process for each request; returns its program there, None here once launcher and nodes are gone.
+        """Fork a process for each request. Returns the program in the fork, and None in the server when all is over.
 
-        Exits when a thread runs, which no fork would have.
+        That is when launcher and nodes are gone. Exits if another thread is running, because forks would lack it.
         """
         if threads := [path.read_text().strip() for path in sorted(Path("/proc/self/task").glob("[0-9]*/comm"))][1:]:
             sys.exit(
-                f"error: nodes cannot be forked beside a thread ({', '.join(threads)}): something that Python imports"
-                " at start-up, such as a tracing agent, started it; disable that, or start each node with noloco-node"
+                f"error: nodes cannot be forked while a thread runs ({', '.join(threads)}): something that Python"
+                " imports at startup, such as a tracing agent, started it; disable that, or start each node with"
+                " noloco-node"
             )
         control = self._control.fileno()
         self._tell(control, READY)
@@ -97,14 +98,14 @@ class ForkServer:
         return None
 
     def _passed(self) -> list[int]:
-        """The descriptors of a request; none when the launcher is gone."""
+        """The file descriptors of a request; empty if the launcher is gone."""
         try:
             return socket.recv_fds(self._control, 1, 4)[1]
         except ConnectionError:
             return []
 
     def _fork(self, *passed: int) -> dict[str, Any] | None:
-        """Fork, and report the id once the process leads its own session and group; returns the request in the fork."""
+        """Fork, and report the process id once the process leads its own session. Returns the request in the fork."""
         *standard, report = passed
         with open(report, closefd=False) as lines:
             request: dict[str, Any] = json.loads(lines.readline())
@@ -122,7 +123,7 @@ class ForkServer:
             return request
         for descriptor in (*standard, writing):
             os.close(descriptor)
-        os.read(reading, 1)  # until the fork has closed the other end, or has died
+        os.read(reading, 1)  # returns when the fork has closed the other end, or has died
         os.close(reading)
         self._tell(report, NUMBER.pack(pid))
         if pid > 0:
@@ -141,7 +142,7 @@ class ForkServer:
         code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
         self._tell(report, NUMBER.pack(code))
         self._ended[report] = pid
-        self._poll.register(report, 0)  # which tells that the other end is closed
+        self._poll.register(report, 0)  # reports when the other end is closed
 
     def _forget(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
@@ -153,7 +154,10 @@ class ForkServer:
 
 
 def _become(request: dict[str, Any]) -> list[str]:
-    """In a fork: take on directory, environment, name and a random seed of its own (`random` has one); its program."""
+    """In a fork: take over directory, environment and name, and reseed numpy (`random` does so itself).
+
+    Returns the program to run.
+    """
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -1,4 +1,4 @@
-"""The fork server as its launcher sees it: start it, have it fork processes, watch and signal them, end it."""
+"""The fork server, as the launcher uses it: starts it, has it fork processes, watches and signals these, ends it."""
 
 import contextlib
 import json
@@ -16,19 +16,19 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.launch.fork_server import NUMBER
 
 PROGRAM = ("-m", "noloco_p2p.launch.fork_server")
-"""What Python runs as the server."""
+"""Arguments with which Python runs the server."""
 ANSWER_S = 10.0
-"""For a server that is ready to fork a process."""
+"""Time limit for a server that is ready to fork a process, seconds."""
 
 
 class ForkedProcess:
-    """A process that the server has forked. Nobody else has its id, or its process group's, before its end is read."""
+    """A process forked by the server. No other process gets its id, or that of its group, before its end was read."""
 
     def __init__(self, server: socket.socket, stdin: IO[bytes]) -> None:
-        """Waits until it is there. `server`: this process's socket to the server. Raises OSError: it is not."""
+        """Wait until the process exists. `server`: the socket to the server for this process. Raises OSError if not."""
         self._server = server
         self.stdin = stdin
-        """The writing end of the pipe that is its standard input."""
+        """The write end of the pipe that is its standard input."""
         self.returncode: int | None = None
         number = self._number()
         if number is None:
@@ -38,13 +38,13 @@ class ForkedProcess:
         self.pid = number
 
     def poll(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None while it runs. It is killed if the server has died."""
+        """The exit code, or minus the signal that ended it; None while it runs. Kills it if the server has died."""
         if self.returncode is None and select.select([self._server], [], [], 0)[0]:
             self.wait()
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for its end; as `poll`."""
+        """Wait for its end. Returns what `poll` does."""
         if self.returncode is None:
             self._server.settimeout(None)
             code = self._number()
@@ -55,14 +55,14 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """To this process alone; nothing happens when it has ended."""
+        """Send a signal to this process alone. Does nothing if it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill_group(self) -> None:
-        """SIGKILL to it and what it started, unless its end was read."""
+        """Send SIGKILL to its process group, unless its end has been read."""
         if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has just ended
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _number(self) -> int | None:
@@ -71,16 +71,16 @@ class ForkedProcess:
 
 
 class ForkServerProcess:
-    """The process. It ends with the launcher, after the nodes: their standard input ends with the launcher, too."""
+    """The process. It ends with the launcher, after the nodes, whose standard input also closes with the launcher."""
 
     def __init__(self) -> None:
         self.environment: Mapping[str, str] = {}
-        """What it was started with, and what all nodes have."""
+        """The environment that it was started with, which all nodes get too."""
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start it; it then imports for seconds. Raises LocalError."""
+        """Start it; it then spends seconds on imports, until it is `ready`. Raises LocalError."""
         if not hasattr(os, "pidfd_open"):
             raise LocalError("forking nodes needs Linux 5.3 or newer; on other systems start each with noloco-node")
         self.environment = environment
@@ -96,7 +96,7 @@ class ForkServerProcess:
 
     @property
     def ready(self) -> bool:
-        """It has imported what a node needs. Raises LocalError when it has ended instead."""
+        """Whether it has imported what a node needs. Raises LocalError if it has ended instead."""
         assert self._process is not None
         if not self._ready and select.select([self._control], [], [], 0)[0]:
             self._ready = bool(self._control.recv(1))
@@ -113,9 +113,9 @@ class ForkServerProcess:
         environment: Mapping[str, str],
         directory: Path,
     ) -> ForkedProcess:
-        """Fork a process that runs `program`, `-m module` or a script, then arguments. Raises OSError.
+        """Fork a process that runs `program`: `-m module` or a script, then arguments. Raises OSError.
 
-        `name` is what `ps -e` and `top` show, up to 15 characters; `output`: its standard output and error.
+        `name` is what `ps -e` and `top` show, up to 15 characters; `output` are its standard output and error.
         """
         wanted = {"name": name, "program": program, "environment": {**environment}, "directory": str(directory)}
         ours, theirs = socket.socketpair()
@@ -133,7 +133,7 @@ class ForkServerProcess:
             raise
 
     def close(self) -> None:
-        """End it; it has no nodes any more."""
+        """End it. Its nodes must have ended."""
         if self._process is not None:
             self._control.close()
             self._process.kill()

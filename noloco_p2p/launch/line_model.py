@@ -1,12 +1,12 @@
-"""Internet lines as they are emulated: when each byte of each connection goes on. No socket and no clock in here.
+"""Models emulated internet lines: when each byte of each connection moves on. No sockets and no clock in here.
 
-    source → inbox → sender's line up → on the way (latency) → receiver's line down → destination
+    source → inbox → sender's line up → in transit (latency) → receiver's line down → destination
 
-Every node has one line up and one down, which all its connections share in fair turns, and two nodes are `latency_s`
-apart, one way: the meanings of `Access` and `Link` in `sim/links.py`. A connection starts slowly, and again after
-idleness, as TCP does. What it has on its way and before the receiver's line is bounded by its share of that line times
-the time there, and BUFFER_S more: a sender that is faster than the way is held back, and no queue grows for ever.
-There are no losses, and acknowledgements take their time on the way but none on the lines.
+Every node has a line up and a line down, which its connections share in fair turns. The latency between two nodes, one
+way, is `latency_s`. This is what `Access` and `Link` mean in `sim/links.py`. As in TCP, a connection starts slowly, and
+does so again after an idle period. The bytes that it has in transit and waiting for the receiver's line are limited to
+its share of that line times the latency plus BUFFER_S. So a sender that is faster than its path is held back, and no
+queue grows without bound. Nothing is lost. Acknowledgements are delayed by the latency, but take no time on the lines.
 """
 
 import heapq
@@ -21,10 +21,11 @@ from typing import Any
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, MSS_BYTES
 
 BUFFER_S = 0.05
-"""What the buffers before a line hold, in seconds of that line; connections share them."""
+"""Size of the buffer before a line, in seconds of that line; its connections share it."""
 LEAST_BUFFER_PIECES = 4
+"""A connection's share of a buffer holds at least this many pieces."""
 PIECE_S, LARGEST_PIECE_BYTES = 0.002, 1 << 16
-"""A line serves one connection for so long before it is another one's turn."""
+"""How long a line serves one connection before it is another one's turn, and the most bytes that it then takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,19 +34,19 @@ class Lane:
 
     flow: "OneWay"
     pieces: deque[memoryview]
-    """An empty one is the end."""
+    """An empty piece marks the end of the stream."""
     nbytes: int = 0
     tag: float = 0.0
-    """The line's virtual time at which its turn is over."""
+    """Virtual time of the line at which its last turn ends."""
     queued: bool = False
 
     def put(self, piece: memoryview) -> None:
-        """Append."""
+        """Append a piece."""
         self.pieces.append(piece)
         self.nbytes += len(piece)
 
     def take(self, most: int) -> memoryview:
-        """At most so many bytes from the front."""
+        """Remove the first piece, or up to `most` bytes of it, and return it."""
         piece = self.pieces.popleft()
         if len(piece) > most:
             self.pieces.appendleft(piece[most:])
@@ -55,10 +56,10 @@ class Lane:
 
 
 class Line:
-    """One direction of a node's line: one piece after the other at its rate, in fair turns.
+    """One direction of a node's line. It carries one piece after the other at its rate, in fair turns.
 
-    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): who has had least goes first, and idleness gives no
-    credit. So a short message on a connection of its own does not wait behind the bulk on others.
+    Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the connection that has had least goes first, and
+    being idle earns no credit. So a short message on its own connection does not wait behind the bulk on others.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -71,19 +72,19 @@ class Line:
         self._numbers = itertools.count()
 
     def share_bytes(self, seconds: float) -> float:
-        """What one of the connections that use it now may send in so many seconds."""
+        """What each of the connections now using the line may send in `seconds`, but at least LEAST_BUFFER_PIECES."""
         share = self.bytes_per_s * seconds / max(1, len(self._turns) + self.busy)
         return max(share, LEAST_BUFFER_PIECES * self.piece_bytes)
 
     def queue(self, lane: Lane) -> None:
-        """The lane wants a turn. Among equals one that was idle goes first."""
+        """Queue a lane for a turn. Among equals, a lane that was idle goes first."""
         if not lane.queued:
             lane.queued = True
             busy = lane.tag >= self._virtual
             heapq.heappush(self._turns, (max(self._virtual, lane.tag), busy, next(self._numbers), lane))
 
     def next(self) -> Lane | None:
-        """Whose turn it is."""
+        """The lane whose turn it is; None if none is queued."""
         if not self._turns:
             return None
         self._virtual, _, _, lane = heapq.heappop(self._turns)
@@ -91,41 +92,42 @@ class Line:
         return lane
 
     def charge(self, lane: Lane, nbytes: int) -> None:
-        """A turn of `next` takes so many bytes."""
+        """Charge `nbytes` to the lane that `next` returned last."""
         lane.tag = self._virtual + nbytes
 
 
 class OneWay:
-    """One direction of one connection, over the line up of its sender and the line down of its receiver."""
+    """One direction of a connection, over the line up of its sender and the line down of its receiver."""
 
     def __init__(
         self, lines: tuple[Line, Line], deliver: Callable[[memoryview], None], hold: Callable[[bool], None]
     ) -> None:
-        """`lines`: up and down. `deliver` gets what arrives, an empty piece last; `hold(True)` asks the source for no
-        more, `hold(False)` for more."""
+        """`lines`: up and down. `deliver` receives what arrives, and at the end an empty piece. `hold(True)` asks the
+        source to stop sending, `hold(False)` to continue."""
         self.up, self.down = lines
         self.deliver, self._hold = deliver, hold
         self.inbox, self.outbox = Lane(self, deque()), Lane(self, deque())
         self.under_way_bytes = 0
-        """Taken by the line up, and not delivered yet."""
+        """Bytes taken by the line up but not yet delivered."""
         self.window_bytes, self.unacknowledged_bytes = float(FIRST_WINDOW_BYTES), 0
         self.used_bytes = 0
-        """The most that was unacknowledged since the window was last in use, or cut."""
+        """The most bytes that were unacknowledged since the window was last in use or reduced."""
         self.in_use_at = self.sent_at = -math.inf
         self.latency_s = 0.0
-        """Of what it sends now."""
+        """Latency of the current burst."""
         self.arrives_at = 0.0
-        """When the newest of it comes to the line down."""
+        """When the newest piece reaches the line down."""
         self.stalled = False
-        """The destination takes no more at the moment."""
+        """The destination accepts no more data at the moment."""
         self.over = False
-        """The connection is gone: nothing is delivered any more."""
+        """The connection is gone: nothing more is delivered."""
         self._held = False
 
     def sent(self, nbytes: int, timer_s: float, now: float) -> None:
-        """The line up begins to send so much. A window of which less than half is used shrinks with every timer.
+        """Account for bytes that the line up begins to send.
 
-        Congestion window validation, RFC 2861; `tcp_cwnd_validate` of Linux.
+        A window of which at most half is used shrinks once per `timer_s`: congestion window validation, RFC 2861;
+        `tcp_cwnd_validate` in Linux.
         """
         self.sent_at = now
         self.under_way_bytes += nbytes
@@ -138,24 +140,24 @@ class OneWay:
             self.in_use_at, self.used_bytes = now, 0
 
     def acknowledged(self, nbytes: int, most: float) -> None:
-        """Slow start: a window that is used doubles in each round trip, until at `most` it no longer limits."""
+        """Slow start: a window in use doubles every round trip, up to `most`, where it no longer limits anything."""
         if self.window_bytes < 2 * self.unacknowledged_bytes:
             self.window_bytes = min(self.window_bytes + nbytes, most)
         self.unacknowledged_bytes -= nbytes
 
     def room_bytes(self, latency_s: float) -> int:
-        """How much the line up may take now; less than 0: nothing, not even the end."""
+        """How many bytes the line up may take now; less than 0: nothing, not even the end of the stream."""
         if self.over or not self.inbox.pieces:
             return -1
         room = min(
             self.window_bytes - self.unacknowledged_bytes,
             self.down.share_bytes(latency_s + BUFFER_S) - self.under_way_bytes,
         )
-        # No small pieces while larger ones may go soon.
+        # Send no small piece if a larger one may be sent soon.
         return -1 if room < MSS_BYTES and self.unacknowledged_bytes else min(self.up.piece_bytes, int(room))
 
     def hold_back(self) -> None:
-        """Ask the source for no more, or for more, as the inbox is full, or half empty."""
+        """Stop the source when the inbox is full, and let it continue when the inbox is half empty."""
         limit = self.up.share_bytes(BUFFER_S)
         full = self.inbox.nbytes >= (limit / 2 if self._held else limit)
         if full != self._held and not self.over:
@@ -164,14 +166,14 @@ class OneWay:
 
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
-"""When, a number that keeps the order, what to call with that time and these arguments."""
+"""(time, number that keeps the order, what to call with that time and the arguments, the arguments)."""
 
 
 class LineModel:
-    """All connections. `now` never goes back; call `advance` at `next_at`, or soon after: what is late is made up."""
+    """All connections. `now` must never go back. Call `advance` at `next_at` or soon after: events keep their times."""
 
     def __init__(self, latency_s: float, spread: float, rng: random.Random) -> None:
-        """`spread`: sigma of the log-normal latency, drawn for each burst of a connection."""
+        """`spread`: sigma of the log-normal latency, which is drawn for each burst of a connection."""
         self.latency_s = latency_s
         self._spread = spread
         self._timer_s = 2 * latency_s + LEAST_TIMER_S
@@ -181,11 +183,11 @@ class LineModel:
 
     @property
     def next_at(self) -> float | None:
-        """When something happens next."""
+        """Time of the next event; None if there is none."""
         return self._events[0][0] if self._events else None
 
     def advance(self, now: float) -> None:
-        """Run everything that is due, each at its own time."""
+        """Run all events that are due, each with its own time."""
         while self._events and self._events[0][0] <= now:
             at, _, action, arguments = heapq.heappop(self._events)
             action(at, *arguments)
@@ -197,7 +199,7 @@ class LineModel:
         if not flow.inbox.pieces:
             timers = (now - flow.sent_at) // self._timer_s
             if not flow.unacknowledged_bytes and 0 < timers < math.inf:
-                # The same RFC: half for each timer without a word.
+                # The same RFC: half the window for each timer in which nothing was sent.
                 halved = flow.window_bytes / 2 ** min(timers, 64.0)
                 flow.window_bytes = max(halved, float(FIRST_WINDOW_BYTES))
             flow.latency_s = self.latency_s * math.exp(self._rng.gauss(0.0, self._spread))
@@ -206,14 +208,14 @@ class LineModel:
         self._resume(flow, now)
 
     def stall(self, flow: OneWay, stalled: bool, now: float) -> None:
-        """The destination stops taking data, or takes data again."""
+        """The destination stops accepting data, or accepts data again."""
         flow.stalled = stalled
         if flow.outbox.pieces and not stalled:
             flow.down.queue(flow.outbox)
             self._serve(flow.down, now)
 
     def end(self, flow: OneWay) -> None:
-        """Its connection is gone: what it has under way is dropped."""
+        """The connection is gone: what it has in transit is dropped."""
         flow.over = True
         for lane in (flow.inbox, flow.outbox):
             lane.pieces.clear()
@@ -229,7 +231,7 @@ class LineModel:
             self._serve(flow.up, now)
 
     def _serve(self, line: Line, now: float) -> None:
-        """Begin with the next piece, unless the line is busy or nobody has one."""
+        """Start the next piece, unless the line is busy or no lane has one."""
         while not line.busy and (lane := line.next()) is not None:
             flow = lane.flow
             if lane is flow.inbox:

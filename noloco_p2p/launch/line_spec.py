@@ -1,4 +1,4 @@
-"""What `--link` says: the line of every node, and the way between two of them."""
+"""Parses `--link`: the line that every node gets, and the latency between two nodes."""
 
 import re
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LineSpec:
-    """The line of every node, and the way between two of them."""
+    """The line of every node, and the latency between two nodes."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
     latency_s: float = 0.0
-    """One way between two nodes, median."""
+    """Median one-way latency between two nodes."""
     jitter_s: float = 0.0
-    """About the standard deviation of that: it is log-normal."""
+    """Roughly the standard deviation of the latency, which is log-normal."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The value of `--link` (FORM). Raises ConfigError."""
+        """Parse the value of `--link` (FORM). Raises ConfigError."""
         match = _SPEC.fullmatch(text.replace(" ", "").lower())
         try:
             parts = match.groupdict() if match else {}
@@ -36,7 +36,7 @@ class LineSpec:
         except (KeyError, ValueError):
             raise ConfigError(f"--link {text}: write it as {FORM}") from None
         if min(spec.down_bytes_per_s, spec.up_bytes_per_s) <= 0 or jitter > latency:
-            raise ConfigError(f"--link {text}: rates are above 0, and the jitter is at most the latency; {FORM}")
+            raise ConfigError(f"--link {text}: rates must be above 0, and the jitter at most the latency; {FORM}")
         return spec
 
     @property

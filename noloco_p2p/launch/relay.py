@@ -1,11 +1,12 @@
-"""The process that puts emulated lines between the nodes of one machine: `python -m noloco_p2p.launch.relay`.
+"""The process that puts emulated lines between the nodes on one machine: `python -m noloco_p2p.launch.relay`.
 
-A node is told its own door here as gRPC's HTTP proxy (`grpc_proxy`), so every connection that it opens to a peer comes
-in there with `CONNECT host:port`. The door says whose line up it leaves by, the host whose line down it arrives by;
-every node has a loopback address of its own. When and what goes on is decided by `line_model`; here are the sockets.
+Each node has a *door*, a listening port of this process, and uses it as gRPC's HTTP proxy (`grpc_proxy`). So every
+connection that a node opens to a peer arrives at its door with `CONNECT host:port`. The door tells whose line up the
+connection uses, and the host whose line down, because every node has its own loopback address. `line_model` decides
+what moves on and when; this module has the sockets.
 
-On standard input: one line of JSON, `{"link": …, "hosts": […], "seed": …}`; afterwards each line asks for the counts;
-its end ends the process. On standard output: `{"ports": […]}`, and the counts.
+Standard input: one line of JSON, `{"link": …, "hosts": […], "seed": …}`, then one line for each request for the counts.
+The process ends when it closes. Standard output: `{"ports": […]}`, then the counts.
 """
 
 import asyncio
@@ -28,18 +29,19 @@ REQUEST = re.compile(rb"CONNECT (?P<host>[\d.]+):(?P<port>\d{1,5}) HTTP/1\.[01]\
 LONGEST_HEAD_BYTES = 4096
 CONNECT_S = 5.0
 RECEIVE_BUFFER_BYTES = 1 << 16
-"""Of each socket: what waits there is not bounded by the model. Linux doubles it."""
+"""Receive buffer of each socket, which is kept small because the model does not see what waits there. Linux doubles it.
+"""
 WRITE_BUFFER_BYTES = 1 << 18
 TICK_S = 0.001
-"""Everything that is due within a tick happens at once, for each wake-up costs as much as many pieces."""
+"""Everything that is due within a tick happens at once, because a wake-up costs as much as many pieces."""
 
 
 class Relay:
-    """The lines of all nodes, and the connections over them. Belongs to one event loop."""
+    """The lines of all nodes, and the connections over them. Bound to one event loop."""
 
     def __init__(self, link: LineSpec, hosts: Sequence[str], rng: random.Random) -> None:
         self.lines = {host: (Line(link.up_bytes_per_s), Line(link.down_bytes_per_s)) for host in hosts}
-        """Up and down, by the node's address."""
+        """(up, down) by the node's address."""
         self._model = LineModel(link.latency_s, link.spread, rng)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -47,7 +49,7 @@ class Relay:
         self._connecting: set[asyncio.Task[None]] = set()
 
     async def open(self) -> list[int]:
-        """Open every node's door at its address; the ports, in the order of the hosts. Raises OSError."""
+        """Open every node's door at its address. Returns the ports, in the order of the hosts. Raises OSError."""
         ports = []
         for host in self.lines:
             listening = new_socket()
@@ -57,7 +59,7 @@ class Relay:
         return ports
 
     def counts(self) -> dict[str, Any]:
-        """Bytes that each node has sent and received over its line, and CPU seconds of this process."""
+        """Bytes that each node has sent and received over its line, and the CPU seconds of this process."""
         lines = {
             host: {"sent": up.carried_bytes, "received": down.carried_bytes} for host, (up, down) in self.lines.items()
         }
@@ -71,16 +73,16 @@ class Relay:
         self._set_timer()
 
     def stall(self, flow: OneWay, stalled: bool) -> None:
-        """The end that it goes to stops taking data, or takes data again."""
+        """The receiving end stops accepting data, or accepts data again."""
         self._model.stall(flow, stalled, self._loop.time())
         self._set_timer()
 
     def end(self, flow: OneWay) -> None:
-        """The end that it goes to is gone."""
+        """The receiving end is gone."""
         self._model.end(flow)
 
     def connect(self, caller: "CallerEnd", host: str, port: int) -> None:
-        """Begin to connect a caller to a node."""
+        """Start to connect a caller to a node; the caller gets the answer."""
         task = self._loop.create_task(self._connect(caller, host, port))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -89,7 +91,7 @@ class Relay:
         if host not in self.lines:
             caller.refuse("403 Forbidden")
             return
-        # TCP's handshake there and back.
+        # One round trip, for the handshake of TCP.
         await asyncio.sleep(2 * self._model.latency_s)
         callee = new_socket()
         try:
@@ -111,13 +113,13 @@ class Relay:
 
     def _wake(self) -> None:
         self._timer, self._wakes_at = None, math.inf
-        # The loop rounds its timers to milliseconds: half of one early is better than a second turn.
+        # The loop rounds its timers to milliseconds. Running events half a millisecond early avoids a second wake-up.
         self._model.advance(self._loop.time() + TICK_S / 2)
         self._set_timer()
 
 
 class SocketEnd(asyncio.Protocol):
-    """The socket at one end of a connection. `join` gives it the other end."""
+    """The socket at one end of a connection. `join` connects it to the other end."""
 
     transport: asyncio.Transport
 
@@ -125,21 +127,22 @@ class SocketEnd(asyncio.Protocol):
         self.relay = relay
         self.lost = False
         self._out: OneWay | None = None
-        """To the other end."""
+        """The direction from here to the other end."""
         self._into: OneWay | None = None
+        """The direction from the other end to here."""
         self._other: SocketEnd
         self._finished = False
-        """It sends no more."""
+        """This end sends no more."""
         self._ended = False
-        """It has been told that no more data will come."""
+        """This end has received the end of the stream."""
 
     def join(self, other: "SocketEnd", there: OneWay, back: OneWay) -> None:
-        """`there`: from here to the other end."""
+        """Connect to the other end. `there` leads from here to the other end, `back` from there to here."""
         self._other, self._out, self._into = other, there, back
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own transports are not subclasses of it
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def data_received(self, data: bytes) -> None:
@@ -148,7 +151,7 @@ class SocketEnd(asyncio.Protocol):
             self.relay.send(self._out, data)
 
     def eof_received(self) -> bool:
-        """See `asyncio.Protocol`: the other direction goes on."""
+        """See `asyncio.Protocol`. The other direction stays open."""
         self._finish()
         if self._ended or self._out is None:
             self.transport.close()
@@ -174,7 +177,7 @@ class SocketEnd(asyncio.Protocol):
             self.relay.stall(self._into, False)
 
     def deliver(self, piece: memoryview) -> None:
-        """Data that came over the lines; an empty piece: no more will come."""
+        """Write data that came over the lines; an empty piece is the end of the stream."""
         if self.transport.is_closing():
             return
         if piece:
@@ -187,7 +190,7 @@ class SocketEnd(asyncio.Protocol):
             self.transport.write_eof()
 
     def hold(self, held: bool) -> None:
-        """Read no more for now, or go on."""
+        """Stop reading for now, or continue."""
         if not self.transport.is_closing():
             (self.transport.pause_reading if held else self.transport.resume_reading)()
 
@@ -199,7 +202,7 @@ class SocketEnd(asyncio.Protocol):
 
 
 class CallerEnd(SocketEnd):
-    """At a door: reads whom the caller wants."""
+    """The end at a door: it reads which node the caller wants."""
 
     def __init__(self, relay: Relay) -> None:
         super().__init__(relay)
@@ -208,11 +211,11 @@ class CallerEnd(SocketEnd):
 
     @property
     def host(self) -> str:
-        """The caller's address, which its door has."""
+        """The caller's address, which is that of its door."""
         return str(self.transport.get_extra_info("sockname")[0])
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`. A caller says no more before it has the answer to its request."""
+        """See `asyncio.Protocol`. A caller sends nothing else before it has the answer to its request."""
         if self._out is not None:
             self.relay.send(self._out, data)
             return
@@ -228,14 +231,14 @@ class CallerEnd(SocketEnd):
                 self.relay.connect(self, request["host"].decode(), int(request["port"]))
 
     def refuse(self, status: str) -> None:
-        """Answer so, and close."""
+        """Answer with this HTTP status, and close."""
         if not self.transport.is_closing():
             self.transport.write(f"HTTP/1.1 {status}\r\n\r\n".encode())
             self.transport.close()
 
 
 class CalleeEnd(SocketEnd):
-    """The connection to the node that a caller wanted."""
+    """The end at the node that the caller wanted."""
 
     def __init__(self, relay: Relay, caller: CallerEnd, host: str) -> None:
         super().__init__(relay)
@@ -266,7 +269,7 @@ def new_socket() -> socket.socket:
 
 
 async def serve(link: str, hosts: Sequence[str], seed: int) -> None:
-    """Until standard input ends. Raises ConfigError, OSError."""
+    """Run the relay until standard input closes. Raises ConfigError, OSError."""
     relay = Relay(LineSpec.parse(link), hosts, random.Random(seed))
     _say({"ports": await relay.open()})
     asks = asyncio.StreamReader()
@@ -280,7 +283,7 @@ def _say(value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Byte for byte: what comes after this line is for the loop.
+    # Unbuffered, so that whatever follows this line is left for the event loop.
     with open(0, "rb", buffering=0, closefd=False) as unbuffered:
         request = json.loads(unbuffered.readline())
     uvloop.run(serve(**request))

@@ -1,4 +1,4 @@
-"""The relay of `noloco swarm --link` as its launcher sees it: start it, tell nodes of it, read its counts, end it."""
+"""The relay of `noloco swarm --link`, as the launcher uses it: starts it, sends nodes to it, reads counts, ends it."""
 
 import json
 import select
@@ -14,13 +14,13 @@ from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_process import NodeProcess
 
 FIRST_HOST = IPv4Address("127.1.0.1")
-"""Of the nodes behind lines, one after the other. Ports are free ones, so that two swarms do not meet."""
+"""Address of the first node; the others follow. Two swarms may share addresses, because the ports are free ones."""
 START_S, ANSWER_S, END_S = 30.0, 5.0, 5.0
-"""For it to listen, to answer, and to end when it is asked to."""
+"""Time limits for the relay to listen, to answer, and to end, seconds."""
 
 
 class RelayProcess:
-    """The process. It ends when its standard input does, which is when the launcher is gone."""
+    """The process. It ends when its standard input closes, which is when the launcher is gone."""
 
     def __init__(self, link: str, names: Sequence[str], seed: int) -> None:
         """`link` as in `--link`; `names` of all nodes. Raises ConfigError."""
@@ -31,7 +31,7 @@ class RelayProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, nodes: Iterable[NodeProcess]) -> None:
-        """Start it, and put the nodes behind their lines from their next starts on. Raises LocalError."""
+        """Start it, and put the nodes behind their lines from their next start on. Raises LocalError."""
         command = [sys.executable, "-m", "noloco_p2p.launch.relay"]
         try:
             self._process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, start_new_session=True)
@@ -45,23 +45,23 @@ class RelayProcess:
         doors = dict(zip(self._hosts, ports, strict=True))
         for node in nodes:
             node.host = self._hosts[node.name]
-            # Only its gRPC goes that way: libp2p knows no proxy. What the user has excepted must not be excepted here.
+            # Only gRPC uses the door: libp2p knows no proxies. The user's own exceptions must not apply here.
             door = f"http://{node.host}:{doors[node.name]}"
             node.environment = {"grpc_proxy": door, "no_grpc_proxy": ""}
 
     @property
     def running(self) -> bool:
-        """It was started and has not ended."""
+        """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """The process id; the process must have been started."""
         assert self._process is not None
         return self._process.pid
 
     def counts(self) -> dict[str, Any]:
-        """`lines`: bytes sent and received by each node, by name; `cpu_s`: of the relay. Raises LocalError."""
+        """`lines`: bytes sent and received by each node, by name; `cpu_s`: the relay's CPU time. Raises LocalError."""
         found = self._ask("counts", ANSWER_S)
         return {**found, "lines": {name: found["lines"][host] for name, host in self._hosts.items()}}
 
@@ -75,7 +75,7 @@ class RelayProcess:
                 self._process.communicate()
 
     def _ask(self, line: str, seconds: float) -> dict[str, Any]:
-        """The answer to a line. Raises LocalError when it does not come in time."""
+        """The answer to a line. Raises LocalError if it does not come in time."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

@@ -157,7 +157,7 @@ def test_a_process_with_threads_forks_nothing() -> None:
     thread.start()
     ours, theirs = socket.socketpair()
     try:
-        with ours, theirs, pytest.raises(SystemExit, match=r"beside a thread \(.+\): "):
+        with ours, theirs, pytest.raises(SystemExit, match=r"while a thread runs \(.+\): "):
             ForkServer(theirs).serve()
     finally:
         resting.set()
