@@ -1,4 +1,4 @@
-"""The progress of a slow operation: a line on standard error, written by a thread that only reads."""
+"""Shows the progress of a slow operation as a line on standard error, from a thread that only reads its position."""
 
 import sys
 import threading
@@ -10,16 +10,16 @@ from typing import Self
 from noloco_p2p import humanize
 
 TERMINAL_S, FILE_S = 1.0, 30.0
-"""Seconds from one line to the next: rewritten on a terminal, one below the other elsewhere."""
+"""Seconds between two lines: on a terminal, where the line is rewritten, and elsewhere, where lines are appended."""
 CLEAR = "\r\x1b[K"
-"""To the beginning of the line, which is emptied."""
+"""Moves to the beginning of the line and clears it."""
 
 Position = tuple[str, float]
-"""Progress in words, and as a share of the whole."""
+"""(progress in words, progress as a share of the whole)."""
 
 
 class ProgressLine:
-    """A context in which the line is shown; nothing is shown for what ends before the first one is due."""
+    """Inside the `with`, the line is shown. What ends before the first line is due shows nothing."""
 
     def __init__(self, position: Callable[[], Position], *, terminal_only: bool = False) -> None:
         self._position = position
@@ -30,29 +30,29 @@ class ProgressLine:
         self._began_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Begin to show it."""
+        """Start showing the line."""
         if not self._hidden:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop showing it."""
+        """Stop showing the line."""
         self._ended.set()
         if not self._hidden:
             self._thread.join()
             self.clear()
 
     def clear(self) -> None:
-        """Make room for something else on standard error."""
+        """Clear the line, to make room for something else on standard error."""
         if self._terminal and not self._hidden:
             print(CLEAR, end="", file=sys.stderr, flush=True)
 
     def text(self) -> str:
-        """The current line: progress, the time gone, and an estimate of the time left."""
+        """The current line: progress, the elapsed time, and an estimate of the time left."""
         words, share = self._position()
-        gone_s = time.monotonic() - self._began_at
-        line = f"{words}, {humanize.duration(round(gone_s))} gone"
-        left_s = round(gone_s / share - gone_s) if share else 0
+        elapsed_s = time.monotonic() - self._began_at
+        line = f"{words}, {humanize.duration(round(elapsed_s))} elapsed"
+        left_s = round(elapsed_s / share - elapsed_s) if share else 0
         return f"{line}, about {humanize.duration(left_s)} left" if left_s > 0 else line
 
     def _repeat(self) -> None:
@@ -63,7 +63,7 @@ class ProgressLine:
 
 @contextmanager
 def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """The line for something of `total` parts; call what it yields after each."""
+    """Show the progress of something with `total` parts; call what it yields after each of them."""
     done = 0
 
     def advance() -> None:

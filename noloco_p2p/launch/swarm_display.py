@@ -1,4 +1,4 @@
-"""A swarm on this machine for its owner while it runs: a bar above a live table, or plain lines."""
+"""Shows a running swarm on this machine to its owner: a progress bar above a live table, or plain lines."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
 FORMATS = {"inner step": ",", "outer round": ",", "loss": ".3f", "tokens/s": ",.0f"}
 MOST_ROWS = 12
-"""Of more nodes than these a line is one stage."""
+"""With more nodes than this, each line shows a stage instead of a node."""
 STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
     "inner step": lambda known: round(fmean(known)),
     "outer round": max,
@@ -31,17 +31,18 @@ STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
     "tokens/s": sum,
     "peers": min,
 }
-"""What the line of a stage has of its nodes."""
+"""How the line of a stage combines the figures of its nodes."""
 LEAST_BAR, MOST_BAR = 5, 40
-"""Characters."""
+"""Smallest and largest width of the progress bar, characters."""
 NARROW = 70
+"""Columns below which the table is narrower."""
 
 Row = Mapping[str, Any]
-"""One node's line: column → value; None or left out: not known yet."""
+"""One node's line: column → value; None or missing if it is not known yet."""
 
 
 def row(node: NodeProcess) -> Row:
-    """A node's line, from its last readings: loss in nats per token, and the other nodes that it sees."""
+    """A node's line, from its last readings; the loss is in nats per token, and peers are the other nodes it sees."""
     if not node.readings:
         return {"node": node.name, "stage": node.stage}
     old, new = node.readings[0], node.readings[-1]
@@ -64,7 +65,7 @@ def row(node: NodeProcess) -> Row:
 
 
 def current_row(node: NodeProcess) -> Row:
-    """A node's line now: once it has ended, from the summary that it wrote, for its last readings may be old."""
+    """A node's line now. Once the node has ended, it is made from its summary, because its last readings may be old."""
     summary = node.summary
     if summary is None:
         return row(node)
@@ -74,7 +75,7 @@ def current_row(node: NodeProcess) -> Row:
 
 
 def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
-    """A line for each stage that some node reports to be served by nobody."""
+    """A line for each stage that has no replica according to any of the nodes."""
     longest: dict[str, float] = {}
     for reading in readings:
         for stage, seconds in ({} if reading is None else reading.by("stage", "stage_deserted_seconds")).items():
@@ -84,23 +85,21 @@ def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
 
 @contextmanager
 def _hanging_up() -> Iterator[None]:
-    """If standard output can no longer be written (a closed terminal, `| head`, a full disk), that is a hangup."""
+    """Treat it as a hangup if standard output can no longer be written (a closed terminal, `| head`, a full disk)."""
     try:
         yield
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with suppress(OSError):
-            print(
-                f"error: standard output cannot be written: {error.strerror or error}; the swarm stops", file=sys.stderr
-            )
+            print(f"error: standard output cannot be written: {error.strerror or error}; stopping", file=sys.stderr)
         signal.raise_signal(signal.SIGHUP)
 
 
 class Display:
-    """Where the launcher shows the swarm: a table drawn in place at a terminal, else lines on standard output."""
+    """Shows the swarm: as a table drawn in place on a terminal, otherwise as lines on standard output."""
 
     def __init__(self, steps: int, plain: bool) -> None:
-        """`steps` of the run; `plain`: lines in any case."""
+        """`steps` of the run; `plain`: lines even on a terminal."""
         live = not plain and sys.stdout.isatty()
         self._live = Live(auto_refresh=False, redirect_stderr=False) if live else None
         self._progress = RunProgress(steps)
@@ -110,13 +109,16 @@ class Display:
 
     @_hanging_up()
     def show(self, rows: Sequence[Row], notes: Sequence[str], doing: str = "") -> None:
-        """The nodes as they are now, and lines about the whole swarm; `doing`: what it does while it does not train."""
+        """Show the nodes as they are now, and lines about the whole swarm.
+
+        `doing`: what the swarm does while it does not train.
+        """
         shown = rows if len(rows) <= MOST_ROWS else stage_rows(rows)
         if self._live is not None:
             width = self._live.console.width
             head = doing or self._progress.line(rows, width)
             above = [Text(head, no_wrap=True, overflow="ellipsis")] if head else []
-            self._live.start()  # once it runs, this does nothing
+            self._live.start()  # does nothing if it is already running
             self._live.update(Group(*above, _table(shown, width), *map(Text, notes)), refresh=True)
         elif not doing:
             lines = [self._progress.line(rows), *map(_plain_line, shown), *notes]
@@ -127,7 +129,7 @@ class Display:
 
     @_hanging_up()
     def say(self, line: str) -> None:
-        """One line that stays; above the table where there is one."""
+        """Print a line that stays; if there is a table, above it."""
         if self._live is None:
             print(line, flush=True)
         else:
@@ -141,16 +143,16 @@ class Display:
 
 
 class RunProgress:
-    """How far a swarm is, from the lines of its nodes."""
+    """How far a swarm has come, from the lines of its nodes."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began_at = time.monotonic()
         self._first: tuple[float, float] | None = None
-        """(when, step) at the first reading of a node that trains."""
+        """(time, mean step) at the first reading with a step."""
 
     def line(self, rows: Sequence[Row], width: int = 0) -> str:
-        """One line: steps, share, tokens/s, loss, time so far, time left; with a bar where `width` is known.
+        """One line: steps, share, tokens/s, loss, time so far, time left; if `width` is given, with a bar.
 
         What does not fit is left out. Empty before the first step.
         """
@@ -180,7 +182,7 @@ class RunProgress:
 
 
 def stage_rows(rows: Sequence[Row]) -> list[Row]:
-    """A line for each stage: how many of its nodes are in the commonest state, mean steps and loss, sum of tokens/s."""
+    """A line for each stage: how many of its nodes are in the most common state, and its STAGE_FIGURES."""
     found: list[Row] = []
     for stage in sorted({row["stage"] for row in rows}):
         mine = [row for row in rows if row["stage"] == stage]
@@ -206,7 +208,7 @@ def _plain_line(row: Row) -> str:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """Without the column of the stage, which the name of the node begins with, and less in a narrow terminal."""
+    """The table, without the stage, with which the name of a node begins; on a narrow terminal, with fewer columns."""
     hidden = ("stage",) if width >= NARROW else ("stage", "outer round", "peers")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for column in COLUMNS:

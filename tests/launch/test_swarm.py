@@ -187,7 +187,7 @@ def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> Non
         (tmp_path / "gone").touch()
         assert swarm.end() == 128 + signal.SIGHUP, swarm.logged()
         nodes.nothing_left()
-    assert swarm.logged() == "error: standard output cannot be written: Broken pipe; the swarm stops\n"
+    assert swarm.logged() == "error: standard output cannot be written: Broken pipe; stopping\n"
     assert [node["exit_code"] for node in swarm.summary()["nodes"]] == [0, 0]
     assert checkpoints_of(swarm.dir) > 0
 

@@ -114,7 +114,7 @@ def test_progress_is_shown_without_a_trace_in_the_run(
         monkeypatch.setattr(progress_line, name, 0.001)
     monkeypatch.setattr("sys.stderr", heard := Stream(terminal=terminal))
     assert calm in printed(capsys, replace(options, as_json=as_json))
-    steps = re.findall(r"step (\d) of 6, virtual time \d+\.\d s \(.*? × real\), \d+ s gone", heard.getvalue())
+    steps = re.findall(r"step (\d) of 6, virtual time \d+\.\d s \(.*? × real\), \d+ s elapsed", heard.getvalue())
     if as_json and not terminal:
         assert heard.getvalue() == "", "what is read by a program stays readable with 2>&1"
     else:
@@ -132,11 +132,11 @@ def test_the_time_left_is_estimated_from_the_part_that_is_done(monkeypatch: pyte
     monkeypatch.setattr("time.monotonic", lambda: now)
     line = progress_line.ProgressLine(lambda: ("half of it", part))
     now = 130.0
-    assert line.text() == "half of it, 30 s gone"
+    assert line.text() == "half of it, 30 s elapsed"
     part = 0.2
-    assert line.text() == "half of it, 30 s gone, about 2 min left"
+    assert line.text() == "half of it, 30 s elapsed, about 2 min left"
     part = 1.0
-    assert line.text() == "half of it, 30 s gone"
+    assert line.text() == "half of it, 30 s elapsed"
 
 
 # --- many seeds -------------------------------------------------------------------------------------------------------
