@@ -76,7 +76,7 @@ class NodeOptions:
         return replace(self, key=path, overrides=self.overrides.for_members(public))
 
 
-async def opened(
+async def connect(
     join: tuple[str, ...], identity: Identity, listen: ListenSettings, begins: RunManifest | None
 ) -> Libp2pDaemon:
     """Start the libp2p daemon and link it to the peers. `join`: values of `--join`; `begins`: the run of a first node.
@@ -90,10 +90,10 @@ async def opened(
     addresses = join_file.JoinAddresses(join, join_file.PATIENCE_S if ran_before else math.inf)
     if addresses.files:
         # Errors are ignored here, because they occur again below, or where the imports are needed.
-        await asyncio.gather(addresses.come(), asyncio.to_thread(import_ahead), return_exceptions=True)
+        await asyncio.gather(addresses.wait(), asyncio.to_thread(import_ahead), return_exceptions=True)
     while True:
         try:
-            texts = await addresses.come()
+            texts = await addresses.wait()
             return await Libp2pDaemon.open(
                 identity,
                 host=listen.host,
@@ -215,7 +215,7 @@ async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterato
     Violation from the joined peer.
     """
     join_file.check(join)
-    addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).come()
+    addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).wait()
     async with AsyncExitStack() as closing:
         home = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-observer-")))
         identity = Identity.open(home / KEY)

@@ -93,7 +93,7 @@ async def run(options: NodeOptions) -> None:
     listen = run_files.same_ports(options.dir, local.listen)
     own = None if options.join else await bootstrap.own_run(options, local)
     async with AsyncExitStack() as closing:
-        libp2p = await bootstrap.opened(options.join, options.identity, listen, own[0] if own is not None else None)
+        libp2p = await bootstrap.connect(options.join, options.identity, listen, own[0] if own is not None else None)
         closing.push_async_callback(libp2p.close)
         local = run_key.with_invited_stage(local, libp2p)
         manifest, data = own if own is not None else (await bootstrap.joined_run(options, libp2p, local), None)
@@ -229,10 +229,10 @@ async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2
     """Run the node. Raises LocalError if its libp2p daemon cannot be kept alive, or its certificate has expired."""
     trouble, ttl_s = node.state.trouble, node.state.config.directory.ttl_s
     life = asyncio.create_task(node.run())
-    beside = [directory.keep(partial(trouble, "libp2p")), clock_watch.keep(libp2p, ttl_s, partial(trouble, "clock"))]
+    helpers = [directory.keep(partial(trouble, "libp2p")), clock_watch.keep(libp2p, ttl_s, partial(trouble, "clock"))]
     if standing.credentials is not None:
-        beside += [standing.keep_valid(libp2p, partial(trouble, "members")), standing.keep_revoked(libp2p)]
-    tasks = [life, *map(asyncio.create_task, beside)]
+        helpers += [standing.keep_valid(libp2p, partial(trouble, "members")), standing.keep_revoked(libp2p)]
+    tasks = [life, *map(asyncio.create_task, helpers)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         (life if life in done else done.pop()).result()

@@ -192,5 +192,6 @@ def replaced(out: Path) -> Iterator[Path]:
         if not there:
             fresh.rename(out)
             return
-        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):  # the record last, which makes it a model
+        # The record is moved last, because it marks the directory as a model.
+        for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):
             path.rename(out / path.name)

@@ -84,20 +84,20 @@ class ForkServer:
         while listens or self._running or self._ended:
             for descriptor, _ in self._poll.poll():
                 if descriptor in self._running:
-                    self._has_ended(descriptor)
+                    self._report_exit(descriptor)
                 elif descriptor in self._ended:
                     os.waitpid(self._ended.pop(descriptor), 0)
                     self._forget(descriptor)
-                elif passed := self._passed():
+                elif passed := self._receive():
                     request = self._fork(*passed)
                     if request is not None:
-                        return _become(request)
+                        return _take_over(request)
                 else:
                     listens = False
                     self._poll.unregister(control)
         return None
 
-    def _passed(self) -> list[int]:
+    def _receive(self) -> list[int]:
         """The file descriptors of a request; empty if the launcher is gone."""
         try:
             return socket.recv_fds(self._control, 1, 4)[1]
@@ -134,7 +134,7 @@ class ForkServer:
             os.close(report)
         return None
 
-    def _has_ended(self, pidfd: int) -> None:
+    def _report_exit(self, pidfd: int) -> None:
         pid, report = self._running.pop(pidfd)
         self._forget(pidfd)
         how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -153,7 +153,7 @@ class ForkServer:
             os.write(report, what)
 
 
-def _become(request: dict[str, Any]) -> list[str]:
+def _take_over(request: dict[str, Any]) -> list[str]:
     """In a fork: take over directory, environment and name, and reseed numpy (`random` does so itself).
 
     Returns the program to run.

@@ -33,8 +33,8 @@ class Home(Enum):
     EMPTY = "empty", ()
     OTHER = "a directory of other files", ()
 
-    def __init__(self, words: str, marks: tuple[str, ...]) -> None:
-        self.words = words
+    def __init__(self, description: str, marks: tuple[str, ...]) -> None:
+        self.description = description
         self.marks = marks
 
 
@@ -63,14 +63,14 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
     kind = kind_of(directory)
     if kind in wanted:
         return kind
-    own = wanted[0].words
+    own = wanted[0].description
     if kind is Home.OTHER:
         holds = "is not empty" if wanted[0] is Home.EMPTY else f"holds files that are not {_of(own)}"
         raise ConfigError(f"{named}{directory} {holds}: {advice}")
     if kind is Home.EMPTY and not directory.exists():
         raise ConfigError(f"{named}{directory}: there is no such directory")
-    wrong = "" if wanted[0] is Home.EMPTY else f", not {_of(own) if _of(kind.words) != kind.words else own}"
-    raise ConfigError(f"{named}{directory} is {kind.words}{wrong}: {advice}")
+    wrong = "" if wanted[0] is Home.EMPTY else f", not {_of(own) if _of(kind.description) != kind.description else own}"
+    raise ConfigError(f"{named}{directory} is {kind.description}{wrong}: {advice}")
 
 
 def require_run(named: str, directory: Path) -> None:

@@ -43,7 +43,7 @@ class JoinAddresses:
         for text in self.given:
             yield from read(Path(text.removeprefix(AT))) if text.startswith(AT) else (text,)
 
-    async def come(self) -> tuple[str, ...]:
+    async def wait(self) -> tuple[str, ...]:
         """The addresses, as soon as there is one; empty if no `--join` was given.
 
         Logs once that it waits. Raises ConfigError, and Unreachable after `patience_s`.

@@ -75,22 +75,22 @@ class LocalSwarm:
         self._saved = True
         """False if the run has ended but its last weights could not be written."""
         self._shown_at = 0.0
-        self._trains = False
+        self._has_stepped = False
         """Whether any node has taken an inner step."""
         self._path = run_dir / node_probe.SUMMARY
 
     def run(self) -> int:
         """Start, watch, end, write the summary. Returns the exit code."""
         began = time.monotonic()
-        carried = None
+        traffic = None
         try:
             if self._start():
                 self._watch()
             self._leave()
             self._display.show(list(map(current_row, self._nodes)), [])
-            carried = self._carried()
+            traffic = self._link_traffic()
         finally:
-            end_all(self._nodes, None if self._trains else KILL_UNSTEPPED_S)
+            end_all(self._nodes, None if self._has_stepped else KILL_UNSTEPPED_S)
             self._server.close()
             if self._relay is not None:
                 self._relay.close()
@@ -100,7 +100,7 @@ class LocalSwarm:
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
         self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
         summary["completed"] = summary["completed"] and self._saved and not self._signals
-        summary |= {"link": carried, "command": run_files.command("noloco")}
+        summary |= {"link": traffic, "command": run_files.command("noloco")}
         stored = run_files.store_unless_less(self._path, summary)
         for line in summary_lines(summary, self._path if stored else None):
             self._display.say(line)
@@ -116,7 +116,7 @@ class LocalSwarm:
             self._relay.start(self._nodes)
         first, *others = self._nodes
         while not self._server.ready:
-            if self._over():
+            if self._must_end():
                 return False
             self._show()
             time.sleep(TICK_S)
@@ -126,7 +126,7 @@ class LocalSwarm:
         for node in others:
             node.start(self._server, [*self._arguments, "--join", f"{join_file.AT}{address_file}"])
         while (reached := first.endpoints) is None:
-            if self._over() or not first.running:
+            if self._must_end() or not first.running:
                 return False
             self._show()
             time.sleep(TICK_S)
@@ -136,24 +136,24 @@ class LocalSwarm:
     def _watch(self) -> None:
         """Show the state of the nodes until all have ended, one has failed, or somebody asks to stop."""
         with ThreadPoolExecutor(len(self._nodes)) as pool:
-            while any(node.running for node in self._nodes) and not self._over():
+            while any(node.running for node in self._nodes) and not self._must_end():
                 self._show(pool)
                 time.sleep(TICK_S)
-        self._over()
+        self._must_end()
 
     def _show(self, pool: Executor | None = None) -> None:
         """Update the display if it is due. With a `pool`, the nodes' metrics are read first."""
         now = time.monotonic()
-        if now - self._shown_at >= (self._display.interval_s if self._trains else START_INTERVAL_S):
+        if now - self._shown_at >= (self._display.interval_s if self._has_stepped else START_INTERVAL_S):
             self._shown_at = now
             notes = self._read(pool) if pool is not None else []
-            doing = self._pauses() or ("" if self._trains else self._waits_for())
+            doing = self._pauses() or ("" if self._has_stepped else self._waits_for())
             self._display.show(list(map(current_row, self._nodes)), notes, doing)
 
     def _read(self, pool: Executor) -> list[str]:
         """Read the nodes' metrics. Returns a line for each stage that has no replica."""
         readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
-        self._trains = self._trains or any(row(node).get("inner step") for node in self._nodes)
+        self._has_stepped = self._has_stepped or any(row(node).get("inner step") for node in self._nodes)
         return deserted(readings)
 
     def _pauses(self) -> str:
@@ -174,13 +174,13 @@ class LocalSwarm:
         missing = [str(stage) for stage in range(self._plan.manifest.stages) if stage not in ready]
         return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
 
-    def _over(self) -> bool:
+    def _must_end(self) -> bool:
         """Whether somebody asked to stop, or a node or the relay has failed."""
         self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
         self._cut_off = self._cut_off or not (self._relay is None or self._relay.running)
         return self._failed is not None or bool(self._signals) or self._cut_off
 
-    def _carried(self) -> dict[str, Any] | None:
+    def _link_traffic(self) -> dict[str, Any] | None:
         """The value of `--link`, and the bytes carried by each node's line if they are known; None without `--link`."""
         if self._relay is None:
             return None
@@ -202,7 +202,7 @@ class LocalSwarm:
         self._display.say("shutting down; a second signal stops at once" if heard else "stopping the other nodes")
         with ThreadPoolExecutor(len(nodes)) as pool:
             self._read(pool)
-        if not self._trains:
+        if not self._has_stepped:
             return
         give_up_at = time.monotonic() + self._plan.local.limits.drain_s + LEAVE_MARGIN_S
         for stage in range(self._plan.manifest.stages):

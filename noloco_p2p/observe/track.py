@@ -51,7 +51,7 @@ class EventFile:
         self._event, self._summary = Event, Summary
         with writing(directory):
             self._file = EventFileWriter(str(directory))
-        self.words = f"tensorboard --logdir {shlex.quote(str(directory))}"
+        self.how_to_view = f"tensorboard --logdir {shlex.quote(str(directory))}"
         """The command that shows it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -81,7 +81,7 @@ class WandbRun:
         except self._error as error:
             raise ConfigError(f"wandb: {str(error).rstrip('.')}; WANDB_MODE=offline writes files only") from error
         synced = f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
-        self.words = self._run.url or synced
+        self.how_to_view = self._run.url or synced
         """The address of the run, or the command that uploads it."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -185,7 +185,7 @@ def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[No
     A sink that fails ends the tracking, not the run. Raises ConfigError or LocalError if the sink cannot be opened.
     """
     tracking = Tracking(open_sink(to, run_dir, run_dir.name, config))
-    print(f"track     {tracking.sink.words}", flush=True)
+    print(f"track     {tracking.sink.how_to_view}", flush=True)
     stop = threading.Event()
 
     def work() -> None:
@@ -225,7 +225,7 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
         label = re.sub(r"[^\w-]+", "-", f"{name}-{run_id[:8]}")
         config = {"run_id": run_id, "stages": swarm.stages, "steps": swarm.steps}
         tracking = Tracking(open_sink(to, directory or HOME / label, label, config))
-        say(f"track     {tracking.sink.words}")
+        say(f"track     {tracking.sink.how_to_view}")
         try:
             tracking.take(reports)
             await tracking.follow(read, threading.Event(), say)

@@ -61,7 +61,7 @@ def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> Non
 def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, expected: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(JoinAddresses([f"@{path}"]).come())
+        asyncio.run(JoinAddresses([f"@{path}"]).wait())
     assert str(caught.value).startswith(str(path))
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -89,7 +89,7 @@ def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.L
     caplog.set_level(logging.INFO)
 
     async def scenario() -> tuple[str, ...]:
-        coming = asyncio.create_task(JoinAddresses([f"@{path}"]).come())
+        coming = asyncio.create_task(JoinAddresses([f"@{path}"]).wait())
         await asyncio.sleep(0.03)
         assert not coming.done()
         join_file.write(path, [ONE])
@@ -100,10 +100,10 @@ def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.L
 
 
 def test_nobody_waits_for_a_file_when_another_address_is_there(path: Path) -> None:
-    assert asyncio.run(JoinAddresses([f"@{path}", OTHER]).come()) == (OTHER,)
-    assert asyncio.run(JoinAddresses([]).come()) == ()
+    assert asyncio.run(JoinAddresses([f"@{path}", OTHER]).wait()) == (OTHER,)
+    assert asyncio.run(JoinAddresses([]).wait()) == ()
     path.write_text(ONE)
-    assert asyncio.run(JoinAddresses([OTHER, f"@{path}"]).come()) == (OTHER, ONE)
+    assert asyncio.run(JoinAddresses([OTHER, f"@{path}"]).wait()) == (OTHER, ONE)
 
 
 def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
@@ -114,10 +114,10 @@ def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
 
     async def scenario() -> None:
         addresses = JoinAddresses([f"@{path}"])
-        assert await addresses.come() == (ONE,)
+        assert await addresses.wait() == (ONE,)
         assert await addresses.may_change(failure)
         join_file.write(path, [OTHER])
-        assert await addresses.come() == (OTHER,)
+        assert await addresses.wait() == (OTHER,)
         assert await addresses.may_change(failure)
         assert not await JoinAddresses([ONE]).may_change(failure)
 
@@ -129,9 +129,9 @@ def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
     async def scenario() -> None:
         addresses = JoinAddresses([f"@{path}"], patience_s=0.02)
         with pytest.raises(Unreachable, match=f"there is no join address in {path}"):
-            await asyncio.wait_for(addresses.come(), 5)
+            await asyncio.wait_for(addresses.wait(), 5)
         join_file.write(path, [ONE])
-        assert await addresses.come() == (ONE,)
+        assert await addresses.wait() == (ONE,)
         assert not await addresses.may_change(Unreachable("nobody answers"))
 
     asyncio.run(scenario())

@@ -102,7 +102,7 @@ def test_it_says_until_when_all_nodes_pause(
     monkeypatch.setattr(swarm, "local_time", lambda: datetime(2030, 1, 1, 12, 30))
     plan = make_plan(read(None, {}, ["stages=1", "start_replicas=2", "limits.hours=22:00-07:00"]), None)
     launched = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
-    launched._trains, launched._display.interval_s = trains, 0.0
+    launched._has_stepped, launched._display.interval_s = trains, 0.0
 
     def show(*states: str) -> str:
         for node, state in zip(launched._nodes, states, strict=True):

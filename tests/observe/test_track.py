@@ -171,7 +171,7 @@ def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     module.__dict__.update(init=init, Settings=dict, errors=SimpleNamespace(Error=WandbError))
     monkeypatch.setitem(sys.modules, "wandb", module)
     tracking = track.Tracking(track.open_sink("wandb", tmp_path, "tiny", {"steps": 8}))
-    assert tracking.sink.words == f"wandb sync {tmp_path}/wandb/offline-run-1"
+    assert tracking.sink.how_to_view == f"wandb sync {tmp_path}/wandb/offline-run-1"
     tracking.take([*nodes(10.0, loss=4.0).values()])
     tracking.sink.close()
     [(step, found)] = logged

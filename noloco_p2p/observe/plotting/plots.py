@@ -112,12 +112,12 @@ def svg(chart: Chart) -> str:
         keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
         return drawing.document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
-    axes, *beside = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
+    axes, *colour_bar = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
     coloured = list(zip(chart.curves, itertools.cycle(CURVE_COLOURS), strict=False))
     for curve, colour in coloured:
         _draw(axes, curve, colour)
     keys_of_curves = [LegendKey(curve.label, colour, curve.style) for curve, colour in coloured]
-    return drawing.document(chart.title, [axes.svg, *(each.svg for each in beside)], keys_of_curves)
+    return drawing.document(chart.title, [axes.svg, *(each.svg for each in colour_bar)], keys_of_curves)
 
 
 def _plot(plot: Plot) -> Axes:

@@ -21,7 +21,7 @@ BINS, COLUMNS = 150, 50
 """Bins of time in a chart of lines or areas, and in a chart of columns."""
 MOST_ROWS = 60
 """Upper limit on the nodes that have a row of their own."""
-ROW, ROW_SHARE, BESIDE_ROWS = 22.0, 0.72, 46.0
+ROW, ROW_SHARE, ROWS_MARGIN = 22.0, 0.72, 46.0
 """Height of a row; the share of it that its pieces take; the height above and below all rows."""
 LABEL_CHARACTERS = 11
 MOST_ROW_PIECES = 3_000
@@ -182,7 +182,7 @@ class RunCharts:
         """The life of every node: a row for each, with its states by colour."""
         nodes = self._run.nodes[:MOST_ROWS]
         names = [node.name[-LABEL_CHARACTERS:] for node in nodes]
-        size = PAGE_SIZE[0], ROW * len(nodes) + BESIDE_ROWS
+        size = PAGE_SIZE[0], ROW * len(nodes) + ROWS_MARGIN
         axes = Axes("Lives of the nodes", self._time, Axis("", 0.0, len(nodes), names=names), size, BAR_LEFT)
         pieces = sum(len(process.spans) + 2 for node in nodes for process in node.processes)
         apart_s = 0.0 if pieces <= MOST_ROW_PIECES else 3 * len(nodes) * self._span_s / MOST_ROW_PIECES
