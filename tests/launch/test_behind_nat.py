@@ -48,7 +48,7 @@ def trains(home: Path, build: Callable[[Internet], Hosts], *more: str) -> None:
         nodes.nothing_left()
     for node in others:
         assert "others cannot reach this node at" in node.logged()
-        assert "by the address of another one" in node.printed()
+        assert "use the address of another node" in node.printed()
     found = [node.summary() for node in (*others, first)]
     assert [one["state"] for one in found] == ["finished"] * 4
     assert [one["outer_rounds"] for one in found[:2]] == [3, 3]

@@ -286,7 +286,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             await check_reached(report, b, ListenSettings(), open_links(b.identity, RUN))
             [(_, found)] = report.findings
             assert (found.severity, found.name) == ("warning", "port")
-            assert "is reached over links that it keeps" in found.sentence
+            assert "would be reached over links that it keeps" in found.sentence
             assert "open TCP port" in found.advice
             found_ways = await reachability.find(b, Streams(b, RUN), ListenSettings(), "192.168.1.2", 9)
             assert found_ways is not None
