@@ -21,6 +21,10 @@ ANSWER_SHARE = 0.1
 WAIT_SHARE = 0.5
 """Share of its time that a call may wait for admission; after that it gets Busy, so that no peer is taken for hung."""
 
+TRANSFER_DEADLINE_S = 1800.0
+"""Longest transfer of the weights that a node starts from, of a replica or a guardian, seconds. One that falls silent
+is given up sooner."""
+
 
 class AdaptiveTimeout:
     """Derives a deadline for calls of one kind from the durations of the last ones that succeeded."""

@@ -25,6 +25,8 @@ AGAIN_S = 2.0
 """Seconds between two pulls from a leaving ward until its last weights have arrived, and the longest wait for them."""
 REST = 20.0
 """A pull of t seconds starts at least t·REST before the next, times the number of guardians per replica of the ward."""
+LONGER = 4.0
+"""Longest pull, in multiples of `outer.deadline_s`: bfloat16 is four times what a round sends in the smallest codec."""
 NEVER = (-inf, -inf)
 EVERY_STEPS, EVERY_S = 25, 60.0
 """Weights are pulled again after EVERY_STEPS of this node's clock, or after EVERY_S seconds if the steps take longer. A
@@ -184,16 +186,16 @@ class Guardian:
         """Fetch weights. Raises the errors of Transport.fetch_snapshot, Violation if they are not the donor's own, and
         Declined if they are further than the run can be."""
         node = self._node
-        expected, deadline_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
-        request = SnapshotRequest(stage, round, wait_s, expected.dtype)
+        expected, round_s = node.stage.state.weights[stage], node.manifest.outer.deadline_s
+        request, deadline_s = SnapshotRequest(stage, round, wait_s, expected.dtype), LONGER * round_s
         self._pulled.setdefault(stage, NEVER)
         began = node.now()
         try:
             with node.waits.waiting("weights", donor.peer_id, wait_s + deadline_s, ForGuarding(stage), idle=True):
                 theirs = await self._transport.fetch_snapshot(donor, request, deadline_s, (expected,))
         except PeerError:
-            if node.now() - began >= deadline_s:
-                self._rest(stage, deadline_s)  # a transfer that was too slow used the line all the same
+            if (took_s := node.now() - began) >= round_s:
+                self._rest(stage, took_s)  # a transfer that was too slow used the line all the same
             raise
         self._rest(stage, theirs.took_s)
         if theirs.peer != donor.peer_id:

@@ -8,9 +8,10 @@ from noloco_p2p.core import agreement, balance, resume
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Resource
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL, MembershipLoop
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.restore import TRANSFER_DEADLINE_S, WeightRestorer
+from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Transport
 

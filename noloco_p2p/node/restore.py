@@ -9,6 +9,7 @@ from noloco_p2p.core.messages import Advert, Checkpoint, Holding, PeerId
 from noloco_p2p.core.resume import RestoreSource
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.status import Resource, Task
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import Declined, LocalError, PeerError
 from noloco_p2p.node.guardian import Guardian
 from noloco_p2p.node.membership import Membership
@@ -16,8 +17,6 @@ from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import World
 
-TRANSFER_DEADLINE_S = 1800.0
-"""Longest transfer of a replica's full state, seconds; a silent peer is given up sooner."""
 HOLDINGS_SHOWN = 4
 """How many checkpoints an advert lists, the newest ones."""
 
@@ -140,11 +139,10 @@ class WeightRestorer:
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
-            deadline_s = node.manifest.outer.deadline_s
             expected = node.stage.state.weights[node.index]
             request = SnapshotRequest(node.index, weights=expected.dtype)
-            with node.waits.waiting("weights", guardian.peer_id, deadline_s, Task.LOST_STAGE):
-                theirs = await self._world.transport.fetch_snapshot(guardian, request, deadline_s, (expected,))
+            with node.waits.waiting("weights", guardian.peer_id, TRANSFER_DEADLINE_S, Task.LOST_STAGE):
+                theirs = await self._world.transport.fetch_snapshot(guardian, request, TRANSFER_DEADLINE_S, (expected,))
             self._check_possible(theirs.round, theirs.step, guardian.peer_id)
         assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):

@@ -5,18 +5,29 @@ from dataclasses import replace
 import pytest
 from elastic import plan_of
 from lawful import check
+from slow_line import SlowLine
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Geography, Link, MessageSizes
 from noloco_p2p.sim.process import SimProcess
 
+RATE = 1000.0
+"""Bytes/s of every line, if not said otherwise."""
 
-def swarm(*faults: Fault, state_s: float, replicas: tuple[int, ...] = (2, 2), steps: int = 18) -> FaultySwarm:
-    """A state travels for so long."""
-    n, state_bytes = len(replicas), int(1000 * state_s)
-    sizes = MessageSizes(0, 0, (8,) * n, (8,) * n, (state_bytes,) * n)
-    geography = Geography(Link(0.01, bytes_per_s=1000.0))
+
+def swarm(
+    *faults: Fault,
+    replicas: tuple[int, ...],
+    steps: int = 18,
+    state_s: float = 1.0,
+    weights_s: float = 0.0,
+    geography: Geography | None = None,
+) -> FaultySwarm:
+    """A state, and the weights that guardians keep, travel for so long at RATE."""
+    n, weights, state = len(replicas), int(RATE * weights_s), int(RATE * state_s)
+    sizes = MessageSizes(0, 0, (8,) * n, (weights,) * n, (state,) * n)
+    geography = geography or Geography(Link(0.01, bytes_per_s=RATE))
     return FaultySwarm(replace(plan_of(replicas, steps=steps), sizes=sizes, geography=geography), faults)
 
 
@@ -33,7 +44,7 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
     """Its donors leave, or crash while stage 0 still waits for the evaluation: then it wrote its initial weights as
     those of the last step."""
     faults = [Fault(12.5, "crash", (peer,)) for peer in crash]
-    late = swarm(Fault(6.0, "arrive", ("s1r3",)), *faults, state_s=200.0, replicas=(2, 3))
+    late = swarm(Fault(6.0, "arrive", ("s1r3",)), *faults, replicas=(2, 3), state_s=200.0)
     outcome = check(late)
     node = outcome.nodes["s1r3"]
     assert min(outcome.nodes[peer].trace.of("state")[-1].at_s for peer in ("s0r0", "s0r1")) > 12.5
@@ -46,7 +57,19 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
 def test_a_newcomer_that_has_only_read_that_stage_0_left_at_the_end_ends_too() -> None:
     """It was cut off from stage 0, and when the line was back nobody was there: it waited for ever."""
     cuts = [Fault(8.0, "cut", ("s1r2", peer), 60.0) for peer in ("s0r0", "s0r1")]
-    late = swarm(Fault(6.0, "arrive", ("s1r2",)), *cuts, state_s=200.0)
+    late = swarm(Fault(6.0, "arrive", ("s1r2",)), *cuts, replicas=(2, 2), state_s=200.0)
     node = check(late).nodes["s1r2"]
     assert not node.trace.of("resumed")
     assert said(node) == COMPLETE
+
+
+def test_a_lost_stage_goes_on_from_its_guardian_though_its_weights_travel_longer_than_a_round_may() -> None:
+    """In `int4` a round sends a quarter of what a guardian keeps, and the line back may be slower. The guardian got
+    nothing, or could not give it away in time."""
+    back = SlowLine(Link(0.01, bytes_per_s=RATE), pair=("s0r0", "s1r0"), pair_bytes_per_s=RATE / 4)
+    wiped = Fault(25.0, "wipe", ("s1r0",), 1.0)
+    lost = swarm(wiped, replicas=(1, 1), steps=60, weights_s=10.0, geography=back)
+    assert lost.plan.manifest.outer.deadline_s == 3.0
+    outcome = check(lost)
+    assert [(one.peer, one.source) for one in lost.resumptions] == [("s1r0", "guardian")]
+    assert outcome.trace.of("resumed")[0].at_s > wiped.ends_s + 40.0
