@@ -176,7 +176,7 @@ def bench_links(
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
     seconds: Annotated[float, typer.Option(metavar="X", min=1, help="Length of each measurement.")] = 30.0,
     quick: Annotated[bool, typer.Option("--quick", help="Only 50 Mbit/s with 10 and 50 ms, unless given.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the page.")] = Path("noloco-links"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the page.")] = Path("noloco-links"),
     set: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -189,7 +189,7 @@ def bench_links(
     from noloco_p2p.lab.bench.churn import shape_of
     from noloco_p2p.launch import homes
 
-    homes.require("--out ", out, homes.Home.LINKS, homes.Home.EMPTY)
+    homes.require("--out ", out, homes.Home.EMPTY)
     lines = links.QUICK_LINES if quick else links.LINES
     mbit = lines[0] if rates is None else links.numbers("--rates", rates)
     ms = lines[1] if delays is None else links.numbers("--delays", delays)

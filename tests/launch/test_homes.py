@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "export": (["export", "--from", "{tmp}", "--out", HERE], "nothing"),
     "finetune": (["finetune", "{tmp}/model", "--data", "x", "--out", HERE], "nothing"),
     "experiment": (["experiment", "spread", "--out", HERE], "nothing, experiment"),
-    "bench links": (["bench", "links", "--out", HERE], "nothing, links"),
+    "bench links": (["bench", "links", "--out", HERE], "nothing"),
     "tasks": (["tasks", HERE, "--train", "1", "--test", "1"], "nothing, tasks"),
     "plots": (["sim", "--seed", "1", "--plots", HERE], "nothing, plots"),
     # These only read; a page, a trace and an address are files of their own.
