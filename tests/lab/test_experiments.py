@@ -164,6 +164,18 @@ def test_the_code_is_known_by_all_its_sources(tmp_path: Path, monkeypatch: pytes
     assert digests[-1] == digests[-2], "what is no source plays no part"
 
 
+def test_no_more_processes_are_started_than_there_are_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def workers(jobs: int, **environment: str) -> nullcontext[_Here]:
+        started.append(jobs)
+        return nullcontext(_Here())
+
+    monkeypatch.setattr(runner, "workers", workers)
+    _run(FOLLOWED, jobs=10**20)
+    assert started == [3, 1], "a pool starts all its processes at once"
+
+
 @light
 def test_two_cases_of_one_name_are_refused() -> None:
     double = replace(TOY, cases=lambda quick: [Case("a"), Case("a", {"n": 1})])

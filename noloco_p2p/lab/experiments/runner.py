@@ -53,9 +53,10 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
         line.clear()
         say(f"{words}; {line.text()}")
 
-    with workers(jobs, OMP_NUM_THREADS="1") as pool, ProgressLine(position, terminal_only=True) as line:
+    with ProgressLine(position, terminal_only=True) as line:
         while cases := file.missing():
-            _measure(pool, cases, file, say_all)
+            with workers(min(jobs, len(cases)), OMP_NUM_THREADS="1") as pool:
+                _measure(pool, cases, file, say_all)
     file.write(complete=True)
     return _report(file)
 
