@@ -1,6 +1,6 @@
 """`noloco sim`: simulated swarms. One run with its figures, a range of seeds, or the same run twice for comparison.
 
-Worker processes import this module, so it does not load torch, and it loads what draws tables only when it prints.
+Worker processes import this module, so it does not load torch, and it loads the table library only when it prints.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def seeds_of(text: str) -> range:
     """`A:B` as a range. Raises ConfigError if it is malformed, empty or too long, or if a seed is too large."""
     found = re.fullmatch(r"(\d+):(\d+)", text)
     if not found or not int(found[1]) < int(found[2]) <= min(2**63, int(found[1]) + 100_000):
-        raise ConfigError(f"--seeds {text}: write it as A:B, at most 100,000 seeds from A up to, not including, B")
+        raise ConfigError(f"--seeds {text}: write it as A:B, at most 100,000 seeds from A to B - 1")
     return range(int(found[1]), int(found[2]))
 
 

@@ -106,7 +106,7 @@ def _bound(found: RunFigures) -> str:
     if found.bound_tokens_per_s is None:
         return humanize.DASH
     reached = humanize.percent(found.share_of_bound)
-    return f"{found.bound_tokens_per_s:,.0f} tokens/s by links and devices; {reached} of it reached"
+    return f"{found.bound_tokens_per_s:,.0f} tokens/s allowed by links and devices; {reached} of it reached"
 
 
 def causes(stages: Sequence[StageFigures]) -> list[str]:

@@ -41,7 +41,7 @@ class SimCall(Generic[T]):
     caller: PeerId
     callee: PeerId
     invoke: "Callable[[Handler, SimCall[T]], Coroutine[Any, Any, T]]"
-    """Makes the call at the callee; started when the request arrives."""
+    """Makes the call at the callee, once the request has arrived."""
     deadline_s: float
     what: str
     """Name of the method, for error messages."""

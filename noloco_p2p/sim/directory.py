@@ -26,7 +26,7 @@ class _AdvertView:
     """Sorted by peer id."""
     expiries: list[tuple[float, int, Advert]] = field(default_factory=list)
     taken: int = 0
-    """Adverts that have become visible."""
+    """Number of adverts that have become visible so far."""
 
     def __copy__(self) -> "_AdvertView":
         return _AdvertView(deque(self.upcoming), dict(self.visible), list(self.expiries), self.taken)

@@ -88,7 +88,7 @@ def rounds_increase(process: SimProcess) -> None:
         for begin, end in pairwise([0.0, *came, inf]):
             done = process.trace.of("outer_round")
             numbers = [int(event.number("round")) for event in done if begin <= event.at_s < end]
-            assert numbers == sorted(set(numbers)), f"{process.peer} did the rounds {numbers}"
+            assert numbers == sorted(set(numbers)), f"{process.peer}: its rounds do not increase: {numbers}"
 
 
 def progress_counts_once(process: SimProcess) -> None:
@@ -118,15 +118,15 @@ def weights_survive(swarm: FaultySwarm) -> None:
         was = one.available
         rounds = [*was.living, *was.guarded, *was.own]
         if one.source == "fresh":
-            assert not rounds, f"{one.peer} began afresh, although there was: {one}"
+            assert not rounds, f"{one.peer} began with fresh weights, although there were others: {one}"
         elif was.replaced is not None:
-            # The others agree on what it takes over, even if one that has lost touch with them is further.
+            # It takes over weights that most of the others share, even if a replica that lost touch with them is further.
             assert one.round >= was.replaced - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
             # A replica that is far ahead of the usual round may be lying, so it is asked last.
             usual = min(map(median_low, (was.living, was.training)))
             newest = max((round for round in was.living if round <= usual + BOLD_ROUNDS), default=usual)
-            assert one.round >= newest - COPY_ROUNDS, f"{one.peer} went on far behind the living: {one}"
+            assert one.round >= newest - COPY_ROUNDS, f"{one.peer} resumed far behind the living replicas: {one}"
         elif rounds:
             # A swarm that was stopped as a whole continues from the newest round that all stages have.
             limit = min([*was.others, max(rounds)])

@@ -65,7 +65,7 @@ class SimProcess:
 
     @property
     def inner_steps(self) -> int:
-        """Number of inner steps of its weights."""
+        """Number of inner steps that its weights have taken."""
         return self.node.state.inner_steps
 
     @property

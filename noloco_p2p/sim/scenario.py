@@ -119,9 +119,9 @@ class RegionSettings(Settings):
     names: tuple[str, ...] = ()
     """Names of the regions; none: there are no regions."""
     round_trip_ms: tuple[tuple[AboveZero, ...], ...] = ()
-    """One row per region: median round trip to each region, milliseconds."""
+    """One row per region: median round trip to a node in each region, milliseconds."""
     mbit_per_s: tuple[tuple[AboveZero, ...], ...] = ()
-    """One row per region: bandwidth between two nodes to each region, megabits per second; none: no limit."""
+    """One row per region: bandwidth from a node there to one in each region, megabits per second; empty: no limit."""
 
 
 class AccessSettings(Settings):
@@ -166,10 +166,11 @@ class FaultSettings(Settings):
     """When it happens, virtual seconds."""
     kind: FaultKind
     """`crash`: permanent; `bounce`: crash and come back; `wipe`: come back without its disk; `hang`: alive, but all its
-    messages are swallowed, including the directory's; `mute`: only its calls are; `cut`: nothing gets through between
-    any two of the nodes; `one_way`: nothing gets through from the first node to the others; `split`: nothing gets
-    through between these nodes and the rest; `slow`: the device seconds are multiplied by `factor`; `pause`; `leave`:
-    told to leave, and started again afterwards; `depart`: told to leave; `arrive`: a new node with an id of its own."""
+    messages are swallowed, including the directory's; `mute`: only its calls are swallowed; `cut`: nothing gets through
+    between any two of the nodes; `one_way`: nothing gets through from the first node to the others; `split`: nothing
+    gets through between these nodes and the rest; `slow`: the device seconds are multiplied by `factor`; `pause`;
+    `leave`: told to leave, and started again afterwards; `depart`: told to leave; `arrive`: a new node with an id of
+    its own."""
     peers: tuple[str, ...] = ()
     """Nodes by id: `s1r0` is replica 0 of stage 1."""
     region: str | None = None

@@ -4,7 +4,7 @@ Devices and lines are servers that do one job at a time: gradients first, then t
 is a nested call and travels once, nobody waits for a grant, and as many are in flight as a step has. A replica takes
 its inner step when everything that it started for that step has ended; at stage 0 it then reads the next microbatches.
 Left out are jitter, retransmissions, control messages, outer rounds, guardians, evaluation, faults and churn: the
-difference to a simulated swarm shows what they cost. See ARCHITECTURE.md, "The simulator". It is not a proven upper
+difference from a simulated swarm shows what they cost. See ARCHITECTURE.md, "The simulator". It is not a proven upper
 limit: gradients first is a good order, but not always the best.
 """
 

@@ -157,8 +157,7 @@ def run(main: Coroutine[Any, Any, T], *, limit_s: float | None = None) -> T:
         try:
             runner.run(keep())
         except BaseException:
-            # This exception says why the run ended. Without this, thousands of cancelled tasks would each log another
-            # one.
+            # This exception says why the run ended. Thousands of tasks that are cancelled now need not log errors too.
             runner.get_loop().set_exception_handler(lambda loop, context: None)
             raise
     return found[0]

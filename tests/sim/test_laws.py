@@ -78,7 +78,7 @@ def test_a_round_done_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return done if found == 3 else found
 
     monkeypatch.setattr(schedule, "due_round", again)
-    assert "did the rounds [1, 2, 2" in str(planted("limit_s=100"))
+    assert "its rounds do not increase: [1, 2, 2" in str(planted("limit_s=100"))
 
 
 OVERLAP = "run.outer.overlap=true"
@@ -116,7 +116,7 @@ def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "restore_sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
-    assert " began afresh, although there was" in str(planted(WIPED))
+    assert " began with fresh weights, although there were others" in str(planted(WIPED))
 
 
 def test_weights_that_changed_on_their_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
     weights_survive(went_on((5, 9), 4))
     weights_survive(went_on((7,), 3, 3))
     for living, round in (((3, 7, 7), 3), ((3, 6), 2), ((4, 8), 0), ((4, 4), 0)):
-        with pytest.raises(AssertionError, match="me went on far behind the living"):
+        with pytest.raises(AssertionError, match="me resumed far behind the living replicas"):
             weights_survive(went_on(living, round))
 
 

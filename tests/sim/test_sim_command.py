@@ -70,7 +70,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith("lan, 3 + 3 nodes, seed 0\n")
     assert f"{found['tokens_per_s']:,.0f}" in text
     assert f"{100 * found['stages'][1]['utilisation']:.1f} %" in text
-    assert f"{found['bound_tokens_per_s']:,.0f} tokens/s by links and devices; " in text
+    assert f"{found['bound_tokens_per_s']:,.0f} tokens/s allowed by links and devices; " in text
     assert f"; {100 * found['share_of_bound']:.1f} % of it reached" in text
     assert f"p95 {found['round_s']['p95']:.3g} s" in text
     assert f"trace_hash {found['trace_hash']}" in text

@@ -163,16 +163,16 @@ class DilocoBaseline(BaselineReplica):
         vector_to_parameters(self._slow.clone(), self._fast)
 
     def _average(self, gradient: Tensor) -> None:
-        """Replace this process's pseudo-gradient by the mean over all processes."""
+        """Replace this process's pseudo-gradient with the mean over all processes."""
         distributed.all_reduce(gradient)
         gradient /= distributed.get_world_size()
 
 
 class OpenDilocoBaseline(DilocoBaseline):
-    """DiLoCo whose mean is made by hivemind's DecentralizedAverager: OpenDiLoCo, arXiv 2407.07852.
+    """DiLoCo whose mean is computed by hivemind's DecentralizedAverager: OpenDiLoCo, arXiv 2407.07852.
 
-    Its matchmaking over a DHT forms the group, and a butterfly all-reduce in float16 gives the mean, so the processes'
-    weights differ by its rounding. hivemind forks processes for the DHT and the averager.
+    Its matchmaking over a DHT forms the group, and a butterfly all-reduce in float16 computes the mean, so the
+    processes' weights differ by its rounding. hivemind forks processes for the DHT and the averager.
     """
 
     waits_for_all = True

@@ -1,4 +1,4 @@
-"""A swarm whose nodes are killed, restarted and stopped, compared with an undisturbed one of the same seed and steps.
+"""A swarm whose nodes are killed, restarted and stopped, compared with an undisturbed one with equal seed and steps.
 
 Real `noloco-node` processes on loopback. Everything is observed from outside: in the nodes' steps files (with the time
 of each inner step), journals, metrics and summaries.

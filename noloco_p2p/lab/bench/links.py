@@ -1,7 +1,8 @@
 """Real swarms behind emulated lines, compared with the simulator: tokens per second, and bytes per token.
 
-In each case all nodes have the same line, equally fast in both directions. The swarm's nodes are real processes (as of
-`noloco swarm --link`), observed through their steps files and metrics. The simulator gets their manifest, message sizes
+In each case all nodes have the same line, equally fast in both directions. The swarm's nodes are real processes (as
+with `noloco swarm --link`), observed through their steps files and metrics. The simulator gets their manifest, message
+sizes
 and device seconds: the proportions from the stages measured alone, the level from the run itself, where several nodes
 share a core. It knows nothing else about the run.
 

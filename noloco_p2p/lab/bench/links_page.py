@@ -32,7 +32,7 @@ def row_text(case: Mapping[str, Any]) -> str:
     """A case in one line."""
     name = f"{case['mbit_per_s']:g} Mbit/s, {case['delay_ms']:g} ms, {case['codec']}"
     real, simulated = case["real"]["tokens"], case["simulated"]["tokens"]
-    return f"{name}: {real:,.0f} tokens/s, simulated {simulated:,.0f}; the line is used {case['real']['line_use']:.0%}"
+    return f"{name}: {real:,.0f} tokens/s, simulated {simulated:,.0f}; line use {case['real']['line_use']:.0%}"
 
 
 COLUMNS = (

@@ -1,7 +1,8 @@
 """Tokens per second of a 2 × 2 swarm, compared with one process that trains the same model alone.
 
-The swarm's nodes are real processes with default settings. Their metrics count its tokens between two moments well
-inside training, including outer rounds but neither start-up nor evaluation. The single process has one thread, plain
+The swarm's nodes are real processes with default settings except for SETTINGS. Their metrics count its tokens between
+two moments well inside training, including outer rounds but neither start-up nor evaluation. The single process has one
+thread, plain
 transformers and fused AdamW; it uses nothing from `compute/`.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
