@@ -190,7 +190,7 @@ def _headline(results: Results) -> str:
             multiples = ", ".join(f"{TITLES[name]} {_times(one, name, 'pair'):.3g}" for name in MODELS)
             lines.append(
                 f"- {title}, N = {nodes}, std/mean {one['std_over_mean']:g}: the later pull of a pair takes"
-                f" {1e3 * one['pull']['pair']['mean_s']:.4g}  ms; the all-reduces as multiples of that: {multiples}."
+                f" {1e3 * one['pull']['pair']['mean_s']:.4g} ms; the all-reduces as multiples of that: {multiples}."
             )
     return "\n".join(lines)
 

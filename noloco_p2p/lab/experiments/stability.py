@@ -240,7 +240,7 @@ def _by_round(points: Points, count: int) -> Block:
 
 def _named(count: int, point: Results, limits: Limits) -> str:
     (alpha, gamma), factor = NAMED, growth(point)
-    change = f"the spread changed by a factor of {factor:.3f} a round" if factor else "the nodes stopped"
+    change = f"the spread changed by a factor of {factor:.3f} per round" if factor else "the nodes stopped"
     said = limits[count, alpha]
     return (
         f"At α = {alpha:g}, γ = {gamma:g} with {count} replicas {change}. S1 allows γ up to {said['S1'][1]:.3g}, for"
@@ -258,7 +258,7 @@ def _noise(results: Results) -> list[Block]:
     same = sum((growth >= 1) == (noise >= 1) for noise, growth in pairs)
     said = (
         "**Does training matter?** The same pairs of the same runs, with white noise of the learning rate's size in"
-        f" the place of training, give the same verdict in {same} of {len(pairs)} runs; their factor per round"
+        f" place of training, give the same verdict in {same} of {len(pairs)} runs; their factor per round"
         f" differs by {math.expm1(statistics.median(gaps)):.1%} in the median and {math.expm1(max(gaps)):.1%} at most."
     )
     ends = [min(map(min, pairs)), max(map(max, pairs))]
