@@ -120,7 +120,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
         if one.source == "fresh":
             assert not rounds, f"{one.peer} began with fresh weights, although there were others: {one}"
         elif was.replaced is not None:
-            # It takes over weights that most of the others share, even if a replica that lost touch with them is further.
+            # It takes over what most of the others agree on, even if a replica that lost touch with them is further.
             assert one.round >= was.replaced - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
             # A replica that is far ahead of the usual round may be lying, so it is asked last.
