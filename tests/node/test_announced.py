@@ -1,4 +1,4 @@
-"""Over gRPC on loopback: two replicas are asked for a place by the header alone, and one gets the body."""
+"""Over gRPC on loopback: two replicas receive only the header, and the first to grant a place gets the body."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,12 +14,12 @@ from noloco_p2p.node.pipeline.race import first_granted
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
-"""3 MiB: more than goes with its header."""
+"""3 MiB: more than is sent together with its header."""
 Serve = Callable[[Header, Body], Awaitable[Gradient]]
 
 
 class Asked:
-    """Replicas b and c, and what came of asking both."""
+    """Replicas b and c, and the outcome of asking both."""
 
     def __init__(self, a: GrpcTransport, nodes: dict[PeerId, Node], ports: dict[PeerId, int]) -> None:
         self.a, self.nodes, self.ports = a, nodes, ports
@@ -29,7 +29,7 @@ class Asked:
         self.left = 0
 
     async def ask(self, sent: Activation, *peers: PeerId) -> tuple[PeerId, Gradient] | None:
-        """Ask these for a place."""
+        """Ask these replicas for a place."""
 
         def leaves() -> None:
             self.left += 1
@@ -46,7 +46,7 @@ class Asked:
         return await first_granted(calls, note, leaves)
 
     def bodies(self) -> dict[PeerId, int]:
-        """How many whole bodies each has got."""
+        """How many whole bodies each replica has received."""
         return {
             peer: sum(kind == "bytes" and f["kind"] == "activation" for kind, f in events.seen)
             for peer, events in self.received.items()
@@ -55,7 +55,7 @@ class Asked:
 
 @asynccontextmanager
 async def two(b: Serve, c: Serve) -> AsyncIterator[Asked]:
-    """A caller and two replicas that serve so."""
+    """A caller, and two replicas with these handlers."""
     asked = Asked(transport("A"), {"b": Node(b), "c": Node(c)}, {})
     servers = {peer: transport(peer, asked.received[peer]) for peer in asked.nodes}
     try:
@@ -69,7 +69,7 @@ async def two(b: Serve, c: Serve) -> AsyncIterator[Asked]:
 
 
 def waits_until(event: asyncio.Event) -> Serve:
-    """Has a place when `event` is set."""
+    """A handler that has a place once `event` is set."""
 
     async def serve(header: Header, body: Body) -> Gradient:
         await event.wait()
@@ -144,7 +144,7 @@ def test_one_that_refuses_leaves_the_other_the_body_and_two_that_refuse_nothing(
     run(scenario())
 
 
-def test_who_gives_up_before_any_place_has_sent_nothing() -> None:
+def test_a_caller_that_gives_up_before_any_place_has_sent_nothing() -> None:
     async def scenario() -> None:
         never = asyncio.Event()
         async with two(waits_until(never), waits_until(never)) as asked:

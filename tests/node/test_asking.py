@@ -1,4 +1,4 @@
-"""Places are asked for as many bodies as the line sends soon; the others wait until one has left."""
+"""A node requests places for as many bodies as its line can send soon; the others wait until one has been sent."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ ID = MicrobatchId("a", 1, 1)
 
 @dataclass
 class Node:
-    """What of a node decides who waits."""
+    """The properties of a node that decide whether a body waits."""
 
     routing: str = "random"
     draining: bool = False
@@ -29,7 +29,7 @@ class Node:
 
 
 def line(body_s: float | None) -> MeasuredLine:
-    """One on which an activation takes so long; None: nothing was measured."""
+    """A line on which an activation takes `body_s`; None: nothing has been measured."""
     measured = MeasuredLine()
     measured.up.carries("activation", 1000)
     if body_s is not None:
@@ -42,7 +42,7 @@ def asking(body_s: float | None, node: Node | None = None) -> Asking:
 
 
 def most(of: Asking, tried: int = 100) -> int:
-    """How many may ask one after the other, of so many."""
+    """How many of `tried` bodies may ask, one after another."""
     asked = 0
     while asked < tried and of.may_ask():
         of.begin()
@@ -71,10 +71,10 @@ def test_one_that_has_left_makes_room_once() -> None:
     left()
     assert of.may_ask()
     of.begin()
-    assert not of.may_ask(), "the second word of the same body made no room"
+    assert not of.may_ask(), "reporting the same body twice makes no further room"
 
 
-def test_one_of_those_who_wait_asks_for_each_that_has_left() -> None:
+def test_each_body_that_has_left_lets_one_waiting_body_ask() -> None:
     async def scenario() -> None:
         of = asking(60.0)
         lefts = [of.begin() for _ in range(LEAST_ASKED)]
@@ -96,7 +96,7 @@ def test_one_of_those_who_wait_asks_for_each_that_has_left() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_who_has_waited_without_any_leaving_gives_up() -> None:
+def test_a_body_that_waits_without_any_leaving_gives_up() -> None:
     async def scenario() -> None:
         of = asking(60.0)
         for _ in range(LEAST_ASKED):

@@ -1,4 +1,4 @@
-"""What bad input gets: one line that names it, exit code 2, nothing started and nothing left."""
+"""Bad input is answered with one line that names it and exit code 2; nothing is started and nothing is left behind."""
 
 import resource
 import signal
@@ -25,7 +25,7 @@ LIMITED_NODE = str(Path(__file__).parents[1] / "support" / "limited_node.py")
 
 
 class Refused:
-    """Runs `noloco-node` in this process, in a directory of its own: the lines on stderr of a run that exit 2 ended."""
+    """Runs `noloco-node` in this process, in its own directory. Returns the lines on stderr; expects exit code 2."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self.home, self._monkeypatch, self._capfd = home, monkeypatch, capfd
@@ -154,14 +154,14 @@ def test_processes_that_join_wrongly_end_with_one_line_and_exit_code_2(tmp_path:
         }
         for message, node in wrong.items():
             assert one_line_of(node).startswith(f"error: {message}")
-        assert first.process.poll() is None, "the swarm does not mind"
+        assert first.process.poll() is None, "the swarm is not affected"
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
         nodes.nothing_left()
 
 
 def one_line_of(node: NodeProcess) -> str:
-    """What a refused process said."""
+    """The message of a refused process."""
     assert node.end() == 2, node.logged()
     (line,) = node.logged().splitlines()
     assert node.printed() == ""
@@ -188,7 +188,7 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
     assert f"{summary.dir}/summary.json cannot be written: File too large" in last[summary]
     assert f"the audit cannot write {tmp_path}/audit/round-000001-" in last[audit]
     assert "free some space or set another audit.dir" in last[audit]
-    assert audit.summary()["inner_steps"] == 4, "what was done is reported all the same"
+    assert audit.summary()["inner_steps"] == 4, "finished work is reported all the same"
 
 
 def test_an_identity_or_a_summary_that_does_not_fit_on_the_disk_is_a_local_error(tmp_path: Path) -> None:

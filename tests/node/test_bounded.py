@@ -1,4 +1,4 @@
-"""A node that has seen hundreds of others come and go holds no more than one that has seen half as many."""
+"""A node that has seen hundreds of others come and go holds no more memory than after half as many."""
 
 import gc
 import re
@@ -24,18 +24,18 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 VISITORS, EVERY_S, STAY_S = 300, 0.2, 2.0
 FIRST_LOOK, SECOND_LOOK = 120, 270
-"""Visitors that have come by then, of which some are there. What is bounded is full at the first."""
+"""Numbers of visitors after which memory is compared; some are still present. Bounded things are full by the first."""
 GLANCES, GLANCE_S = 5, 0.37
-"""Of each look, of which the least counts: what is in flight comes and goes within an inner step."""
+"""Measurements per comparison, of which the smallest counts: what is in flight comes and goes within an inner step."""
 FIXED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
 LOOP = ("asyncio", "_asyncio")
 VISITOR = re.compile(r"s[01]r[1-9]\d\d+")
 BETWEEN = (SimCall,)
-"""The simulator's, for both ends: a call that is under way at a look leads to all that its other end has."""
+"""Objects of the simulator that both ends share: through a call in flight, everything of its other end is reachable."""
 
 
 class Both:
-    """A telemetry that passes everything on to two others."""
+    """Telemetry that passes everything on to two others."""
 
     def __init__(self, *others: Telemetry) -> None:
         self.others = others
@@ -49,15 +49,15 @@ class Both:
 
 
 class Held(NamedTuple):
-    """What can be reached from an object and belongs to the node: not the world, code or classes."""
+    """What is reachable from some objects and belongs to the node: not the world, code or classes."""
 
     nbytes: int
     visitors: int
-    """How many of them are named, there or gone."""
+    """How many visitors, present or gone, are named in it."""
 
 
 def held(roots: Iterable[object], outside: Iterable[object]) -> Held:
-    """By `roots`, without `outside`."""
+    """What `roots` hold, without `outside`."""
     seen = {id(one) for one in outside}
     nbytes, heap = 0, list(roots)
     visitors: set[str] = set()
@@ -71,23 +71,23 @@ def held(roots: Iterable[object], outside: Iterable[object]) -> Held:
             visitors.add(one)
         heap.extend(gc.get_referents(one))
         if isinstance(one, dict):
-            heap.extend(one)  # Those of strings are no referents.
+            heap.extend(one)  # the characters of strings are not referents
     return Held(nbytes, len(visitors))
 
 
 def least(glances: Iterable[Held]) -> Held:
-    """Of each figure."""
+    """The smallest value of each figure."""
     return Held(*map(min, zip(*glances, strict=True)))
 
 
 def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
-    """What is the simulator's."""
+    """The objects that belong to the simulator."""
     yield from (swarm, swarm.network, swarm.registry, swarm.trace)
     yield from (process, process.world, *process.ports, *(part for stage in process.stages for part in stage))
 
 
 def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So many are kept in any case; here they are not to hide what grows.
+    # A fixed number of these is always kept; it must not hide what grows.
     monkeypatch.setattr(spent_ids, "SPENT_IDS", 64)
     monkeypatch.setattr(line_rate, "PEERS", 16)
     monkeypatch.setattr(log, "MOST_KEYS", 16)
@@ -149,7 +149,7 @@ def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pyte
     assert len(met) > 0.7 * VISITORS, "they were seen"
     for peer in telemetries:
         first, second = (set().union(*glances) for glances in (series[peer][:GLANCES], series[peer][GLANCES:]))
-        # A stage is guarded, or not, as its replicas come and go: one series for each stage at most.
+        # A stage is guarded or not as its replicas come and go, so there is at most one series per stage.
         assert {one for one in second - first if "guarded_round" not in one} == set()
         for glances in (by_node[peer], by_telemetry[peer]):
             early, late = least(glances[:GLANCES]), least(glances[GLANCES:])

@@ -14,7 +14,7 @@ ROUND_TRIPS_S = {"far": 20 * FAR_S, "further": 21 * FAR_S, "farthest": 22 * FAR_
 
 
 class Chooser:
-    """Of a node of some stage; of the next one there are the replicas of ROUND_TRIPS_S."""
+    """The choice of a node of some stage. The next stage has the replicas of ROUND_TRIPS_S."""
 
     def __init__(self, index: int = 0) -> None:
         self.gone: set[PeerId] = set()
@@ -58,14 +58,14 @@ def test_the_pairs_of_a_step_are_spread_over_all_and_the_farthest_go_first() -> 
         assert nearest == sorted(nearest, reverse=True)
 
 
-def test_who_asks_again_in_a_step_gets_the_same_pair() -> None:
+def test_a_second_choice_in_a_step_gives_the_same_pair() -> None:
     chooser = Chooser()
     pairs = [chooser.pair(3, index) for index in range(PER_STEP)]
     assert [chooser.pair(3, index) for index in reversed(range(PER_STEP))] == pairs[::-1]
     assert [chooser.pair(4, index) for index in range(PER_STEP)] != pairs
 
 
-def test_another_one_stands_in_for_who_is_busy_or_gone() -> None:
+def test_another_replica_stands_in_for_one_that_is_busy_or_gone() -> None:
     chooser = Chooser()
     first, second = chooser.pair(0, 0)
     assert first not in chooser.pair(0, 0, busy=(first,))

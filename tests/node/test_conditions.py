@@ -1,4 +1,4 @@
-"""Waiting inside a node: who is woken, when, and what a condition that fails does."""
+"""Waiting inside a node: which waiters are woken, when, and what happens if a condition raises."""
 
 import asyncio
 from functools import partial
@@ -11,7 +11,7 @@ from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.virtual_time import run
 
 
-def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulses() -> None:
+def test_a_pulse_wakes_waiters_whose_condition_holds_and_many_pulses_check_once() -> None:
     async def main() -> None:
         waits, state, looks = Waits(), {"a": False, "b": False}, dict.fromkeys("ab", 0)
 
@@ -29,7 +29,7 @@ def test_a_pulse_wakes_those_whose_condition_holds_and_looks_once_for_many_pulse
         assert tasks["a"].done()
         assert tasks["a"].result()
         assert not tasks["b"].done()
-        assert looks["b"] == before["b"] + 1, "five pulses at one moment are one look"
+        assert looks["b"] == before["b"] + 1, "five pulses at one moment cause one evaluation"
         assert [wait.what for wait in waits.current(asyncio.get_running_loop().time())] == ["b"]
         tasks["b"].cancel()
         await asyncio.gather(tasks["b"], return_exceptions=True)
@@ -46,7 +46,7 @@ def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> No
         state["is"] = True
         waits.pulse()
         loop = asyncio.get_running_loop()
-        # After the look, before the waiter's own turn.
+        # After the evaluation, but before the waiter runs.
         loop.call_soon(state.update, {"is": False})
         assert not await wait
         assert loop.time() == pytest.approx(5.0)
@@ -54,7 +54,7 @@ def test_a_condition_that_holds_for_a_moment_only_is_missed_not_believed() -> No
     run(main())
 
 
-def test_what_a_condition_raises_reaches_who_waits_and_nobody_else() -> None:
+def test_what_a_condition_raises_reaches_its_own_waiter_only() -> None:
     async def main() -> None:
         waits, broken = Waits(), {"is": False}
 

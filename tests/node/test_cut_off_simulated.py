@@ -1,4 +1,4 @@
-"""A node that the network cuts off from all others, for much longer than a microbatch may take."""
+"""A node is cut off from all others by the network, for much longer than a microbatch may take."""
 
 import pytest
 from elastic import config_for
@@ -33,7 +33,7 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId, donors: tuple[PeerI
 
 
 @of_either_stage
-def test_who_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
+def test_a_node_that_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
     outcome = cut_off(peer, routing)
     [came] = outcome.trace.of("resumed")
     assert (came.peer, came.get("source")) == (peer, "peer")
@@ -44,17 +44,17 @@ def test_who_was_cut_off_while_others_trained_copies_one_before_it_goes_on(peer:
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced"])
-def test_who_hears_nothing_of_any_origin_takes_no_empty_steps(routing: str) -> None:
+def test_a_replica_that_hears_from_no_origin_takes_no_empty_steps(routing: str) -> None:
     outcome = cut_off("s1r1", routing)
     steps = between(outcome, "inner_step", "s1r1", FROM_S + 2.0, WOKEN_S)
-    assert len(steps) <= 1, "the one of which the slots were given up"
+    assert len(steps) <= 1, "only the step whose slots were given up"
     after = between(outcome, "inner_step", "s1r1", WOKEN_S, WOKEN_S + 30.0)
     assert sum(int(str(step.get("tokens"))) for step in after) > 0
 
 
 @of_either_stage
 def test_it_copies_one_too_if_the_others_adverts_were_still_known_to_it(peer: PeerId, routing: str) -> None:
-    """Who reads nothing but its own advert keeps those of the others for three lifetimes."""
+    """A node that reads nothing but its own advert keeps the others' adverts for three lifetimes."""
     fault = Fault(FROM_S, "split", (peer,), LONG_S)
     config = config_for(directory={"ttl_s": 16.0, "refresh_s": 1.0})
     copied_before_it_went_on(check(stopped(fault, routing=routing, config=config)), peer, (peer[:3] + "0",))
@@ -80,7 +80,7 @@ def test_two_that_were_cut_off_together_copy_one_that_trained_on(
     """They saw each other all the time."""
     outcome = check(stopped(Fault(FROM_S, "split", pair, LONG_S), replicas=replicas, routing=routing, steps=90))
     for peer in pair:
-        # The second one may copy the first, which has copied the one that was not cut off.
+        # The second node may copy the first, if that has copied the node that was not cut off.
         copied_before_it_went_on(outcome, peer, tuple({f"{peer[:2]}r{i}" for i in range(3)} - {peer}))
 
 
@@ -98,11 +98,11 @@ def test_an_origin_that_announces_itself_but_can_call_nobody_does_not_stop_the_o
 
 @pytest.mark.parametrize("kind", ["split", "mute"])
 def test_a_newcomer_that_is_cut_off_before_it_has_weights_waits_for_those_of_the_run(kind: str) -> None:
-    """After three lifetimes of an advert it began with the initial weights, and trained with them afterwards."""
+    """Once, after three lifetimes of an advert, it started from the initial weights and kept training with them."""
     arrival, fault = Fault(FROM_S, "arrive", ("s1r2",)), Fault(FROM_S, kind, ("s1r2",), LONG_S)
     outcome = check(stopped(arrival, fault))
     [came] = outcome.trace.of("resumed", "s1r2")
-    # Of a guardian it would have older ones: that answered first when the line was back.
+    # A guardian's weights would be older. Once, it got those because the guardian answered first after the cut.
     assert came.get("source") == "peer"
     assert WOKEN_S < came.at_s < WOKEN_S + 10.0
 

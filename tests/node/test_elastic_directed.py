@@ -29,13 +29,13 @@ from noloco_p2p.sim.world import SimPlan
 
 
 def weights(process: SimProcess) -> tuple[object, ...]:
-    """Everything that a replica has learnt."""
+    """Everything that a replica has learned."""
     stage = process.linear_stage
     return stage.inner_steps, *stage.theta, *stage.kept["slow"], *stage.kept["momentum"]
 
 
 def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
-    """When a node told something."""
+    """When a node recorded events of a kind."""
     return [h.at_s for h in outcome.trace.of(kind, peer)]
 
 
@@ -47,7 +47,7 @@ def times(outcome: Outcome, kind: str, peer: PeerId) -> list[float]:
 def test_nobody_merges_the_initial_weights_of_a_node_that_still_copies_a_state(
     peer: PeerId, outer: Mapping[str, object]
 ) -> None:
-    """Early in a run they are of a recent round. One node is a newcomer, the other one comes from another stage."""
+    """Early in a run, they are of a recent round. One node is a newcomer, the other moves from another stage."""
     plan = plan_of((3, 3), steps=30, outer={"deadline_s": 3.0, **outer})
     sizes = MessageSizes(1000, 1000, (1000, 1000), (1000, 1000), (20_000_000, 20_000_000))
     swarm = FaultySwarm(replace(plan, sizes=sizes, link=Link(latency_s=0.005, bytes_per_s=4e6)))
@@ -92,7 +92,7 @@ def test_a_newcomer_serves_at_once_and_is_a_partner_after_its_first_whole_interv
     assert 0 <= len(before) - (int(str(own[0].get("inner_step"))) - 1) <= 1
 
 
-def test_who_leaves_before_it_has_chosen_a_stage_does_not_say_that_it_holds_one() -> None:
+def test_a_node_that_leaves_before_it_has_a_stage_does_not_say_that_it_holds_one() -> None:
     swarm = FaultySwarm(replace(plan_of((3, 1), start_replicas=1, steps=8), chooses_stage=True))
     swarm.at(0.0, lambda: swarm.drain("s0r0"))
     outcome = check(swarm)
@@ -105,7 +105,7 @@ def test_who_leaves_before_it_has_chosen_a_stage_does_not_say_that_it_holds_one(
 
 
 def chain(stages: int, every_steps: int = 1) -> SimPlan:
-    """One replica of each stage: nothing is left to chance."""
+    """One replica per stage: nothing is left to chance."""
     plan = plan_of((1,) * stages, every_steps=every_steps, routing="balanced", steps=20)
     limits = plan.config.limits.model_copy(update={"max_in_flight": 1})
     return replace(plan, config=plan.config.model_copy(update={"limits": limits}))
@@ -131,7 +131,7 @@ def test_a_chain_that_was_stopped_ends_with_the_weights_of_one_that_was_not(stag
 
 @pytest.mark.parametrize("down_s", [3.0, 6.0])
 def test_an_origin_that_was_given_up_may_go_on_from_an_earlier_step(down_s: float) -> None:
-    """Its next microbatches are of steps that it had sent some of before."""
+    """Its next microbatches are of steps of which it has already sent some."""
     plan = chain(2)
     before = 0.7 * check(FaultySwarm(plan)).ended_at_s
     swarm = killed(plan, before, ["s0r0"], down_s)
@@ -174,7 +174,8 @@ def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
 
 
 def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
-    """Counted and saved, its reply lost; then a crash: whoever restarts is asked for the same microbatch again."""
+    """A microbatch is counted and saved, but its reply is lost. After a crash and a restart, the same one arrives
+    again."""
     plan = plan_of((1, 1), steps=12)
     undisturbed = check(FaultySwarm(plan))
     third, saved = times(undisturbed, "inner_step", "s1r0")[2], times(undisturbed, "checkpoint", "s1r0")[0]
@@ -205,7 +206,7 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
         assert isinstance(events[0], dict)
         assert (list(events[0]), events[-1]) == ([1], {})
     assert sum(process.microbatches["dropped"] for process in outcome.of_stage(0)) == 0, (
-        "what waits for a stage is kept"
+        "microbatches that wait for a stage are kept"
     )
 
 
@@ -213,10 +214,10 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
     ("stage_0", "killed_s", "torn", "source", "position"),
     [(1, 17.0, 0, "guardian", 40), (2, 25.0, 0, "peer", 82), (2, 25.0, 1, "peer", 42)],
 )
-def test_whose_weights_a_node_takes_it_goes_on_in_the_data_where_its_newest_checkpoint_was(
+def test_a_node_reads_on_in_the_data_where_its_newest_checkpoint_was_whatever_weights_it_takes(
     stage_0: int, killed_s: float, torn: int, source: str, position: int
 ) -> None:
-    """It has checkpoints of the steps 20 and 40. Of the weights there is something newer, or the newest are damaged."""
+    """It has checkpoints of steps 20 and 40. Newer weights exist elsewhere, or its newest checkpoint is damaged."""
     opened: list[tuple[PeerId, object]] = []
 
     def batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> SimBatches:
@@ -261,7 +262,7 @@ def test_two_halves_of_a_split_swarm_merge_again_when_the_link_heals() -> None:
     assert max(steps) - min(steps) < 20, "both halves trained on"
 
 
-def test_who_was_cut_off_when_the_run_ended_ends_too() -> None:
+def test_a_node_that_was_cut_off_when_the_run_ended_ends_too() -> None:
     swarm = FaultySwarm(plan_of((2, 2), steps=12), (Fault(6.0, "split", ("s0r0",), 8.0),))
     outcome = check(swarm)
     assert outcome.nodes["s0r1"].ended_at_s is not None
@@ -275,7 +276,7 @@ def test_who_was_cut_off_when_the_run_ended_ends_too() -> None:
 
 @pytest.mark.parametrize("peer", ["s1r1", "s2r1"])
 def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blamed(peer: PeerId) -> None:
-    """A microbatch may live for 30 s here; such calls have taken about a second."""
+    """A microbatch may take 30 s here, but such calls have taken about a second."""
     plan = plan_of((2, 2, 2), steps=50)
     limits = plan.config.limits.model_copy(update={"microbatch_deadline_s": 30.0})
     plan = replace(plan, config=plan.config.model_copy(update={"limits": limits}))
@@ -290,7 +291,7 @@ def test_a_hung_replica_costs_a_deadline_that_was_learnt_and_nobody_else_is_blam
 
 
 def test_a_replica_that_failed_is_asked_again_though_another_one_stays_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed until it has a snapshot that others wait to freeze, it says Busy until its deadline."""
+    """The other one is closed until it has a snapshot that others cannot freeze yet, and answers Busy until then."""
     propagate, busy = MicrobatchServer.propagate, (6.0, 26.0)
 
     async def closed(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
@@ -323,7 +324,7 @@ def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer
         assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
 
 
-def test_who_is_told_to_leave_on_its_way_into_a_pause_leaves() -> None:
+def test_a_node_that_is_told_to_leave_while_it_begins_a_pause_leaves() -> None:
     """A last replica freezes its weights for its guardians first."""
     pause, peer = Fault(6.0, "pause", ("s1r0",), 4.0), "s1r0"
     undisturbed = check(FaultySwarm(plan_of((2, 1), steps=20), (pause,)))
@@ -337,9 +338,9 @@ def test_who_is_told_to_leave_on_its_way_into_a_pause_leaves() -> None:
 
 
 @pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
-def test_who_comes_back_from_its_pause_after_the_end_of_the_run_leaves_soon(peer: PeerId) -> None:
-    """Its own clock has fifty steps to go, in which nobody would serve its microbatches, and its weights are not those
-    of the last step."""
+def test_a_node_whose_pause_ends_after_the_run_leaves_soon(peer: PeerId) -> None:
+    """By its own clock it has fifty steps to go, for which nobody would serve its microbatches, and its weights are not
+    those of the last step."""
     swarm = FaultySwarm(plan_of((2, 2), steps=60), (Fault(6.0, "pause", (peer,), 94.0),), limit_s=2000.0)
     outcome = check(swarm)
     others = [process.ended_at_s for process in outcome.processes if process.peer != peer]
@@ -366,7 +367,7 @@ def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(sta
     assert came_s > 20.0
     steps = [at_s for at_s in times(outcome, "inner_step", "s0r0") if 7.0 < at_s < came_s]
     assert max(after - before for before, after in pairwise(steps)) < 5.0
-    # An origin that has been waited for in vain is not waited for in every step: else there are ten steps, not twenty.
+    # An origin that did not show up is not waited for in each step: otherwise there would be ten steps, not twenty.
     assert len(steps) > (15 if stage == 0 else 6)
 
 
@@ -394,7 +395,7 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
 
 @pytest.mark.parametrize("also", ["crash", "drain"])
 def test_a_last_replica_notices_that_the_other_one_has_just_gone(also: str) -> None:
-    """That one answered shortly before, and its advert still says that it trains."""
+    """The other replica answered shortly before, and its advert still says that it trains."""
     swarm = FaultySwarm(replace(plan_of((2, 3), steps=40), view_age_s=0.5))
     swarm.at(6.0, lambda: getattr(swarm, also)("s0r0"))
     swarm.at(6.0, lambda: swarm.drain("s0r1"))
@@ -403,8 +404,8 @@ def test_a_last_replica_notices_that_the_other_one_has_just_gone(also: str) -> N
     assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", done[-1] + 1)]
 
 
-def test_who_is_told_to_leave_while_its_data_are_opened_leaves() -> None:
-    """They are opened last, where a checkpoint says that has to be read first."""
+def test_a_node_that_is_told_to_leave_while_its_data_are_opened_leaves() -> None:
+    """The data are opened last, at a position from a checkpoint, which has to be read first."""
     plan, peer = replace(plan_of((1, 2), steps=70, every_steps=20), save_s=1.0), "s0r0"
     undisturbed = killed(plan, 17.0, [peer])
     check(undisturbed)
@@ -425,7 +426,7 @@ def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
     assert max(process.ended_at_s or 99.0 for process in outcome.processes) < 7.3 + 3.0
 
 
-def test_who_is_told_to_leave_when_it_has_left_already_takes_no_notice() -> None:
+def test_a_node_that_has_left_ignores_being_told_to_leave() -> None:
     outcome = check(FaultySwarm(plan_of((2, 2), steps=8)))
     ends = sorted((process.ended_at_s or 0.0, process.peer) for process in outcome.processes)
     swarm = FaultySwarm(plan_of((2, 2), steps=8))

@@ -1,4 +1,4 @@
-"""No single node matters: real processes are killed, stopped, paused, told to leave and started again."""
+"""No single node matters: real processes are killed, stopped, paused, told to leave, and started again."""
 
 import re
 import signal
@@ -15,11 +15,11 @@ from noloco_p2p.node.pauses import LOOK_S
 ENDLESS = [*settings(steps="1000000", evaluation__every_steps="null"), *SMALL]
 EACH_ROUND = settings(checkpoint__every_steps="1")
 STOPPED_S = 2 * LOOK_S + 1.0
-"""A node that is stopped for so long notices it."""
+"""A node that is stopped for this many seconds notices it."""
 
 
 def start(nodes: Nodes, name: str, *arguments: str) -> NodeProcess:
-    """A node in its own directory, there before or not."""
+    """Start a node in its own directory, which may exist already."""
     return nodes.start(*arguments, command=PACED, own_dir=name)
 
 
@@ -28,7 +28,7 @@ def address_of(node: NodeProcess) -> str:
 
 
 def two_by_two(nodes: Nodes, *more: str) -> dict[str, NodeProcess]:
-    """Four nodes that train; `more` goes to all of them."""
+    """Four nodes that train; `more` are arguments of all of them."""
     swarm = {"a": start(nodes, "a", "--stage", "0", *ENDLESS, *more)}
     for name, stage in (("b", 0), ("c", 1), ("d", 1)):
         swarm[name] = start(nodes, name, "--join", address_of(swarm["a"]), "--stage", str(stage), *more)
@@ -38,12 +38,12 @@ def two_by_two(nodes: Nodes, *more: str) -> dict[str, NodeProcess]:
 
 
 def goes_on(node: NodeProcess, steps: int = 5) -> None:
-    """It takes so many more inner steps."""
+    """Wait until it has taken `steps` more inner steps."""
     node.wait_for_steps(int(node.total("inner_steps_total")) + steps)
 
 
 def logged(node: NodeProcess, text: str) -> re.Match[str]:
-    """Waited for, in the log of this process."""
+    """Wait for the text in the log of this process."""
     node.wait_for(lambda: re.search(text, node.logged()) is not None, text)
     found = re.search(text, node.logged())
     assert found is not None
@@ -65,7 +65,7 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
         kill(d)
         for node in (a, b, c):
             goes_on(node)
-        # Nobody answers at the address that it is given; it knows its run and its peers from before.
+        # Nobody answers at the address that it gets, but it knows its run and its peers from before.
         nobody = re.sub(r"/tcp/\d+/", "/tcp/1/", address_of(a))
         d = start(nodes, "d", "--join", nobody, "--stage", "1", *EACH_ROUND)
         assert logged(d, r"weights from: (shard|peer)")
@@ -75,7 +75,7 @@ def test_nodes_fail_hang_pause_and_leave_and_the_run_goes_on(tmp_path: Path) -> 
         began = time.monotonic()
         for node in (a, b, d):
             goes_on(node, 10)
-        assert in_time(time.monotonic() - began, 40), "a hung node holds the others up"
+        assert in_time(time.monotonic() - began, 40), "a hung node must not hold the others up"
         wait_until(lambda: time.monotonic() - began > STOPPED_S, "the end of the stop")
         c.process.send_signal(signal.SIGCONT)
         logged(c, "stood still for")
@@ -112,7 +112,7 @@ def test_a_lost_stage_comes_back_from_its_guardian_and_a_dead_swarm_from_its_che
         guarded = a.total("guarded_round", stage="1")
         c = start(nodes, "c", "--join", address_of(a), "--stage", "1", *EACH_ROUND)
         round = int(logged(c, r"outer round (\d+)\), weights from: guardian")[1])
-        assert round == guarded, "not the newest weights that its guardian holds"
+        assert round == guarded, "these are not the newest weights that its guardian holds"
         logged(a, "stage 1 has a replica again")
         goes_on(a, 10)
         assert a.total("dropped_total") == 0, a.logged()
@@ -156,7 +156,7 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
             first = start(nodes, f"{where}/0", "--stage", "0", *run, *local)
             return first, start(nodes, f"{where}/1", "--join", address_of(first), "--stage", "1", *local)
 
-        # The data of stage 0 follow from its peer id: both runs have the same identities.
+        # The data of stage 0 depend on its peer id, so both runs have the same identities.
         whole = pair("whole")
         for index in range(2):
             whole[index].endpoints()
@@ -179,7 +179,7 @@ def test_a_resumed_chain_is_bitwise_equal_to_one_that_was_never_stopped(tmp_path
 
 
 def rounds_in(directory: Path) -> list[int]:
-    """Outer rounds of the checkpoints in a node's directory."""
+    """The outer rounds of the checkpoints in a node's directory."""
     return [shard.manifest.round for shard in stored_checkpoints(directory)]
 
 

@@ -1,6 +1,6 @@
 """Swarms with faults drawn from a seed keep every law.
 
-The laws: `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
+The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
             check(swarm)
         sources |= {one.source for one in swarm.resumptions}
     if block == 0:
-        assert sources == {"peer", "shard", "guardian", "fresh"}, "else the swarms prove less than they seem to"
+        assert sources == {"peer", "shard", "guardian", "fresh"}, "otherwise the swarms prove less than they seem to"
 
 
 def test_one_seed_gives_one_run() -> None:
@@ -39,13 +39,13 @@ def test_one_seed_gives_one_run() -> None:
 
 
 def test_every_kind_of_fault_is_drawn() -> None:
-    """Else the swarms above would prove less than they seem to."""
+    """Otherwise the swarms above would prove less than they seem to."""
     kinds = {fault.kind for seed in range(SEEDS) for fault in drawn(seed)[1]}
     assert kinds == {"bounce", "wipe", "crash", "hang", "mute", "cut", "split", "pause", "leave"}
 
 
 def test_swarms_whose_nodes_choose_their_stages_survive_what_is_drawn() -> None:
-    """Nodes move, and are struck on their way."""
+    """Nodes move, and are hit by faults while they do."""
     struck, moved = set[str](), 0
     for seed in CHOOSING:
         with noted(f"seed {seed}; replay: python tests/support/choosing.py {seed}"):
@@ -53,4 +53,4 @@ def test_swarms_whose_nodes_choose_their_stages_survive_what_is_drawn() -> None:
             moved += len(check(swarm).trace.of("moved"))
         struck |= {*swarm.struck}
     assert moved >= len(CHOOSING)
-    assert len(struck) >= 4, "else the swarms prove less than they seem to"
+    assert len(struck) >= 4, "otherwise the swarms prove less than they seem to"

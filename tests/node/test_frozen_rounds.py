@@ -1,4 +1,5 @@
-"""The frozen rounds that a replica keeps: one that a peer is being given stays until it can be asked for again."""
+"""The frozen rounds that a replica keeps: a round that is being sent to a peer stays until it can be requested
+again."""
 
 import asyncio
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ ENCODE_S = 1.0
 
 
 class SlowStage:
-    """Takes its time to encode what it gives, in a codec in which chunks may be asked for again."""
+    """Encodes slowly, in a codec in which chunks may be requested again."""
 
     state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN, lattice=object())
 

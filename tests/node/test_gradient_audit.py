@@ -41,7 +41,7 @@ def make(liars: tuple[PeerId, ...], manifest: RunManifest, index: int, me: PeerI
 def run(
     liars: tuple[PeerId, ...] = (), replicas: tuple[int, ...] = (2, 5), routing: str = "random", audit: bool = True
 ) -> Outcome:
-    """With one in four microbatches sent twice, so that a run is short."""
+    """A run in which one in four microbatches is sent twice, so that it can be short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_pairs, "EARLY", 1 / 4)
         manifest = manifest_for(replicas, STEPS, microbatches_per_step=PER_STEP, routing=routing)
@@ -51,13 +51,13 @@ def run(
 
 
 def set_aside(outcome: Outcome) -> dict[PeerId, set[object]]:
-    """By origin."""
+    """Origin → the replicas that it has set aside."""
     found = {origin: outcome.trace.of("distrusted", origin) for origin in ("s0r0", "s0r1")}
     return {origin: {one.get("peer") for one in events} for origin, events in found.items() if events}
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced"])
-def test_who_replies_with_the_opposite_is_set_aside_by_each_origin(routing: str) -> None:
+def test_a_replica_that_replies_with_the_opposite_is_set_aside_by_each_origin(routing: str) -> None:
     outcome = run(("s1r2",), routing=routing)
     assert set_aside(outcome) == {"s0r0": {"s1r2"}, "s0r1": {"s1r2"}}
     for origin in ("s0r0", "s0r1"):
@@ -99,8 +99,8 @@ def test_without_a_secret_everything_goes_out_once() -> None:
     assert not run(audit=False).trace.of("gradient_pair")
 
 
-def test_a_liar_further_on_is_found_and_left_out_for_those_who_know_it() -> None:
-    """Those before it choose it no more for microbatches of this origin, and are not held responsible for it."""
+def test_a_liar_further_on_is_found_and_left_out_for_the_origins_that_know_it() -> None:
+    """The replicas before it no longer choose it for microbatches of this origin, and are not blamed for it."""
     outcome = run(("s2r0",), (1, 5, 5))
     assert set_aside(outcome) == {"s0r0": {"s2r0"}}
     last = max(event.at_s for event in outcome.trace.of("distrusted"))
@@ -109,8 +109,8 @@ def test_a_liar_further_on_is_found_and_left_out_for_those_who_know_it() -> None
     assert all(served[f"s2r{other}"] for other in range(1, 5))
 
 
-def test_who_is_to_be_left_out_serves_where_there_is_no_other() -> None:
-    """The last one of a stage that an origin still distrusts."""
+def test_a_replica_to_be_left_out_serves_if_there_is_no_other() -> None:
+    """It is the last replica of its stage, and an origin still distrusts it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientAudit, "avoided", lambda audit: ("s2r0",))
         manifest = manifest_for((1, 1, 1), 4, microbatches_per_step=PER_STEP)
@@ -147,7 +147,8 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 def test_a_node_that_has_moved_since_no_longer_reports_who_was_set_aside_an_hour_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_aside_at = run(("s1r2",)).trace.of("distrusted", "s0r0")[0].at_s  # kept for other tests: before the changes
+    # Before the changes, because this run is cached for other tests.
+    set_aside_at = run(("s1r2",)).trace.of("distrusted", "s0r0")[0].at_s
     monkeypatch.setattr(gradient_pairs, "EARLY", 1 / 4)
     monkeypatch.setattr(members, "DISTRUSTED_S", 2.0)
     manifest = manifest_for((2, 5), STEPS, microbatches_per_step=PER_STEP)

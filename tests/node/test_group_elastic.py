@@ -20,14 +20,14 @@ def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: 
     outer = OuterSettings(rule=rule, inner_steps=inner_steps, deadline_s=3.0)
     plan = replace(plan, manifest=plan.manifest.model_copy(update={"outer": outer}))
     swarm = FaultySwarm(plan, faults)
-    if plan.link.reply_loss:  # Who differs takes a state over; one that is lost on its way is given up after a silence.
+    if plan.link.reply_loss:  # a replica that differs copies a state; a lost transfer is given up only after a silence
         swarm.gap_s += RESUMES_S
     assert broken(swarm) is None
 
 
 @pytest.mark.parametrize("later_s", [4.0, 5.0])
 def test_a_newcomer_does_not_get_the_copy_that_was_made_for_another_one_a_round_ago(later_s: float) -> None:
-    """With it, it could not take part in the rounds since, would differ from the others, and copy a state again."""
+    """With that copy it could not take part in the rounds since, would differ from the others, and would copy again."""
     swarm = FaultySwarm(plan_of((2, 2), steps=32, outer={"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0}))
     swarm.at(6.6, lambda: swarm.start(0, 2))
     swarm.at(6.6 + later_s, lambda: swarm.start(0, 3))
@@ -36,8 +36,8 @@ def test_a_newcomer_does_not_get_the_copy_that_was_made_for_another_one_a_round_
     assert not outcome.trace.of("warning", "s0r3")
 
 
-def test_who_has_come_as_far_itself_takes_a_state_of_a_step_beyond_what_the_others_had_last_said() -> None:
-    """Nobody has said anything new since the first inner steps, and here nobody waits for a partner's round."""
+def test_a_node_that_has_come_as_far_takes_a_state_beyond_the_last_step_that_others_announced() -> None:
+    """No node has announced anything new since the first inner steps, and here none waits for a partner's round."""
     outer = {"rule": "diloco", "inner_steps": 4, "deadline_s": 3.0, "overlap": False, "partner_wait_s": 0.0}
     swarm = FaultySwarm(plan_of((3,), steps=12, microbatches_per_step=1, routing="weighted", outer=outer))
     outcome = check(swarm)

@@ -1,4 +1,4 @@
-"""`diloco`, `dct` and `sync` between real processes: all replicas of a stage end with the same, bit for bit."""
+"""`diloco`, `dct` and `sync` between real processes: all replicas of a stage end with the same values, bit for bit."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def of_rule(rule: str) -> list[str]:
 
 
 def common(node: Path, rule: str) -> tuple[int, dict[str, str]]:
-    """Round, and the digests of what replicas have in common, of a node's newest checkpoint."""
+    """Round of a node's newest checkpoint, and digests of what replicas have in common."""
     newest = max(stored_checkpoints(node), key=lambda shard: shard.manifest.round).manifest
     tensors = {tensor.name: tensor.digest for tensor in newest.tensors}
     return newest.round, {name: digest for name, digest in tensors.items() if name.split("/")[0] in KINDS[rule]}

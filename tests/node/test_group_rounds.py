@@ -38,7 +38,7 @@ def results(outcome: Outcome, peer: PeerId) -> list[tuple[int, str]]:
 
 
 def agree(outcome: Outcome, *without: PeerId) -> None:
-    """All replicas of a stage have ended with the same, bit for bit."""
+    """All replicas of a stage have ended with the same values, bit for bit."""
     last = {process.peer: process for process in outcome.processes}
     for stage in {process.stage for process in outcome.processes}:
         found = {common(p) for p in last.values() if p.stage == stage and p.peer not in without and not p.told_to_leave}
@@ -60,7 +60,7 @@ def test_all_are_the_same_bit_for_bit(rule: str, routing: str) -> None:
 
 @each_rule
 def test_no_second_is_idle_for_two_causes(rule: str) -> None:
-    """Also where the node waits for the others' gradients between its microbatches and its inner step."""
+    """Even if the node waits for the others' gradients between its microbatches and its inner step."""
     swarm = FaultySwarm(plan(rule, replicas=(2, 2)))
     swarm.at(1.0, lambda: swarm.slow("s0r1", 5.0))
     for process in check(swarm).processes:
@@ -114,12 +114,12 @@ def test_a_planted_difference_is_healed(rule: str, stage: int) -> None:
     outcome = check(swarm)
     agree(outcome)
     came = outcome.trace.of("resumed")
-    assert [(e.peer, e.get("source")) for e in came] == [(who, "peer")], "the one that differs, once"
+    assert [(e.peer, e.get("source")) for e in came] == [(who, "peer")], "only the one that differs copies, once"
 
 
 @pytest.mark.parametrize("who", ["s0r1", *soak(["s1r0"])])
 def test_a_difference_that_the_last_round_shows_is_healed(who: str) -> None:
-    """Whoever is copied may still be waiting for the vectors of that round."""
+    """The replica that is copied may still be waiting for the vectors of that round."""
     last = plan("diloco", routing="random", seed=1)
     swarm, before = FaultySwarm(last), FaultySwarm(last).run().trace.of("outer_round", who)[-2].at_s
 
@@ -134,8 +134,8 @@ def test_a_difference_that_the_last_round_shows_is_healed(who: str) -> None:
     assert [(e.peer, e.get("source")) for e in outcome.trace.of("resumed")] == [(who, "peer")]
 
 
-def test_who_copies_a_state_after_the_end_of_the_run_has_reached_its_last_step() -> None:
-    """Under `sync` it takes the clock of that state, which may be of an earlier step."""
+def test_a_node_that_copies_a_state_after_the_end_of_the_run_has_reached_its_last_step() -> None:
+    """Under `sync` it takes over the clock of that state, which may be of an earlier step."""
     swarm = FaultySwarm(plan("sync", (2, 3)))
 
     def plant() -> None:

@@ -1,4 +1,4 @@
-"""One guardian by itself: what it keeps, what it forgets, whom it asks."""
+"""One guardian in isolation: what it keeps, what it forgets, and which replicas it asks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -26,16 +26,16 @@ WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 * (stage + 1),)) for stage
 
 
 class Place:
-    """A node of stage 0 that trains, whose peers answer what `answers` says, and its guardian at work."""
+    """A stage-0 node in training, whose peers give the answers in `answers`, and its running guardian."""
 
     def __init__(self, inner_steps: int) -> None:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
         self.answers: dict[str, Snapshot | Exception] = {}
         self.takes_s = 0.0
-        """Seconds of each transfer."""
+        """Duration of each transfer, seconds."""
         self.silent: set[str] = set()
-        """Who is listed, and does not say who it is."""
+        """Peers that are listed, but do not answer when asked who they are."""
         outer = OuterSettings(rule="noloco", inner_steps=inner_steps)
         manifest = RunManifest(stages=STAGES, steps=100_000, outer=outer)
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
@@ -66,11 +66,11 @@ class Place:
         return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
 
     def goes_on(self, round: int) -> None:
-        """The node has done the round, and so many steps that it asks again."""
+        """Let the node do the round, and enough steps that it asks again."""
         self.node.update(outer_round=round, step=self.node.advert.step + EVERY_STEPS)
 
     async def sees(self, *adverts: Advert) -> None:
-        """The membership is read anew; who is not listed has left."""
+        """Read the membership again; peers that are not listed have left."""
         gone = [a for a in self.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
         left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
         self.members.update([*adverts, *left], now=self.node.now())
@@ -94,7 +94,7 @@ def at(scenario: Callable[[Place], Awaitable[None]], inner_steps: int = 10) -> N
         asking = asyncio.create_task(answers)
         guarding = asyncio.create_task(place.guardian.run())
         await scenario(place)
-        assert not guarding.done(), "nothing stops a guardian"
+        assert not guarding.done(), "a guardian never ends"
         asking.cancel()
         guarding.cancel()
 
@@ -111,12 +111,12 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         await place.sees(place.advert("w", WARD))
         assert place.holds == (Holding(WARD, 3, 30),)
         await place.sees(place.advert("w", WARD))
-        assert place.asked == [("w", WARD, 3)], "nothing new can be there"
+        assert place.asked == [("w", WARD, 3)], "there can be nothing new"
         place.answers["w"] = snapshot("w", 2, 20)
         place.goes_on(4)
         await place.sees(place.advert("w", WARD))
         await place.sees(place.advert("w", WARD))
-        assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and tells no news since"
+        assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and has announced nothing new since"
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3)
         place.answers["w"] = snapshot("w", 5, 50)
         place.goes_on(4)
@@ -139,7 +139,7 @@ def test_a_round_that_no_clock_has_come_to_is_not_kept() -> None:
         assert place.guardian.snapshot_of(WARD) is None
         place.answers["w"] = snapshot("w", 5, 50)
         await place.sees(place.advert("w", WARD, round=5))
-        assert place.holds == (Holding(WARD, 5, 50),), "else it would refuse everything newer"
+        assert place.holds == (Holding(WARD, 5, 50),), "otherwise it would refuse everything newer"
 
     at(scenario)
 
@@ -163,7 +163,7 @@ def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own(
             await place.sees(place.advert("v", WARD), place.advert("w", WARD))
             assert sorted(peer for peer, _, _ in place.asked) == ["v", "w"]
             assert place.members.is_aside("v", now=place.node.now()) == isinstance(wrong, Snapshot), (
-                "who lies, not who is late"
+                "only the peer that lies, not the one that is late"
             )
             place.answers["v"] = snapshot("v", round)
             place.asked.clear()
@@ -176,7 +176,7 @@ def test_the_other_replica_is_asked_when_one_fails_or_gives_what_is_not_its_own(
     at(scenario)
 
 
-def test_a_guardian_that_nobody_can_dial_asks_first_whom_it_reaches_without_a_relay() -> None:
+def test_a_guardian_that_nobody_can_dial_first_asks_replicas_that_need_no_relay() -> None:
     async def scenario(place: Place) -> None:
         place.node.update(addresses=("127.0.0.1:1", STREAM))
         hidden = replace(place.advert("v", WARD), addresses=(STREAM,))
@@ -184,7 +184,7 @@ def test_a_guardian_that_nobody_can_dial_asks_first_whom_it_reaches_without_a_re
             place.asked.clear()
             place.goes_on(round)
             await place.sees(hidden, place.advert("w", WARD))
-            assert [peer for peer, _, _ in place.asked] == ["w", "v"], "whose turn it is counts less"
+            assert [peer for peer, _, _ in place.asked] == ["w", "v"], "turns matter less than relays"
 
     at(scenario)
 
@@ -219,7 +219,7 @@ def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> 
         await place.sees(place.advert("w", WARD))
         place.node.update(stage=WARD, state="syncing")
         await place.sees()
-        assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "perhaps nobody else has it"
+        assert place.guardian.snapshot_of(WARD) == snapshot("w", 3), "perhaps no other node has them"
         place.node.update(state="training")
         await place.sees()
         assert place.guardian.snapshot_of(WARD) is None
@@ -238,12 +238,12 @@ def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
         assert place.holds == (Holding(WARD, 4, 33),)
         count = len(place.asked)
         await asyncio.sleep(20.0)
-        assert len(place.asked) == count <= 4, "and no longer"
+        assert len(place.asked) == count <= 4, "and not after that"
 
     at(scenario)
 
 
-def test_who_stays_is_asked_before_who_leaves() -> None:
+def test_a_replica_that_stays_is_asked_before_one_that_leaves() -> None:
     async def scenario(place: Place) -> None:
         place.answers = {"v": snapshot("v", 4), "w": snapshot("w", 4)}
         for round in (4, 5):

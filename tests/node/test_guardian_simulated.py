@@ -1,4 +1,4 @@
-"""Guardians at work in swarms of real nodes under virtual time: what a stage knew is not lost with its last replica."""
+"""Guardians in swarms of real nodes under virtual time: a stage's weights are not lost with its last replica."""
 
 from math import ceil
 
@@ -22,10 +22,10 @@ from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SOON_S = 0.5
-"""In which a guardian has what its ward has: a few of the inner steps below."""
+"""Seconds within which a guardian has what its ward has: a few of the inner steps below."""
 INNER_STEPS = 4
 BEHIND = 1 + ceil(EVERY_STEPS / INNER_STEPS)
-"""Rounds that a ward may do until a guardian asks again."""
+"""Rounds that a ward may do before a guardian asks again."""
 LIMITS = LimitSettings(microbatch_deadline_s=4.0, patience_floor_s=0.6, linger_s=10.0, drain_s=5.0)
 CONFIG = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=1.0, ttl_s=3.0))
 
@@ -46,19 +46,19 @@ def plan_for(replicas: tuple[int, ...], steps: int, pairing: str = "matched") ->
 
 
 def rounds_of(trace: Trace, *peers: str) -> list[tuple[float, int]]:
-    """(when, round) of the outer rounds that these peers did."""
+    """(time, round) of the outer rounds that these peers did."""
     found = [(h.at_s, h.get("round")) for peer in peers for h in trace.of("outer_round", peer)]
     return [(at_s, round) for at_s, round in found if isinstance(round, int)]
 
 
 def guarded(trace: Trace, stage: int) -> list[tuple[float, str, int]]:
-    """(when, by whom, round) of what was pulled of a stage."""
+    """(time, guardian, round) of the pulls of a stage's weights."""
     found = [(h.at_s, h.peer, h.get("round")) for h in trace.of("guarded") if h.get("stage") == stage]
     return [(at_s, peer, round) for at_s, peer, round in found if isinstance(round, int)]
 
 
 def living(swarm: SimSwarm) -> list[Advert]:
-    """What everybody who runs says of itself right now."""
+    """The present adverts of all running nodes."""
     processes = {process.peer: process for process in swarm.processes}
     return [one.node.state.advert for one in processes.values() if not one.crashed and one.ended_at_s is None]
 
@@ -79,7 +79,7 @@ def test_guardians_are_never_many_rounds_behind_their_wards(replicas: tuple[int,
             assert best >= round - BEHIND, f"round {round} of stage {stage} at {at_s:.3f} s, but {best} is held"
         per_guardian = {peer: max(r for _, p, r in pulled if p == peer) for _, peer, _ in pulled}
         assert set(per_guardian) & set(wards) == set()
-        assert len(per_guardian) >= min(GUARDIANS, sum(replicas) - count), "one may die with its ward"
+        assert len(per_guardian) >= min(GUARDIANS, sum(replicas) - count), "one guardian may die with its ward"
         assert max(per_guardian.values()) >= 15 - BEHIND, "of 15 rounds"
         newest = [r for _, p, r in pulled if p == pulled[0][1]]
         assert newest == sorted(set(newest)), "a guardian pulls a round once"
@@ -120,7 +120,7 @@ def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian(
     (done, held), (_, later) = seen
     assert len(held) >= GUARDIANS
     assert done - held[0] <= BEHIND
-    assert later == held, "nobody forgets what nobody else has"
+    assert later == held, "no guardian forgets what no other node has"
     assert resumed(outcome, "s1r5") == [("guardian", held[0])]
     survivors = [one for one in outcome.processes if not one.crashed]
     assert {one.step for one in survivors} == {60.0}
@@ -151,7 +151,7 @@ def test_a_leaving_last_replica_goes_when_its_final_snapshot_is_guarded() -> Non
     pulled = [(at_s, round) for at_s, _, round in guarded(outcome.trace, 1) if at_s > 5.0]
     assert left.ended_at_s is not None
     assert (done + 1) in [round for at_s, round in pulled if at_s < left.ended_at_s]
-    assert left.ended_at_s < 5.0 + 3.0, "it need not wait until its time is up"
+    assert left.ended_at_s < 5.0 + 3.0, "it does not wait until its time is up"
     assert resumed(outcome, "s1r5") == [("guardian", done + 1)]
 
 
@@ -165,7 +165,7 @@ def test_a_stage_with_three_replicas_again_is_forgotten() -> None:
     assert len(seen[0]) == GUARDIANS
     assert seen[1] == []
     told = {h.peer: h.get("rounds") for h in outcome.trace.of("guards") if h.at_s < 12.0 and h.peer.startswith("s0")}
-    assert told == {"s0r0": {}, "s0r1": {}}, "the metrics forget it too"
+    assert told == {"s0r0": {}, "s0r1": {}}, "the metrics forget it, too"
 
 
 def test_a_hung_ward_holds_nobody_up() -> None:
@@ -179,10 +179,10 @@ def test_a_hung_ward_holds_nobody_up() -> None:
         outcome = swarm.run(limit_s=200)
         warnings = [(h.at_s, h.peer, str(h.get("message"))) for h in outcome.trace.of("warning")]
         if failures := [(at_s, peer) for at_s, peer, message in warnings if "from s1r0 to guard" in message]:
-            break  # that pull was one from s1r0, not from the other
+            break  # that pull was from s1r0, not from the other replica
     done = max(round for at_s, round in rounds_of(outcome.trace, "s1r1") if at_s < 14.0)
     pulled = [round for at_s, _, round in guarded(outcome.trace, 1) if 5.0 < at_s < 14.0]
-    assert done - max(pulled) <= BEHIND, "the other replica gives its snapshots"
+    assert done - max(pulled) <= BEHIND, "the other replica provides its snapshots"
     (failed_at_s, guardian), *_ = failures
     after = [at_s for at_s, peer, _ in guarded(outcome.trace, 1) if peer == guardian and at_s > failed_at_s]
     assert after[0] - failed_at_s < 0.1, "asked at once after the first one failed"

@@ -1,4 +1,4 @@
-"""Nodes that are ours only at certain hours, under virtual time: a run begins when the clocks show midnight."""
+"""Nodes that may be used only at certain hours, under virtual time. A run begins when clocks show midnight."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from noloco_p2p.sim.recording import RecordingStage
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 LOOK_S = 6.0
-"""A node has seen by then what the clock shows, and taken the inner step under way."""
+"""Seconds after which a node has looked at the clock, and has finished the inner step under way."""
 
 
 class ByTheClock(FaultySwarm):
-    """A swarm some of whose nodes have hours."""
+    """A swarm in which some nodes have `limits.hours`."""
 
     def __init__(self, replicas: tuple[int, ...], hours: Mapping[PeerId, str], steps: int) -> None:
         costs = Costs(forward_s=0.2, backward_s=0.4, inner_step_s=0.1, spread=0.2)
@@ -79,7 +79,7 @@ def test_a_node_that_is_started_too_early_joins_when_its_hours_begin(peer: PeerI
     assert steps_between(outcome, peer, 120.0, 120.0 + 5 * LOOK_S)
 
 
-def test_one_that_is_told_to_leave_before_its_hours_leaves() -> None:
+def test_a_node_that_is_told_to_leave_before_its_hours_leaves() -> None:
     swarm = ByTheClock((2, 2), {"s1r1": "12:00-13:00"}, steps=20)
     swarm.plan = replace(swarm.plan, manifest=swarm.plan.manifest.model_copy(update={"start_replicas": 1}))
     swarm.at(10.0, lambda: swarm.drain("s1r1"))
@@ -98,7 +98,7 @@ def test_resume_does_not_end_the_hours_and_hours_do_not_end_a_pause() -> None:
 
 
 def test_the_last_replica_of_a_stage_says_so_and_leaves_its_weights_with_guardians() -> None:
-    """Its machine is switched off meanwhile: another node goes on from what it had when it paused."""
+    """Its machine is switched off meanwhile, and another node continues from the weights that it had when it paused."""
     swarm = ByTheClock((2, 1), {"s1r0": "00:00-00:01"}, steps=120)
     swarm.at(90.0, lambda: swarm.crash("s1r0"))
     held: list[tuple[int, int]] = []
@@ -129,7 +129,7 @@ def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited() -> None
 
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
-    """Data that were read and are not trained, by how often; negative: trained too often."""
+    """Data → how often they were read and not trained on; negative if trained on too often."""
     found: Counter[bytes] = Counter()
     next_batch, inner_step = SimBatches.next, RecordingStage.inner_step
 
@@ -157,7 +157,7 @@ def drops(outcome: Outcome) -> set[object]:
 def test_hours_may_end_everywhere_at_once_and_in_mid_step(
     routing: str, replicas: tuple[int, ...], lost: Counter[bytes]
 ) -> None:
-    """Later stages pause before stage 0 has everything back. What it has read is trained after the pause."""
+    """Later stages pause before stage 0 has everything back. It trains on what it has read after the pause."""
     everybody = [peer_id(stage, i) for stage, count in enumerate(replicas) for i in range(count)]
     swarm = ByTheClock(replicas, dict.fromkeys(everybody, "00:00-00:01 00:03-23:00"), steps=60)
     swarm.plan = replace(swarm.plan, manifest=swarm.plan.manifest.model_copy(update={"routing": routing}))
@@ -169,7 +169,7 @@ def test_hours_may_end_everywhere_at_once_and_in_mid_step(
         assert not steps_between(outcome, peer, 60.0 + LOOK_S, 180.0)
         assert steps_between(outcome, peer, 180.0, 180.0 + 3 * LOOK_S)
     assert drops(outcome) == {"paused"}
-    assert not any(lost.values()), "nothing is lost, nothing is trained twice"
+    assert not any(lost.values()), "nothing is lost or trained on twice"
 
 
 def test_a_step_may_be_cut_short_again_before_anybody_has_come_back(lost: Counter[bytes]) -> None:
@@ -198,7 +198,7 @@ def test_a_node_that_is_told_to_pause_does_not_wait_for_a_stage_that_has_crashed
 
 
 @pytest.mark.parametrize("peer", ["s0r1", "s1r1"])
-def test_who_has_paused_for_longer_catches_up_with_those_who_come_back_together_with_it(peer: PeerId) -> None:
+def test_a_node_that_has_paused_for_longer_catches_up_with_those_that_come_back_with_it(peer: PeerId) -> None:
     hours = dict.fromkeys(["s0r0", "s0r1", "s1r0", "s1r1"], "00:00-00:02 00:03-23:00")
     outcome = check(ByTheClock((2, 2), hours | {peer: "00:00-00:01 00:03-23:00"}, steps=100))
     assert [h.get("source") for h in outcome.trace.of("resumed", peer)] == ["peer"]

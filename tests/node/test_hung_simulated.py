@@ -1,4 +1,4 @@
-"""Hung nodes and deserted stages in the simulator: who is blamed, how long it stalls, what is lost."""
+"""Hung nodes and deserted stages in the simulator: which node is blamed, how long the swarm stalls, what is lost."""
 
 import asyncio
 from collections import Counter
@@ -27,9 +27,9 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 HUNG_FROM_S, HUNG_UNTIL_S = 3.0, 7.0
 GONE_FROM_S = 5.0
-"""After the first outer round, so that its guardian has its weights."""
+"""After the first outer round, so that the guardian has the weights."""
 BLAMED_ABOVE_ALL = 0.01
-"""Of all that are set aside by name, so many may be healthy."""
+"""Largest share of healthy nodes among all that are set aside."""
 
 
 def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float = 30.0, steps: int = 40) -> SimPlan:
@@ -50,7 +50,7 @@ def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float 
         manifest,
         replicas,
         seed=seed,
-        # Who moves to a deserted stage would end what is looked at here.
+        # A node that moved to a deserted stage would end the situation under test.
         config=NodeConfig(limits=limits, directory=DirectorySettings(ttl_s=ttl_s), rebalance=False),
         link=Link(latency_s=0.005, spread=0.5),
         costs=Costs(spread=0.4),
@@ -58,7 +58,7 @@ def plan_of(replicas: tuple[int, ...], routing: str, seed: int, *, ttl_s: float 
 
 
 def check_ended(outcome: Outcome, microbatches_per_step: int = 3) -> None:
-    """Everybody ended at its last step, and every microbatch that was begun is done; none was dropped."""
+    """All nodes ended at their last step, and every microbatch that was begun is done; none was dropped."""
     for node in outcome.nodes.values():
         assert (node.state, node.error) == ("left", None), node.peer
     for node in outcome.of_stage(0):
@@ -72,7 +72,7 @@ def longest_stall_s(outcome: Outcome) -> float:
 
 
 def with_hung(hung: str, routing: str, seed: int) -> Outcome:
-    # One that was tried just before it answers again is set aside for another 4 s: the run must last longer.
+    # A node that is tried just before it answers again is set aside for another 4 s: the run must last longer.
     swarm = SimSwarm(plan_of((3, 3, 3), routing, seed, steps=60))
     swarm.at(HUNG_FROM_S, lambda: swarm.network.hold(hung))
     swarm.at(HUNG_UNTIL_S, lambda: swarm.network.release(hung))
@@ -94,14 +94,14 @@ def test_only_the_hung_replica_is_set_aside(hung: str, seed: int, routing: str) 
     blamed = Counter(
         str(h.get("peer"))
         for h in outcome.trace.of("reroute")
-        # What the hung one thinks of the others is no matter here.
+        # Which nodes the hung one blames does not matter here.
         if h.peer != hung and h.get("reason") in ("unreachable", "violation")
     )
-    assert blamed[hung], "nobody noticed"
+    assert blamed[hung], "no node noticed"
     served = [h.at_s for h in outcome.trace.of("microbatch", hung) if h.get("result") == "done"]
-    assert max(served) > HUNG_UNTIL_S, "it answers again and is not used"
-    # A call to it fails, and a microbatch that is named for it waits until it answers again: 5.1 s in 16 seeds.
-    # Random routes go round it at once.
+    assert max(served) > HUNG_UNTIL_S, "it answers again but is not used"
+    # A call to it fails, and a microbatch assigned to it waits until it answers again: 5.1 s in 16 seeds.
+    # Random routes avoid it at once.
     at_once = (hung, routing) == ("s1r1", "random")
     assert longest_stall_s(outcome) < (2.0 if at_once else HUNG_UNTIL_S - HUNG_FROM_S + 1.5)
     healthy = {peer: times for peer, times in blamed.items() if peer != hung}
@@ -165,8 +165,8 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
         swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).linear_stage.open_graphs for m in middles))
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
-    assert graphs == [0] * len(graphs), "the graphs of what waits at stage 0 are freed in the middle"
-    assert longest_stall_s(outcome) < away_s + soon_s, "it goes on soon"
+    assert graphs == [0] * len(graphs), "middle stages free the graphs of microbatches that wait at stage 0"
+    assert longest_stall_s(outcome) < away_s + soon_s, "it must continue soon"
 
     deserted = [h.get("stages") for h in outcome.trace.of("deserted") if h.peer.startswith(f"s{last - 1}")]
     stages = [mapping for mapping in deserted if isinstance(mapping, dict)]
@@ -174,7 +174,7 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     assert away_s - 8.0 < max(mapping.get(last, 0.0) for mapping in stages) < away_s + soon_s, "since when"
     assert stages[-1] == {}, "and that it is over"
     during = Counter(h.peer for h in outcome.trace.of("reroute") if GONE_FROM_S + 8 < h.at_s < back_s)
-    assert max(during.values(), default=0) < 2 * 6 * away_s, "nobody spins"
+    assert max(during.values(), default=0) < 2 * 6 * away_s, "no node spins"
 
 
 @pytest.mark.parametrize(("alone_s", "reported"), [(1.0, False), (6.0, True)])

@@ -1,4 +1,4 @@
-"""Two calls with the same microbatch are one attempt, whoever of the two callers goes first."""
+"""Two calls with the same microbatch are one attempt, whichever of the two callers disconnects first."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -37,7 +37,8 @@ Call = asyncio.Task[Gradient]
 def run_with_a_lost_body(
     patch: pytest.MonkeyPatch, meanwhile: Callable[[Call, Serve], Coroutine[Any, Any, R]]
 ) -> tuple[R, Outcome]:
-    """The body of the first call never comes. `meanwhile` gets that call, and what serves the same microbatch again."""
+    """The body of the first call never comes. `meanwhile` gets that call, and a function that serves its microbatch
+    again."""
     right, begun, found = MicrobatchServer.propagate, list[Call](), list[R]()
 
     async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
@@ -55,10 +56,10 @@ def run_with_a_lost_body(
     return found[0], outcome
 
 
-def test_who_has_joined_a_call_hears_busy_when_its_body_goes_with_its_first_caller(
+def test_a_caller_that_has_joined_a_call_gets_busy_when_the_body_goes_with_the_first_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when a call is tried again before the end of the one before it is known here."""
+    """This happens when a call is retried before this node knows that the previous one has ended."""
 
     async def the_first_caller_goes(first: Call, serve: Serve) -> BaseException | None:
         second = asyncio.create_task(serve())
@@ -75,7 +76,7 @@ def test_who_has_joined_a_call_hears_busy_when_its_body_goes_with_its_first_call
 
 
 def test_a_retry_does_not_join_a_body_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call is still here: its link is dead without a word, and its end would be known only after a while."""
+    """The first call is still open: its link has died silently, and that would be noticed only after a while."""
 
     async def a_second_call(first: Call, serve: Serve) -> tuple[BaseException | None, float]:
         began, second = asyncio.get_running_loop().time(), asyncio.create_task(serve())
@@ -92,8 +93,8 @@ def test_a_retry_does_not_join_a_body_that_broke(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_call_that_is_cut_off_before_it_has_begun_hears_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An outer round begins in the turn of the loop in which its header came. Were its handler cancelled, gRPC would
-    send its caller nothing, and the caller would wait until the call counts as lost."""
+    """An outer round begins in the same loop iteration in which its header arrived. If its handler were cancelled, gRPC
+    would not answer, and the caller would wait until the call counts as lost."""
     right, found = MicrobatchServer.propagate, list[BaseException | None]()
 
     async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
@@ -111,4 +112,4 @@ def test_a_call_that_is_cut_off_before_it_has_begun_hears_busy(monkeypatch: pyte
     SimSwarm(SimPlan(RunManifest(stages=2, start_replicas=1, steps=4, outer=OuterSettings(rule="noloco")), (1, 1))).run(
         limit_s=1000
     )
-    assert isinstance(found[0], Busy), "a handler that is cancelled"
+    assert isinstance(found[0], Busy), "the handler was cancelled"

@@ -1,4 +1,4 @@
-"""The evaluation at the end of a run: later stages stay for as long as it takes, and it ends soon if they are gone."""
+"""The evaluation at the end of a run: later stages stay as long as it takes, and it ends soon if they are gone."""
 
 from functools import cache, partial
 
@@ -45,7 +45,7 @@ def test_later_stages_stay_while_held_out_microbatches_come() -> None:
 
 
 def test_later_stages_leave_soon_when_those_that_evaluate_are_gone() -> None:
-    """Their adverts say otherwise, until they expire: the last record of a node that left may not arrive everywhere."""
+    """Their adverts say otherwise until they expire, because the last advert of a node may not arrive everywhere."""
     disturbed, crash_s = swarm(linger_s=600.0), trained_at(undisturbed()) + LINGER_S
     for peer in ORIGINS:
         disturbed.at(crash_s, partial(disturbed.crash, peer))
@@ -59,7 +59,7 @@ def test_later_stages_leave_soon_when_those_that_evaluate_are_gone() -> None:
 
 
 def test_an_evaluation_is_given_up_when_nobody_can_answer_it_any_more() -> None:
-    """No node comes back after the end of a run. Without that, it waits for `limits.microbatch_deadline_s`."""
+    """No node returns after the end of a run. Otherwise the evaluation would wait `limits.microbatch_deadline_s`."""
     disturbed, crash_s = swarm(), trained_at(undisturbed()) + LINGER_S
     for peer in LATER:
         disturbed.at(crash_s, partial(disturbed.crash, peer))

@@ -1,4 +1,4 @@
-"""Who is taken for gone: the silent and the stuck, whatever the lines are, and nobody else."""
+"""Which peers are considered gone: silent and stuck ones, whatever the lines are, and no others."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MEGABIT = 1e6 / 8
 BODY_BYTES = 2 << 20
-"""More than a message: it is announced."""
+"""More than one message: such a body is announced."""
 
 
 def plan(
@@ -63,7 +63,7 @@ def plan(
 
 
 Calls = dict[tuple[str, object], list[float]]
-"""When each node has called each other one with an activation."""
+"""(caller, callee) → when the caller sent activations to the callee."""
 
 
 def called_at(monkeypatch: pytest.MonkeyPatch) -> Calls:
@@ -79,7 +79,7 @@ def called_at(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def stopped_at(calls: Calls, failure: TraceEvent, at_s: float) -> float:
-    """From when on the failure could be noticed: the stop, or the first call after it where none was in flight."""
+    """When the failure could first be noticed: at the stop, or at the first call after it if none was in flight."""
     of_peer = [one for one in calls[failure.peer, failure.get("peer")] if one <= failure.at_s]
     in_flight = [one for one in of_peer if one <= at_s]
     later = [one for one in of_peer if one > at_s]
@@ -91,14 +91,14 @@ def blamed(outcome: Outcome) -> Counter[str]:
 
 
 LARGE_SEEDS = 16
-"""Of these the bodies are announced. Those of further ones may go at once, as they do in AT_ONCE_SEEDS."""
+"""With these seeds bodies are announced. With others they may be sent at once, as with AT_ONCE_SEEDS."""
 LATE_SEED = 130
-"""A step that takes twenty times as long as the first one: too little is known yet to find that strange."""
+"""A step takes twenty times as long as the first: too little is known by then to find that unusual."""
 AT_ONCE_SEEDS = (30, 37, 50, 56)
 
 
 def drawn(seed: int) -> tuple[SimPlan, str]:
-    """A healthy swarm on lines of 0.5 to 1,000 Mbit/s and 0 to 300 ms, and what it is, in words."""
+    """A healthy swarm on lines of 0.5 to 1,000 Mbit/s and 0 to 300 ms, and its description."""
     rng = random.Random(seed)
     replicas = rng.choice([(3, 3), (2, 2), (3, 1), (1, 2, 1), (2, 1, 2), (1, 1, 1, 1), (1,) * 8])
     mbit, latency_s = 10 ** rng.uniform(-0.3, 3), rng.choice([0.0, 0.01, 0.05, 0.3, rng.uniform(0, 0.3)])
@@ -152,13 +152,13 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     bodies = [counts for one in kinds for kind, counts in one.items() if kind in ("activation", "gradient")]
     assert sum(counts.sent for counts in bodies) > 0
     if found.manifest.outer.pairing == "none":
-        # Before a round that is waited for, what waits at a door is sent away, also in the middle of its body.
+        # Before a round for which a replica waits, its waiting line is flushed, even calls whose body is arriving.
         assert sum(counts.lost for counts in bodies) == 0, words
 
 
 @pytest.mark.parametrize("seed", [0, *soak([1])])
 def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
-    """The process goes on, and answers; its device ends nothing any more."""
+    """The process continues and answers, but its device completes nothing any more."""
     swarm = SimSwarm(plan((2, 2, 2), seed=seed, steps=60, link=Link(0.005), costs=Costs(spread=0.2)))
     swarm.at(10.0, lambda: swarm.slow("s2r0", 1e9))
     swarm.at(60.0, lambda: swarm.crash("s2r0"))
@@ -171,7 +171,7 @@ def test_a_stuck_device_is_left_by_its_callers_alone(seed: int) -> None:
 
 
 def test_a_stuck_device_gets_no_further_when_one_of_its_callers_gives_up() -> None:
-    """What waits for it in vain is cancelled, which is no progress: each caller leaves it as soon as the first one."""
+    """A cancelled operation is no progress: all callers leave the device as soon as the first one does."""
     swarm = SimSwarm(plan((2, 2, 2), seed=0, steps=32, link=Link(0.005), costs=Costs(spread=0.2)))
     swarm.at(10.0, lambda: swarm.slow("s1r0", 1e9))
     swarm.at(80.0, lambda: swarm.crash("s1r0"))
@@ -232,7 +232,7 @@ def test_a_peer_that_claims_any_progress_leaves_its_callers_report_sound(monkeyp
 
 
 class _PeerThatGetsOn:
-    """Answers each question after half a second, with more progress than before."""
+    """Answers each request after half a second, with more progress than before."""
 
     def __init__(self) -> None:
         self._events = 0
@@ -244,7 +244,7 @@ class _PeerThatGetsOn:
 
 
 def test_a_call_that_is_just_ending_leaves_the_others_what_their_peer_has_said() -> None:
-    """The second answer, at 2.5 s, comes when the time of one call is up, and before that of the other."""
+    """The second answer, at 2.5 s, arrives when the time of one call has run out, but not that of the other."""
     peer = Advert("s1r0", "run", 1, ("s1r0",), microbatches_per_s=1.0)
 
     async def reply(after_s: float) -> str:
@@ -252,7 +252,7 @@ def test_a_call_that_is_just_ending_leaves_the_others_what_their_peer_has_said()
             await asyncio.sleep(after_s)
             return "gradient"
         finally:
-            await asyncio.sleep(0)  # As over gRPC, where a call ends what it has begun.
+            await asyncio.sleep(0)  # as over gRPC, where a call finishes what it has begun
 
     async def main() -> list[object]:
         node: Any = SimpleNamespace(

@@ -1,4 +1,5 @@
-"""Swarms that have lost all nodes of a stage for good, under virtual time: those that are left go on without them."""
+"""Swarms that have lost all nodes of a stage for good, under virtual time: the remaining nodes continue without
+them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +19,12 @@ def choosing(nodes: int, stages: int, steps: int = 40, **changes: object) -> Fau
 
 
 def of_stage(swarm: FaultySwarm, stage: int) -> list[PeerId]:
-    """Its nodes now."""
+    """The present nodes of a stage."""
     return [one.peer for one in swarm.processes if one.running and one.stage == stage]
 
 
 def later(swarm: FaultySwarm, at_s: float, stage: int, do: Callable[[PeerId], None]) -> None:
-    """At this time, to every node that then is of the stage."""
+    """Do something at a given time, to every node that is in the stage then."""
 
     def strike() -> None:
         for peer in of_stage(swarm, stage):

@@ -1,4 +1,4 @@
-"""`noloco-node health`: finds the node, says ok or the one line, and is quick about it."""
+"""`noloco-node health` finds the node, prints ok or one line, and is quick."""
 
 import json
 import os
@@ -34,7 +34,7 @@ finally:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[list[object]]:
-    """[port, status] of a node; its status may be set."""
+    """[port, status] of a node; tests may set the status."""
     telemetry = PrometheusTelemetry(2)
     found: list[object] = [telemetry.serve("127.0.0.1", 0), WELL]
 
@@ -49,7 +49,7 @@ def node() -> Iterator[list[object]]:
 
 @pytest.fixture
 def home(node: list[object], tmp_path: Path) -> Path:
-    """Directories of three nodes; only the second's answers, and it came last."""
+    """Directories of three nodes; only the second node answers, and its directory is the newest."""
     node[1] = WELL
     for number, urls in enumerate(
         (
@@ -105,7 +105,7 @@ def test_what_is_no_address_is_refused(url: str, tmp_path: Path) -> None:
 def test_the_command(
     home: Path, node: list[object], arguments: list[str], status: Status, expected: tuple[int, str]
 ) -> None:
-    """Its line, its exit code, and that it imports nothing heavy."""
+    """Its output, its exit code, and that it imports nothing heavy."""
     node[1] = status
     done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=home.parent, capture_output=True, text=True)
     line, heavy = done.stdout.splitlines()

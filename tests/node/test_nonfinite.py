@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, in simulated swarms: skipped and counted, and who stops because of them."""
+"""Losses and gradients that are not finite, in simulated swarms: they are skipped and counted; which nodes stop."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +29,9 @@ Turns = Callable[[int], bool]
 
 
 class BadStage(LinearStage):
-    """Microbatches whose turn is in `bad` have a loss and gradients that are not finite; `loud` outputs overflow.
+    """Microbatches for which `bad` holds have a non-finite loss and gradients; outputs for which `loud` holds overflow.
 
-    Both ask with the number of the microbatch here, from 1.
+    Both are called with the number of the microbatch at this stage, from 1.
     """
 
     def __init__(self, manifest: RunManifest, index: int, me: PeerId, bad: Turns, loud: Turns) -> None:
@@ -57,7 +57,7 @@ class BadStage(LinearStage):
 
 
 class WellStage(BadStage):
-    """Its weights and its device are well, whatever it sends."""
+    """Its weights and its device are healthy, whatever it sends."""
 
     def is_sound(self) -> bool:
         return LinearStage.is_sound(self)
@@ -73,7 +73,7 @@ class GradlessStage(LinearStage):
 
 
 class CodedStage(LinearStage):
-    """Gradients travel to it in a block codec: a scale that is not finite breaks the protocol."""
+    """A stage that receives gradients in a block codec, where a scale that is not finite breaks the protocol."""
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         if not all(map(isfinite, gradient.grad.data.cast("d"))):
@@ -82,7 +82,7 @@ class CodedStage(LinearStage):
 
 
 class SenselessStage(CodedStage):
-    """What it answers is no gradient."""
+    """Its replies are not gradients."""
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -143,7 +143,7 @@ def run(
 
 
 def stopped(outcome: Outcome) -> dict[PeerId, str]:
-    """Who ended with an error, and with which; it is always a LocalError."""
+    """The nodes that ended with an error → its message. It is always a LocalError."""
     assert not outcome.bugs
     errors = {peer: node.error for peer, node in outcome.nodes.items() if node.error is not None}
     assert all(isinstance(error, LocalError) for error in errors.values()), errors
@@ -164,11 +164,11 @@ def test_one_is_skipped_and_counted_and_the_step_goes_on(peer: PeerId) -> None:
     check_the_others_finished(outcome)
     assert outcome.nodes[peer].microbatches["nonfinite"] == 1
     (skipped,) = [one for one in outcome.nodes[peer].linear_stage.counted if one.tokens == 0]
-    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin hears of it"
+    assert sum(node.microbatches["nonfinite"] for node in outcome.of_stage(0)) == 1, "its origin learns of it"
     for stage in range(3):
         by_stage = [one for node in outcome.of_stage(stage) for one in node.linear_stage.counted]
         without = [one for one in by_stage if one.microbatch == skipped.microbatch]
-        assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "stages before it add nothing either"
+        assert [one.tokens > 0 for one in without] == [stage > int(peer[1])], "the stages before it add nothing either"
         assert min(one.tokens for one in by_stage if one.microbatch != skipped.microbatch) > 0
 
 
@@ -210,7 +210,7 @@ def test_ten_in_a_row_of_one_origin_do_not_stop_a_later_stage_that_knows_another
 
 
 def test_a_middle_stage_does_not_answer_for_what_broke_below_it() -> None:
-    # The run waits for somebody who holds the last stage again.
+    # The run waits until a node holds the last stage again.
     outcome = run((2, 1, 2), {"s2r0": always, "s2r1": always}, given_up=("s0r0", "s0r1", "s1r0"))
     assert outcome.nodes["s1r0"].microbatches["nonfinite"] > LONGEST_STREAK
     assert outcome.nodes["s1r0"].microbatches["done"] == 0
@@ -258,7 +258,7 @@ def test_nine_in_a_row_stop_nobody() -> None:
 def test_a_bug_of_a_stage_ends_its_node_and_gives_its_place_back() -> None:
     outcome = run((2, 2), stage_factory=make_gradless)
     assert isinstance(outcome.nodes["s1r0"].error, AssertionError)
-    assert not outcome.bugs, "its callers hear Declined"
+    assert not outcome.bugs, "its callers get Declined"
     check_the_others_finished(outcome, "s1r0")
 
 

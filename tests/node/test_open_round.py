@@ -1,6 +1,6 @@
-"""An outer round that nobody waits for, and whatever can happen while it is open (ARCHITECTURE.md, "An outer round").
+"""An outer round for which no replica waits, and events while it is open (ARCHITECTURE.md, "An outer round").
 
-Pulls are held up, so that every round is open for about four inner steps of six, and the event comes in their midst.
+Pulls are delayed so that every round is open for about four of six inner steps, and the event falls in between.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Every pull of a snapshot takes that much longer."""
+    """Make every pull of a snapshot take this much longer."""
     right = SimTransport.fetch_snapshot
 
     async def late(
@@ -65,12 +65,12 @@ def undisturbed() -> Outcome:
 
 @pytest.fixture
 def mid(undisturbed: Outcome) -> float:
-    """When round 2 of WHO has been open for a while."""
+    """The time when round 2 of WHO has been open for a while."""
     return frozen_at(rounds(undisturbed)[1]) + 0.7
 
 
 def disturbed(mid: float, *faults: Fault, at: Callable[[FaultySwarm], None] | None = None) -> Outcome:
-    """The same swarm, to which something is done in the midst of round 2."""
+    """The same swarm, with faults in the middle of round 2."""
     swarm = FaultySwarm(plan(), faults)
     if at is not None:
         swarm.at(mid, lambda: at(swarm))
@@ -99,7 +99,7 @@ def test_a_checkpoint_and_a_captured_state_have_merged_rounds_only(undisturbed: 
     (loaded,) = recording_stages(newcomer)[0].loaded
     assert (loaded.kind, loaded.round) == ("restore", 1)
     first = rounds(outcome, "s1r2")[0]
-    assert first.number("round") >= 2, "the open round is due again, at its first border"
+    assert first.number("round") >= 2, "the open round is due again, at its first boundary"
 
 
 def test_a_pause_forgets_the_round_and_it_is_done_afterwards(mid: float) -> None:
@@ -109,7 +109,7 @@ def test_a_pause_forgets_the_round_and_it_is_done_afterwards(mid: float) -> None
     assert (second.number("round"), frozen_at(second) > resumed) == (2, True)
 
 
-def test_whoever_leaves_merges_alone_and_saves_that(mid: float) -> None:
+def test_a_node_that_leaves_merges_alone_and_saves_that(mid: float) -> None:
     outcome = disturbed(mid, Fault(mid, "leave", (WHO,), 30.0))
     assert [(e.number("round"), e.get("result"), e.get("reason")) for e in rounds(outcome)][1:2] == [
         (2, "alone", "leaving")
@@ -143,7 +143,7 @@ def test_a_partner_that_dies_costs_its_vectors_only(mid: float) -> None:
 
 
 def test_a_partner_that_is_late_is_waited_for_by_the_pull_only() -> None:
-    """Its snapshot of the round, or an older one: either way there is no wait before the last round."""
+    """It sends its snapshot of the round, or an older one: in both cases there is no wait before the last round."""
     swarm = FaultySwarm(plan((2, 2)))
     swarm.at(1.0, lambda: swarm.slow("s1r1", 2.5))
     outcome = check(swarm)
@@ -154,7 +154,8 @@ def test_a_partner_that_is_late_is_waited_for_by_the_pull_only() -> None:
 
 
 def test_a_round_that_is_open_when_the_next_is_due_ends_late_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the last round, which is waited for; later stages have time for theirs until stage 0 has ended."""
+    """So does one that is open at the last round, which is waited for; later stages have time until stage 0 has
+    ended."""
     hold_up(monkeypatch, 7.0)
     outcome = check(FaultySwarm(plan(steps=18)))
     for process in outcome.processes:
@@ -181,7 +182,7 @@ def test_the_vectors_of_all_are_waited_for_at_the_next_round_and_merged_once(
 
 
 def test_the_end_of_the_run_completes_what_is_open() -> None:
-    """Round 2 is due at step 12, the last one at step 13: then round 2 is ended, and round 3 is waited for."""
+    """Round 2 is due at step 12, the last round at step 13: there round 2 ends, and round 3 is waited for."""
     outcome = check(FaultySwarm(plan(steps=13)))
     for process in outcome.processes:
         found = [(e.number("round"), e.get("reason")) for e in rounds(outcome, process.peer)]
@@ -189,7 +190,7 @@ def test_the_end_of_the_run_completes_what_is_open() -> None:
         assert found[1] == (2, "late") or process.stage > 0
 
 
-def test_who_has_no_partner_merges_at_once() -> None:
+def test_a_replica_without_a_partner_merges_at_once() -> None:
     outcome = check(FaultySwarm(plan((1, 3))))
     assert all((e.get("result"), e.get("trained")) == ("alone", None) for e in rounds(outcome, "s0r0"))
     odd = [e for peer in ("s1r0", "s1r1", "s1r2") for e in rounds(outcome, peer) if e.get("reason") == "odd"]
@@ -209,7 +210,7 @@ def test_a_bug_in_a_pull_ends_the_node_before_the_next_border(monkeypatch: pytes
 
 
 def test_a_node_that_ends_while_it_waits_for_its_partner_leaves_no_pull_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to leave it has `limits.drain_s`, and the pull takes longer. That of its partner goes on."""
+    """After it is told to leave, it has `limits.drain_s`, and its pull takes longer. The partner's pull continues."""
     hold_up(monkeypatch, 60.0)
     swarm, pulls = FaultySwarm(plan((1, 2), steps=M + 1, overlap=False)), list[int]()
 

@@ -1,4 +1,4 @@
-"""A reading of the directory that misses somebody says nothing of its life: its advert does, until it expires."""
+"""A node that is missing in a reading of the directory is not gone: its advert counts until it expires."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ REPLICAS = (3, 3)
 
 
 class PartialRegistry(Registry):
-    """While `hidden` is set, the node of its first half does not see the one of its second half."""
+    """While `hidden` is set, its first node does not see its second node in readings."""
 
     hidden: tuple[PeerId, PeerId] | None = None
 
@@ -29,7 +29,7 @@ class PartialRegistry(Registry):
 
 
 def steps_of(outcome: Outcome, stage: int) -> Counter[tuple[MicrobatchId, int]]:
-    """In which inner step each microbatch was counted at a stage."""
+    """The inner step in which a stage counted each microbatch."""
     return Counter((one.microbatch, one.inner_step) for n in outcome.of_stage(stage) for one in n.linear_stage.counted)
 
 

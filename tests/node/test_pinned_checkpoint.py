@@ -19,7 +19,7 @@ from noloco_p2p.sim.world import SimSwarm
 def test_the_last_one_from_before_an_alarm_or_a_row_of_alarms_stays(
     alarms: list[tuple[str, int]], kept: list[int]
 ) -> None:
-    """`alarms`: what happens after the checkpoint of which round. There is one after each round, and three are kept."""
+    """`alarms`: (kind, round after whose checkpoint it occurs). Each round has a checkpoint, and three are kept."""
     swarm = SimSwarm(plan_of((2, 1), steps=40))
     left = list(alarms)
 

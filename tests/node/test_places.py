@@ -1,4 +1,5 @@
-"""As many microbatches in flight as there are places, at stage 0 and at later ones; nothing stands still for it."""
+"""There are as many microbatches in flight as places, at stage 0 and at later stages, and nothing stalls because of
+it."""
 
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ ROUTINGS = ["random", *soak(["balanced", "fixed"])]
 
 
 def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
-    """The most graphs that a node of each stage but the last held at once, in a run over links of 50 ms."""
+    """Stage → the most graphs that one of its nodes held at once, in a run over links of 50 ms; not the last stage."""
     manifest = RunManifest(
         stages=3,
         start_replicas=2,
@@ -27,7 +28,7 @@ def most_graphs(routing: str, limits: LimitSettings) -> dict[int, int]:
         routing=routing,  # type: ignore[arg-type]
         outer=OuterSettings(rule="noloco"),
     )
-    sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3, (8,) * 3)  # large: bodies are asked for
+    sizes = MessageSizes(4 << 20, 4 << 20, (8,) * 3, (8,) * 3, (8,) * 3)  # large: the header goes first
     geography = Geography(Link(0.05, bytes_per_s=50e6))
     outcome = SimSwarm(
         SimPlan(manifest, (2, 2, 2), config=NodeConfig(limits=limits), geography=geography, sizes=sizes)
@@ -53,7 +54,7 @@ def test_an_owner_may_cap_it(routing: str) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_memory_that_comes_and_goes_is_kept_to(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One place before the first graph, then four, then two: what is in flight already ends."""
+    """One place before the first graph, then four, then two; what is already in flight may end."""
     looks = iter([1] * 10 + [4] * 400 + [2] * 10_000_000)
     given: Callable[[DeviceStage], int] = lambda self: next(looks)  # noqa: E731
     monkeypatch.setattr(DeviceStage, "places", property(given))

@@ -1,4 +1,4 @@
-"""Of several replicas that are asked, one gets the body."""
+"""Several replicas are asked, and one of them gets the body."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,7 +14,7 @@ Call = Callable[[Claim], Coroutine[Any, Any, str]]
 
 
 class Peers:
-    """Replicas that grant after some seconds and reply after some more."""
+    """Replicas that grant a place after some seconds, and reply after some more."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -46,7 +46,7 @@ class Peers:
     def ask(self, **calls: Call) -> tuple[str, str] | None:
         async def asked() -> tuple[str, str] | None:
             found = await first_granted(calls, self.note, lambda: None)
-            assert len(asyncio.all_tasks()) == 1, "nothing of it goes on"
+            assert len(asyncio.all_tasks()) == 1, "no call is left running"
             return found
 
         return asyncio.run(asked())

@@ -23,7 +23,7 @@ SLOW = replace(COSTS, forward_s=0.1, backward_s=0.2)
 
 
 def lopsided(steps: int = 60) -> FaultySwarm:
-    """Seven nodes choose 4 + 3; two of the three crash for good."""
+    """Seven nodes split into stages of 4 and 3; two of the three crash for good."""
     plan = plan_of((7, 0), steps=steps, start_replicas=1)
     swarm = FaultySwarm(replace(plan, chooses_stage=True))
 
@@ -61,7 +61,7 @@ def test_a_mover_that_is_killed_on_its_way_is_replaced(after_s: float) -> None:
 
 @pytest.fixture
 def out_of_order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who has evaluated hidden states that the stage before did not make."""
+    """The nodes that have evaluated hidden states not made by the stage before."""
     found: list[str] = []
     outputs: defaultdict[int, set[bytes]] = defaultdict(set)
     evaluate = LinearStage.evaluate
@@ -107,7 +107,7 @@ def test_a_held_out_body_that_comes_after_its_receiver_has_moved_is_declined(out
 def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     out_of_order: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would offer it to the stage after its new one."""
+    """It would offer the microbatch to the stage after its new one."""
     replicas = (1, 2, 2, 1)
     manifest = manifest_for(replicas, steps=4, evaluation=EVALUATED)
     swarm = SimSwarm(SimPlan(manifest, replicas, config=config_for()))
@@ -129,7 +129,7 @@ def test_a_node_that_has_moved_offers_no_held_out_microbatch_again(
     assert len(outcome.trace.of("evaluation")) == 2
 
 
-def test_who_waits_for_a_round_of_a_node_that_moves_is_not_given_one_of_its_earlier_stage() -> None:
+def test_a_caller_that_waits_for_a_round_of_a_node_that_moves_gets_none_of_its_earlier_stage() -> None:
     """The codec of its new stage would not fit it."""
     swarm, heard = FaultySwarm(plan_of((2, 3), steps=40)), list[str]()
     mover, asking = "s1r1", list[asyncio.Task[None]]()
@@ -164,7 +164,7 @@ def test_another_one_moves_while_one_that_has_announced_a_move_is_paused() -> No
 
 @pytest.mark.parametrize("later_s", [0.0, 0.01])
 def test_a_mover_that_is_told_to_leave_does_not_move(later_s: float) -> None:
-    """It first waits until its checkpoint is on the disk."""
+    """It first waits until its checkpoint is written."""
     plan, peer = replace(plan_of((2, 2), steps=40), save_s=2.0), "s1r1"
     saved = check(FaultySwarm(plan)).trace.of("checkpoint", peer)[0]
     swarm, at_s = FaultySwarm(plan), saved.at_s - 1.0
@@ -187,7 +187,7 @@ def test_a_mover_that_is_told_to_leave_is_not_expected_at_the_end_of_the_run() -
 
 
 def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> None:
-    """What it has made of its new stage are initial weights, which nobody should take for those of the run's step."""
+    """Its weights of the new stage are initial ones, which must not pass for those of the run's present step."""
     plan, peer, at_s = plan_of((2, 2), steps=40), "s1r1", 5.5
 
     def moving() -> FaultySwarm:
@@ -206,7 +206,7 @@ def test_a_mover_that_is_told_to_leave_before_it_has_weights_saves_none() -> Non
 
 @pytest.mark.parametrize("before_s", [1.5, *soak([2.5])])
 def test_a_node_does_not_leave_its_stage_to_replicas_that_have_just_died(before_s: float) -> None:
-    """They had answered when it last asked for the clocks of stage 0, and their adverts still live."""
+    """They answered when it last asked for the clocks of stage 0, and their adverts have not expired."""
 
     def uneven() -> FaultySwarm:
         plan = replace(plan_of((8, 0), steps=40, start_replicas=1), costs=(COSTS, SLOW), chooses_stage=True)
@@ -224,20 +224,20 @@ def test_a_node_does_not_leave_its_stage_to_replicas_that_have_just_died(before_
 
 
 def moving(swarm: FaultySwarm, peer: str, *moves: tuple[float, int]) -> FaultySwarm:
-    """The node moves at these times to these stages."""
+    """Make the node move to these stages at these times."""
     for at_s, stage in moves:
         swarm.at(at_s, lambda stage=stage: swarm.process(peer).node.state.drain("moves", next_stage=stage))  # type: ignore[misc]
     return swarm
 
 
 def test_a_node_that_comes_back_to_stage_0_reads_on_where_it_was() -> None:
-    """Else it would train on the same data again."""
+    """Otherwise it would train on the same data again."""
     swarm, peer = moving(FaultySwarm(plan_of((3, 3), steps=40)), "s0r0", (8.0, 1), (16.0, 0)), "s0r0"
     read: list[int] = []
 
     def look() -> None:
         batches = swarm.process(peer).node.state.batches
-        assert batches is not None, "it is in stage 0"
+        assert batches is not None, "it holds stage 0"
         read.append(int(str(batches.cursor["position"])))
 
     swarm.at(7.99, look)
@@ -247,7 +247,8 @@ def test_a_node_that_comes_back_to_stage_0_reads_on_where_it_was() -> None:
 
 
 def test_a_node_that_comes_back_to_a_lost_stage_has_its_own_checkpoint() -> None:
-    """So many replicas have no guardians. Once all others had crashed it began with the initial weights."""
+    """A stage with this many replicas has no guardians. Before, after a crash of all others, it used initial
+    weights."""
     swarm, peer = moving(FaultySwarm(plan_of((3, 4), steps=40)), "s1r0", (8.0, 0), (12.0, 1)), "s1r0"
     for other in ("s1r1", "s1r2", "s1r3"):
         swarm.at(11.0, lambda other=other: swarm.crash(other))  # type: ignore[misc]
@@ -264,7 +265,7 @@ def test_the_clock_of_a_node_that_comes_back_to_its_checkpoint_does_not_go_back(
 
 
 def test_a_mover_whose_disk_cannot_be_read_goes_on_without_its_checkpoints() -> None:
-    """As one whose disk cannot be written."""
+    """So does one whose disk cannot be written."""
     swarm, peer = moving(FaultySwarm(plan_of((3, 3), steps=40)), "s0r0", (8.0, 1)), "s0r0"
 
     async def held() -> list[Holding]:

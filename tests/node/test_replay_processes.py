@@ -1,7 +1,7 @@
 """Six nodes over the real DHT and gRPC compute the algorithm of the reference, to 1e-9.
 
-They wait for their partners: with overlap a snapshot that takes longer than three inner steps is merged a round later,
-and a busy machine can delay one by that. Overlapped rounds are replayed in test_replay_simulated.py.
+They wait for their partners: with overlap, a snapshot that takes longer than three inner steps is merged a round later,
+and a busy machine can delay one that long. Overlapped rounds are replayed in test_replay_simulated.py.
 """
 
 import random
@@ -31,8 +31,8 @@ EXACT = {"forward": "float64", "backward": "float64"}
 
 
 def settings(family: str, home: Path) -> dict[str, object]:
-    """Lockstep: everybody there before step 1, the clip binding now and then, microbatches of unequal tokens. GPT-2's
-    hidden states and gradients travel as codes."""
+    """Lockstep: all nodes present before step 1, gradients clipped now and then, microbatches with different token
+    counts. GPT-2's hidden states and gradients are sent as codes."""
     return {
         "name": "proof",
         "seed": 5,
@@ -52,12 +52,12 @@ def settings(family: str, home: Path) -> dict[str, object]:
         "evaluation": {"every_steps": None, "microbatches": 1},
         "data_files": [str(home / "*.parquet")],
         "audit": {"dir": str(home / "audit")},
-        "limits": {"patience_floor_s": 60.0},  # a busy machine is no hung node: a second route would break the lockstep
+        "limits": {"patience_floor_s": 60.0},  # a slow node is not hung: a second route would break the lockstep
     }
 
 
 def write_data(home: Path) -> None:
-    """Rows of 2 to 9 tokens: the rest of a sample is padding that counts as no target."""
+    """Rows of 2 to 9 tokens; the rest of a sample is padding, which is no target."""
     rng = random.Random(1)
     for name in ("train.parquet", "validation.parquet"):
         rows = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(2, T + 1))] for _ in range(400)]

@@ -56,7 +56,7 @@ ADAMW = {"optimizer": "adamw", "peak_learning_rate": 1e-2}
 def lockstep(
     family: str, wire: WireSettings = EXACT, *, inner: Mapping[str, Any] = MappingProxyType({}), **outer: Any
 ) -> RunManifest:
-    """Three outer rounds of three steps, all members there before the first one, the clip binding now and then."""
+    """Three outer rounds of three steps, all members present before the first step, gradients clipped now and then."""
     return RunManifest(
         seed=5,
         start_replicas=REPLICAS,
@@ -95,7 +95,7 @@ def replayed(manifest: RunManifest, audit: Path) -> Report:
 
 
 def hold_up(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Each replica's pulls take longer by this times its number."""
+    """Make each replica's pulls take longer, by `seconds` times its number."""
     right = SimTransport.fetch_snapshot
 
     async def late(transport: SimTransport, peer: Advert, *asked: Any) -> Snapshot:
@@ -125,7 +125,7 @@ def test_a_simulated_run_computes_the_algorithm(
 def test_what_was_clipped_is_on_record_and_computes_the_algorithm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that comes, also where it is usual: vectors to some 0.01 of my own, gradients to half of the median norm."""
+    """Everything is clipped, even usual values: vectors to about 0.01 of the own one, gradients to half the median."""
     for name, value in {"UNKNOWN": 0.01, "REFUSED": 1e9, "LARGEST_NORM": 0.5, "NORMS_KEPT": 8}.items():
         monkeypatch.setattr(guard, name, value)
     outcome = simulate(lockstep("llama", rule="averaged"), tmp_path)
@@ -180,7 +180,7 @@ def test_a_rule_that_takes_from_all_computes_the_algorithm(
     assert report.deviations.keys() >= kinds
     assert max(report.deviations.values()) <= TOLERANCE
     lines = [(tmp_path / f"steps-{peer_id(0, replica)}.jsonl").read_text() for replica in range(REPLICAS)]
-    assert len(set(lines)) == REPLICAS, "each has its own microbatches"
+    assert len(set(lines)) == REPLICAS, "each replica has its own microbatches"
     other = manifest.model_copy(update={"outer": manifest.outer.model_copy(update={"rule": "diloco", "beta": 0.6})})
     with pytest.raises(AssertionError):
         replayed(other, tmp_path)
@@ -203,7 +203,7 @@ def test_a_run_with_a_narrow_wire_computes_the_algorithm(
 
 @pytest.mark.parametrize("codec", ["int4", *soak(["bfloat16", "int8"])])
 def test_a_run_with_narrow_outer_rounds_computes_the_algorithm(tmp_path: Path, codec: OuterCodec) -> None:
-    """N1 with the partner's vector as it was decoded: from two rounded ones, or on the lattice within a step."""
+    """N1 with the partner's vector as decoded: from two rounded vectors, or on the lattice within a step."""
     manifest = lockstep("llama", codec=codec)
     simulate(manifest, tmp_path)
     report = replayed(manifest, tmp_path)
@@ -229,9 +229,9 @@ def test_a_run_under_another_rule_computes_it(tmp_path: Path, rule: str, codec: 
 def test_a_round_of_gossip_lasts_until_the_vector_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: OuterCodec
 ) -> None:
-    """What is merged is the difference of the two when the pull began, however many rounds were due since then."""
+    """The merged difference is that of the two when the pull began, however many rounds have fallen due since then."""
     manifest = lockstep("llama", rule="gossip", codec=codec, inner_steps=1)
-    narrow(monkeypatch, 0.05)  # Of a lattice chunks are asked for again, rounds later.
+    narrow(monkeypatch, 0.05)  # in a lattice codec, chunks are requested again, rounds later
     hold_up(monkeypatch, 0.3)
     outcome = simulate(manifest, tmp_path)
     report = replayed(manifest, tmp_path)
@@ -244,7 +244,7 @@ def test_a_round_of_gossip_lasts_until_the_vector_is_there(
 
 
 def narrow(patch: pytest.MonkeyPatch, safety: float) -> None:
-    """Bounds that are too small, so that chunks come wrong."""
+    """Make bounds too small, so that chunks arrive wrong."""
     patch.setattr(lattice_pull, "SAFETY", safety)
 
 
@@ -262,7 +262,7 @@ def test_chunks_that_come_wrong_are_asked_for_again(
 
 
 def test_a_peer_that_has_let_go_of_its_round_is_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for again comes of another round: half of one vector and half of another would be merged."""
+    """The repeated chunks are of another round: half of one vector and half of another would be merged."""
     narrow(monkeypatch, 0.05)
     right = SimTransport.fetch_snapshot
 
@@ -277,7 +277,7 @@ def test_a_peer_that_has_let_go_of_its_round_is_not_merged(tmp_path: Path, monke
 
 
 def no_digest(patch: pytest.MonkeyPatch) -> None:
-    """Values that are too far away come wrong, and are merged."""
+    """Values that are too far away arrive wrong, and are merged."""
     narrow(patch, 0.05)
     right = LatticeCodec._gap
     patch.setattr(LatticeCodec, "_gap", lambda self, *a: right(self, *a).clamp(min=1 - self._levels))
@@ -285,7 +285,7 @@ def no_digest(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_asked_again(patch: pytest.MonkeyPatch) -> None:
-    """Of a chunk that came wrong, the replica's own values are merged."""
+    """If a chunk arrived wrong, the replica's own values are merged in its place."""
     right = LatticePull.take
     narrow(patch, 0.05)
 
@@ -332,7 +332,7 @@ def gamma_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_from_another_path(patch: pytest.MonkeyPatch) -> None:
-    """One reply is applied to the microbatch that came after the one it belongs to."""
+    """One reply is applied to the microbatch after the one to which it belongs."""
     right, seen = TorchStage.backward, dict[str, Gradient]()
 
     def backward(self: TorchStage, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
@@ -344,7 +344,7 @@ def gradient_from_another_path(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost(patch: pytest.MonkeyPatch) -> None:
-    """One microbatch of one replica is noted and its gradients are not added."""
+    """One microbatch of one replica is recorded, but its gradients are not added."""
     right = GradientAccumulator.add
 
     def add(self: GradientAccumulator, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
@@ -366,7 +366,7 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def clip_over_the_whole_model(patch: pytest.MonkeyPatch) -> None:
-    """The norm takes in that of the other stage (two of them, of about the same size)."""
+    """The norm includes that of the other stage (there are two, of about the same size)."""
     right = GradientAccumulator.mean
     patch.setattr(GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
 
@@ -395,7 +395,7 @@ def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
 
 
 def progress_lost(patch: pytest.MonkeyPatch) -> None:
-    """What was trained while a round was open is thrown away."""
+    """Progress made while a round was open is thrown away."""
     patch.setattr(outer_update, "carried_over", lambda phi_after, theta, frozen: phi_after)
 
 
@@ -404,7 +404,7 @@ def progress_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def away_from_the_partner(patch: pytest.MonkeyPatch) -> None:
-    """The two of a pair are taken for each other."""
+    """The two replicas of a pair are mistaken for each other."""
     right = Gossip.merge
     patch.setattr(Gossip, "merge", lambda self, own, members, mine, lag: right(self, own, members[::-1], mine, lag))
 

@@ -1,6 +1,6 @@
-"""Vectors for which the line needs longer than an outer interval, and partners that leave while theirs are on the way.
+"""Vectors that take longer than an outer interval to send, and partners that leave while theirs are in transit.
 
-An inner step takes about 0.36 s and m is 6; a vector is as large as the case says, over 1,000 bytes/s.
+An inner step takes about 0.36 s and m is 6. The case determines the size of a vector; the line has 1,000 bytes/s.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def quick() -> Outcome:
 
 @pytest.mark.parametrize("intervals", [1.5, 2.5])
 def test_a_pull_that_takes_longer_than_an_interval_serves_a_later_round(quick: Outcome, intervals: float) -> None:
-    """Rounds end alone until it is there, then one merges it, a round or two old; nothing that was sent is lost."""
+    """Rounds end alone until it arrives; then one merges it, a round or two old. Nothing that was sent is wasted."""
     swarm = FaultySwarm(plan(intervals * interval_s(quick)))
     outcome = check(swarm)
     assert lost(swarm) == 0
@@ -63,7 +63,7 @@ def test_a_pull_that_takes_longer_than_an_interval_serves_a_later_round(quick: O
 
 @pytest.mark.parametrize("intervals", [1.5, 4.5])
 def test_a_round_of_gossip_lasts_as_long_as_its_pull(quick: Outcome, intervals: float) -> None:
-    """Rounds that are due meanwhile are frozen for others; each that is done merges, and nothing sent is lost."""
+    """Rounds that fall due meanwhile are only frozen for others. Each round done merges, and nothing sent is wasted."""
     slow = plan(intervals * interval_s(quick))
     fields = slow.manifest.model_dump() | {"outer": {"rule": "gossip", "inner_steps": M, "deadline_s": 100.0}}
     swarm = FaultySwarm(replace(slow, manifest=RunManifest.model_validate(fields)))
@@ -91,8 +91,8 @@ def test_the_deadline_ends_a_pull_and_nothing_else_does(quick: Outcome) -> None:
     assert lost(short) > 0
 
 
-def test_who_has_finished_stays_until_its_last_vector_has_arrived() -> None:
-    """One replica's line is slow: without the stay it would be gone 12 s after its end, `linger_s`."""
+def test_a_node_that_has_finished_stays_until_its_last_vector_has_arrived() -> None:
+    """One replica's line is slow. If it did not stay, it would leave 12 s (`linger_s`) after its end."""
     slow = SlowLine(Link(0.01, bytes_per_s=1000.0), pair=("s1r0", "s1r1"), pair_bytes_per_s=50.0)
     swarm = FaultySwarm(replace(plan(1.0, steps=M), geography=slow))
     outcome = check(swarm)

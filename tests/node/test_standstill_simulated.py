@@ -1,4 +1,4 @@
-"""Nodes that stand still against their will, because their machine sleeps or their process is stopped."""
+"""Nodes that stand still because their machine sleeps or their process is stopped."""
 
 import pytest
 from elastic import config_for, manifest_for
@@ -50,7 +50,7 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId) -> None:
     [came] = outcome.trace.of("resumed")
     assert (came.peer, came.get("source")) == (peer, "peer")
     assert WOKEN_S < came.at_s < WOKEN_S + 5.0
-    # It ends the step under way, and begins no other.
+    # It finishes the step under way, and starts no other.
     assert len(between(outcome, "inner_step", peer, WOKEN_S, came.at_s)) <= 1
     assert not between(outcome, "outer_round", peer, WOKEN_S, came.at_s)
     assert not outcome.trace.of("warning", peer)
@@ -66,7 +66,7 @@ def copied_before_it_went_on(outcome: Outcome, peer: PeerId) -> None:
         *soak([("s0r1", "random"), ("s1r1", "balanced"), ("s2r0", "random")]),
     ],
 )
-def test_who_stood_still_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
+def test_a_node_that_stood_still_while_others_trained_copies_one_before_it_goes_on(peer: PeerId, routing: str) -> None:
     swarm = stopped(stop(peer), replicas=(2, 2, 2), routing=routing)
     copied_before_it_went_on(check(swarm), peer)
 
@@ -75,7 +75,7 @@ def test_who_stood_still_while_others_trained_copies_one_before_it_goes_on(peer:
 def test_what_it_heard_before_its_machine_slept_does_not_make_the_others_seem_too_far_ahead(
     peer: PeerId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop's clock does not count the time in which the machine sleeps, so old answers seem to be new."""
+    """The loop's clock does not advance while the machine sleeps, so old answers seem new."""
     monkeypatch.setattr(exchanges, "LIFETIMES", 1e9)
     copied_before_it_went_on(check(stopped(stop(peer))), peer)
 
@@ -119,7 +119,7 @@ def test_the_last_replica_of_a_stage_goes_on_with_what_it_has(replicas: tuple[in
 
 
 @pytest.mark.parametrize("slept", [("s0r1", "s1r0"), ("s1r0", "s1r1")])
-def test_those_who_slept_together_copy_who_has_trained_on(slept: tuple[PeerId, ...]) -> None:
+def test_nodes_that_slept_together_copy_one_that_has_trained_on(slept: tuple[PeerId, ...]) -> None:
     outcome = check(stopped(stop(*slept), replicas=(2, 3)))
     came = {h.peer: str(h.get("peer")) for h in outcome.trace.of("resumed")}
     assert sorted(came) == sorted(slept)

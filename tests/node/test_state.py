@@ -1,4 +1,4 @@
-"""State has owners: what a node knows of itself and of the swarm is changed by its owner's methods only."""
+"""State has owners: what a node knows about itself and the swarm is changed only by its owner's methods."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import noloco_p2p
 
 NODE = Path(noloco_p2p.__file__).parent / "node"
 OWNED = ("node", "swarm", "waits", "state")
-"""Names under which duties hold a NodeState, a Membership and Waits."""
+"""Names under which duties hold a NodeState, a Membership, and Waits."""
 
 
 def written_from_outside(source: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The donor: one frozen copy for all who ask at about the same time, at most two, dropped after its last user."""
+"""The donor: callers at about the same time share a frozen copy; there are at most two; unused copies are dropped."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,13 +18,13 @@ from noloco_p2p.sim.virtual_time import run
 
 CAPTURE_S = 0.5
 M = 10
-"""Inner steps of an outer interval."""
+"""Inner steps per outer interval."""
 
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 
 
 class FakeStage:
-    """Freezes nothing, but counts how often it was asked to."""
+    """Freezes nothing, but counts how often it is asked to."""
 
     state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN)
 
@@ -73,12 +73,12 @@ def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
     run(main(), limit_s=1000)
 
 
-def test_all_who_ask_at_about_the_same_time_share_one_copy() -> None:
+def test_callers_at_about_the_same_time_share_one_copy() -> None:
     async def scenario(place: Place) -> None:
         first = await asyncio.gather(*(place.ask(reads_s=1.0) for _ in range(5)))
         later = await place.ask()
         assert all(state is first[0] for state in [*first, later])
-        assert place.stage.captures == 1, "also when they asked before the first copy was there"
+        assert place.stage.captures == 1, "even if they ask before the first copy exists"
         assert (first[0].round, first[0].step, first[0].inner_steps) == (2, 25.0, 25)
         assert [kind for kind, _ in place.events] == ["info"]
 
@@ -90,12 +90,12 @@ def test_a_copy_is_dropped_some_time_after_its_last_user() -> None:
         reading = asyncio.create_task(place.ask(reads_s=3 * KEPT_S))
         state = await place.ask()
         await asyncio.sleep(2 * KEPT_S)
-        assert await place.ask(state.number) is state, "somebody still reads it"
+        assert await place.ask(state.number) is state, "a caller still reads it"
         await reading
         await asyncio.sleep(KEPT_S - 0.1)
-        assert await place.ask(state.number) is state, "whoever was cut off comes back for the rest"
+        assert await place.ask(state.number) is state, "a caller whose transfer broke off returns for the rest"
         await asyncio.sleep(KEPT_S - 0.1)
-        assert await place.ask(state.number) is state, "each use keeps it anew"
+        assert await place.ask(state.number) is state, "each use extends its life"
         await asyncio.sleep(KEPT_S + 0.1)
         with pytest.raises(Declined, match=str(state.number)):
             await place.ask(state.number)
@@ -129,7 +129,7 @@ def test_only_a_node_with_trained_weights_lends(state: str) -> None:
     at(scenario)
 
 
-def test_a_copy_that_lags_behind_is_for_those_who_have_begun_it() -> None:
+def test_a_copy_that_lags_behind_is_only_for_callers_that_have_begun_it() -> None:
     async def scenario(place: Place) -> None:
         old = await place.ask()
         reading = asyncio.create_task(place.ask(old.number, reads_s=5.0))
@@ -153,7 +153,7 @@ def test_there_are_never_more_than_two_copies() -> None:
             place.step_on(3 * M)
         readers = [asyncio.create_task(place.ask(state.number, reads_s=5.0)) for state in states]
         await asyncio.sleep(0.1)
-        assert await place.ask() is states[1], "both are in use: the newer one must do"
+        assert await place.ask() is states[1], "both are in use, so the newer one must do"
         readers[0].cancel()
         await asyncio.sleep(0.1)
         third = await place.ask()
@@ -166,7 +166,7 @@ def test_there_are_never_more_than_two_copies() -> None:
     at(scenario)
 
 
-def test_who_leaves_during_the_capture_takes_it_from_nobody() -> None:
+def test_a_caller_that_leaves_during_the_capture_takes_it_from_nobody() -> None:
     async def scenario(place: Place) -> None:
         first = asyncio.create_task(place.ask())
         second = asyncio.create_task(place.ask())
@@ -178,7 +178,7 @@ def test_who_leaves_during_the_capture_takes_it_from_nobody() -> None:
     at(scenario)
 
 
-def test_who_waits_for_a_copy_of_a_node_that_ends_or_moves_is_told_so() -> None:
+def test_a_caller_that_waits_for_a_copy_gets_declined_if_the_node_ends_or_moves() -> None:
     async def scenario(place: Place) -> None:
         asking = [asyncio.create_task(place.ask()) for _ in range(2)]
         await asyncio.sleep(CAPTURE_S / 2)

@@ -1,7 +1,7 @@
-"""Adverts of nodes that are not there, in swarms of real nodes under virtual time: nothing is lost by them, nobody
-waits for them, and the run ends when it has ended (ARCHITECTURE.md, "What a stranger can do").
+"""Adverts of nodes that do not exist, in swarms of real nodes under virtual time: nothing is lost because of them, no
+node waits for them, and the run ends when it should (ARCHITECTURE.md, "What a stranger can do").
 
-A stranger is an advert that is renewed as others are, and an address at which nobody answers.
+A stranger is an advert that is renewed like others, with an address at which nobody answers.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def stranger(name: str, stage: int, state: str = "training", **claims: object) -
 
 
 def swarm_with(plan: SimPlan, *strangers: Advert, from_s: float = 0.0, until_s: float = 60.0) -> FaultySwarm:
-    """A swarm in whose directory these adverts are, from one time to another."""
+    """A swarm whose directory has these adverts from `from_s` until `until_s`."""
     swarm = FaultySwarm(plan)
 
     def publish(at_s: float) -> None:
@@ -54,7 +54,7 @@ def swarm_with(plan: SimPlan, *strangers: Advert, from_s: float = 0.0, until_s: 
 
 
 def fast(names: str, stage: int) -> list[Advert]:
-    """Replicas that claim to train, at a million microbatches per second."""
+    """Adverts of replicas that claim to train a million microbatches per second."""
     return [
         stranger(name, stage, microbatches_per_s=1e6, capacity_per_s=1e6, outer_round=2, settled=True) for name in names
     ]
@@ -72,7 +72,7 @@ def test_guardians_keep_what_they_hold_though_three_claim_to_train() -> None:
     outcome = check(swarm)
     [resumed] = outcome.trace.of("resumed", "s1r1")
     assert resumed.get("source") == "guardian"
-    assert resumed.number("round") >= 2, "it was pulled after the strangers came, too"
+    assert resumed.number("round") >= 2, "weights were also pulled after the strangers came"
 
 
 def test_a_last_replica_that_leaves_hands_over_though_others_claim_to_train() -> None:
@@ -98,8 +98,8 @@ def test_nobody_moves_away_from_a_stage_because_of_claims() -> None:
     {"state": "training", "outer_round": 10**6, "step": 1e7},
     {"state": "training"},
 ])  # fmt: skip
-def test_recovery_waits_for_nobody_who_is_only_listed(lie: dict[str, object]) -> None:
-    """The only stage is lost with its disks, and has no guardian: it begins anew."""
+def test_recovery_does_not_wait_for_peers_that_are_only_listed(lie: dict[str, object]) -> None:
+    """The only stage is lost together with its disks, and has no guardian: it starts over."""
     lies = stranger("x", 0, **lie)  # type: ignore[arg-type]
     swarm = swarm_with(plan_of((1,), steps=STEPS), lies, from_s=3.0, until_s=300.0)
     swarm.at(5.0, lambda: swarm.crash("s0r0"))
@@ -123,7 +123,7 @@ def test_a_run_that_was_stopped_goes_on_though_strangers_hold_newer_weights() ->
 
 @pytest.mark.parametrize("state", ["finished", "left"])
 def test_one_advert_does_not_end_the_run(state: str) -> None:
-    """Stage 0 is gone for a while: a later stage that took the word of a stranger would end without it."""
+    """Stage 0 is gone for a while. A later stage that believed a stranger would end without it."""
     plan = plan_of((1, 1), steps=60, start_replicas=1)
     swarm = swarm_with(plan, stranger("x", 0, state, step=60.0, outer_round=15, evaluated=True), until_s=13.0)
     swarm.at(4.0, lambda: swarm.bounce("s0r0", TTL_S + 3.0))
@@ -148,11 +148,12 @@ def test_clocks_that_are_only_listed_move_no_clock() -> None:
     outcome = check(swarm_with(plan, *lies, from_s=2.0, until_s=6.0))
     quiet = check(FaultySwarm(plan))
     longest = max(one.inner_steps for one in quiet.processes)
-    assert all(one.inner_steps > longest / 3 for one in outcome.processes), "else the clock has jumped to the end"
+    assert all(one.inner_steps > longest / 3 for one in outcome.processes), "otherwise the clock has jumped to the end"
 
 
 def test_a_label_counts_as_far_as_its_origin_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One origin of two labels its microbatches with a step far ahead: later stages jumped to the end of the run."""
+    """One of two origins labels its microbatches with a step far ahead. Later stages once jumped to the end of the
+    run."""
     propagate, plan = SimTransport.propagate, plan_of((2, 2), steps=60)
 
     async def forged(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
@@ -189,7 +190,8 @@ def test_a_donor_that_says_it_has_come_further_than_anybody_can_is_not_believed(
 
 
 def test_rounds_find_a_partner_among_sixty_mates_that_are_only_listed() -> None:
-    """Pairs are drawn over all that are listed; who finds nobody there goes to a mate that gave before."""
+    """Pairs are drawn from all that are listed; if the partner does not answer, a mate that delivered before is
+    asked."""
     lies = [stranger(f"x{i:02}", 0, outer_round=3, settled=True) for i in range(60)]
     outcome = check(swarm_with(plan_of((4,), steps=60), *lies, from_s=9.0, until_s=200.0))
     results = [event.get("result") for event in outcome.trace.of("outer_round") if event.at_s > 15.0]
@@ -215,11 +217,11 @@ def test_a_replica_that_is_always_busy_is_waited_for_as_long_as_an_outer_round_m
     assert steps(outcome) == {STEPS}
     done = sorted(event.at_s for event in outcome.trace.of("microbatch") if event.peer.startswith("s0"))
     stalls = [later - earlier for earlier, later in pairwise(done) if later - earlier > 2.0]
-    assert len(stalls) <= 1, "once it is known, nobody waits for it"
+    assert len(stalls) <= 1, "once it is known, no node waits for it"
 
 
 def test_only_the_stage_before_is_heard() -> None:
-    """With nodes that come, go and move, one that calls from elsewhere, and one that nobody knows."""
+    """With nodes that join, leave and move, one that calls from another stage, and one that is unknown."""
     plan = plan_of((2, 2, 2), steps=STEPS)
     swarm, heard = FaultySwarm(plan), dict[str, str]()
 
@@ -238,7 +240,7 @@ def test_only_the_stage_before_is_heard() -> None:
     swarm.at(7.0, lambda: swarm.crash("s1r0"))
     swarm.at(9.0, lambda: swarm.start(1, 2))
     outcome = check(swarm)
-    # Its own tensors are missing: that is asked after who calls.
+    # Its own tensors are missing, but the caller is checked first.
     assert heard == {"s1r0": "Violation"} | dict.fromkeys(("s0r0", "s2r1", "s2r0", "nobody"), "late")
     assert steps(outcome) == {STEPS}
 
@@ -247,13 +249,13 @@ REFRESH_S = 5.0
 
 
 def rarely_read(steps: int) -> SimPlan:
-    """A swarm that reads the membership as seldom as by default."""
+    """A swarm that reads the membership as rarely as by default."""
     return replace(plan_of((2, 2), steps=steps), config=config_for(directory={"ttl_s": 30.0, "refresh_s": REFRESH_S}))
 
 
 @pytest.mark.parametrize("at_s", [6.0, 7.3])
 def test_a_newcomer_of_stage_0_is_served_after_the_reading_that_its_first_call_brings(at_s: float) -> None:
-    """Without that reading it took up to `refresh_s`."""
+    """Without that reading it would take up to `refresh_s`."""
     swarm = FaultySwarm(rarely_read(25))
     swarm.at(at_s, lambda: swarm.start(0, 2))
     outcome = check(swarm)
@@ -265,7 +267,7 @@ def test_a_newcomer_of_stage_0_is_served_after_the_reading_that_its_first_call_b
 
 @pytest.mark.parametrize("every_s", [0.05, REFRESH_S + 0.6])
 def test_callers_that_nobody_lists_at_most_double_the_readings(every_s: float) -> None:
-    """However many there are. The second kind calls just after each reading that was due anyway."""
+    """However many callers there are. The second kind calls just after each reading that was due anyway."""
     swarm, until_s = FaultySwarm(rarely_read(45)), 28.0
 
     def call(number: int) -> None:

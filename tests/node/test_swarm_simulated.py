@@ -1,4 +1,4 @@
-"""Proofs 4 and 8 in the simulator: swarms of real nodes end by themselves, whatever the links and the speeds do."""
+"""Proofs 4 and 8 in the simulator: swarms of real nodes end on their own, whatever the links and speeds are."""
 
 import random
 from collections import Counter
@@ -55,7 +55,7 @@ def drawn(seed: int) -> SimPlan:
 
 
 def check_ended(plan: SimPlan, outcome: Outcome) -> None:
-    """Everybody ended by itself at `steps`, and no id counted twice at one replica."""
+    """All nodes ended on their own at `steps`, and no replica counted an id twice."""
     for one in outcome.processes:
         assert (one.state, one.step, one.error) == ("left", float(plan.manifest.steps), None), one.peer
         numbers = [number for number, _ in one.rounds]
@@ -78,7 +78,7 @@ def test_swarms_end_by_themselves_at_their_last_step(block: int) -> None:
 def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() -> None:
     for seed in range(20):
         plan = drawn(seed)
-        # So patient that nobody who is slow is taken for hung, and his work done again by another.
+        # Patient enough that no slow node is taken for hung and its work repeated by another.
         patient = NodeConfig(limits=LIMITS.model_copy(update={"patience_floor_s": 60.0, "microbatch_deadline_s": 60.0}))
         plan = replace(plan, link=replace(plan.link, reply_loss=0.0), config=patient)
         outcome = SimSwarm(plan).run(limit_s=600)
@@ -94,7 +94,7 @@ def test_without_losses_every_microbatch_counts_exactly_once_at_every_stage() ->
 def clock_plan(
     replicas: tuple[int, ...], *, view_age_steps: float = 0.0, slow: dict[str, float] | None = None
 ) -> SimPlan:
-    """m = 10 and steps of about a tenth of a second; views are that many steps old, besides the time between two."""
+    """m = 10 and steps of about a tenth of a second; views are that many steps old, plus the time between two."""
     manifest = manifest_for(replicas, steps=100, outer={"rule": "noloco", "inner_steps": 10, "deadline_s": 5.0})
     step_s = 0.105
     return SimPlan(
@@ -125,7 +125,7 @@ MORE_CLOCKS = {
 
 
 def lonely(outcome: Outcome) -> tuple[int, int]:
-    """(rounds that ended alone although the stage had a partner for them, rounds of stages with a partner at all)."""
+    """(rounds that ended alone although the stage had a partner for them, rounds of stages that had any partner)."""
     alone = total = 0
     for one in outcome.processes:
         if len(outcome.of_stage(one.stage)) < 2:
@@ -145,7 +145,7 @@ def test_the_clock_keeps_the_swarm_together(name: str) -> None:
     assert alone < 0.03 * total, f"{alone} of {total} rounds found no partner"
     first = counted(outcome, 0)
     for stage in range(1, len(plan.replicas)):
-        assert counted(outcome, stage) == first, "no gradient is lost to a repeated id"
+        assert counted(outcome, stage) == first, "no gradient is lost because an id repeats"
     if name.startswith("equal"):
         for one in outcome.of_stage(0):
             assert abs(one.inner_steps - 100) <= 5, f"{one.peer} took {one.inner_steps} inner steps for 100"

@@ -1,4 +1,4 @@
-"""What a node waits for: nothing waits unnamed, a wait is listed while it lasts and never after."""
+"""What a node waits for: every wait has a name, and is listed while it lasts and never after."""
 
 import ast
 import asyncio
@@ -26,12 +26,12 @@ PORT_CALLS -= {name for port in PORTS for name, f in vars(port).items() if not i
 PORT_CALLS |= {"make_stage", "make_batches"}
 RECEIVERS = ("world", "stage", "batches", "data", "transport", "directory", "checkpoints")
 COMPOSED = {"asyncio.gather", "asyncio.shield", "asyncio.TaskGroup", "asyncio.timeout"}
-"""They wait for tasks of the node's own, whose waits are named, or only bound a wait."""
+"""Exceptions: they wait for the node's own tasks, whose waits are named, or only bound a wait."""
 NAMING = (".waiting", ".computing")
 
 
 def unnamed(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of all that a file waits for outside a `with` that names it."""
+    """(line, what) of everything that a file awaits outside a `with` that names it."""
     tree = ast.parse(source)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)} | OWN
 
@@ -120,7 +120,7 @@ def test_an_unnamed_wait_is_found(line: str) -> None:
     )
 
 
-def test_waits_are_told_while_they_last() -> None:
+def test_waits_are_listed_while_they_last() -> None:
     async def story() -> None:
         waits, loop = Waits(), asyncio.get_running_loop()
         with waits.waiting("gradient", "s1r0", 5.0, ForMicrobatch("s0r0", 1)):
@@ -156,7 +156,7 @@ def test_an_operation_that_is_given_up_is_no_sign_of_the_device() -> None:
         assert (waits.operations, waits.stuck_s(loop.time())) == (1, 3.0)
         operations[2].cancel()
         await asyncio.wait(operations)
-        assert waits.stuck_s(loop.time()) == 0.0, "it has nothing to do"
+        assert waits.stuck_s(loop.time()) == 0.0, "it has no work"
 
     run(story())
 
@@ -179,7 +179,7 @@ def small() -> SimPlan:
 
 
 def statuses(swarm: SimSwarm, at: float) -> dict[str, Status]:
-    """The statuses of all nodes at a moment of a run, which goes on to its end."""
+    """The statuses of all nodes at one time of a run, which continues to its end."""
     found: dict[str, Status] = {}
 
     def ask() -> None:
@@ -202,7 +202,7 @@ def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
         assert status.since_step_s is not None
         assert status.since_step_s < 10 * status.step_took_s
         assert problem_line(status) is None
-        assert [w for w in status.waits if not w.idle], "somebody always waits for something"
+        assert [w for w in status.waits if not w.idle], "there is always some wait"
         since = [wait.since_s for wait in status.waits]
         assert since == sorted(since, reverse=True)
         for wait in status.waits:
@@ -211,11 +211,11 @@ def test_a_swarm_at_work_is_well_and_tells_where_it_stands() -> None:
     gradients = {(w.whom, w.why) for s in found.values() for w in s.waits if w.what == "gradient" and w.whom in found}
     served = {(peer, call.why) for peer, status in found.items() for call in status.serving}
     assert gradients, "stage 0 waits for gradients"
-    # What is on the wire just now is known to one side only.
+    # Only one side knows of what is on the wire at this moment.
     assert gradients & served
 
 
-def test_a_deserted_stage_is_named_by_whoever_waits_for_it() -> None:
+def test_a_deserted_stage_is_named_by_the_nodes_that_wait_for_it() -> None:
     swarm = SimSwarm(small())
     for peer in ("s1r0", "s1r1"):
         swarm.at(2.0, lambda peer=peer: swarm.bounce(peer, 38.0))  # type: ignore[misc]
