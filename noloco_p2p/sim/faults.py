@@ -22,8 +22,7 @@ from noloco_p2p.sim.transport import DESCRIBE_S
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
-"""How long messages must have got through before a node counts as reachable. A newcomer may decide on an answer that is
-as old as its longest wait for another one."""
+"""How long messages must have got through for a node to count as reachable: a newcomer may use an answer that old."""
 UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow", "stop")
 """Kinds whose end is recorded as an event of its own."""
 
