@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Priority = tuple[int, float, int]
-"""The lowest goes first."""
+"""The lowest value goes first."""
 Action = Callable[[], None]
 
 

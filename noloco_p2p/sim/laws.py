@@ -65,7 +65,7 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
         results, counted = process.microbatches, len(stages[0].counted)
         ended = results["done"] + results["nonfinite"] + results["dropped"]
         assert begun == ended, f"{process.peer} began {begun} microbatches, of which {ended} ended: {results}"
-        assert results["done"] == counted, f"{process.peer}: {results}, {counted} counted"
+        assert results["done"] == counted, f"{process.peer} counted {counted} microbatches, but {results}"
 
 
 def no_id_counted_twice(process: SimProcess) -> None:

@@ -100,7 +100,7 @@ class LinearStage:
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """See `ports.Stage`. Raises AssertionError if the weights have changed since the forward pass."""
         if gradient.grad.spec[1:] != self.state.gradient[1:]:
-            raise Violation(f"a gradient of {gradient.grad.spec}")
+            raise Violation(f"a gradient of {gradient.grad.spec}, not {self.state.gradient}")
         version, inputs = self._graphs.pop(graph)
         assert version == self.version, f"{microbatch}: forward with weights {version}, backward with {self.version}"
         grads = list(gradient.grad.data.cast("d"))
@@ -235,10 +235,10 @@ class LinearStage:
         """The B·T input values. Raises Violation if they have the wrong shape or are not finite."""
         if self._first:
             if inputs.spec[1:] != self._targets[1:]:
-                raise Violation(f"tokens of {inputs.spec}")
+                raise Violation(f"tokens of {inputs.spec}, not {self._targets[1:]}")
             return [TOKEN_SCALE * token for token in inputs.data.cast("i")]
         if inputs.spec[1:] != self.state.hidden[1:]:
-            raise Violation(f"hidden states of {inputs.spec}")
+            raise Violation(f"hidden states of {inputs.spec}, not {self.state.hidden}")
         values = list(inputs.data.cast("d"))
         if not all(map(isfinite, values)):
             raise Violation("hidden states that are not finite")
@@ -251,7 +251,7 @@ class LinearStage:
     def _errors(self, values: Sequence[float], targets: HostTensor) -> tuple[list[float], int]:
         """Gradient of the summed loss with respect to the outputs, and the number of targets that count."""
         if targets.spec[1:] != self._targets[1:]:
-            raise Violation(f"targets of {targets.spec}")
+            raise Violation(f"targets of {targets.spec}, not {self._targets}")
         wanted = list(targets.data.cast("i"))
         pairs = zip(self._outputs(values), wanted, strict=True)
         errors = [0.0 if target == IGNORED else value - TOKEN_SCALE * target for value, target in pairs]
