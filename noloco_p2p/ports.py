@@ -39,8 +39,7 @@ class Claim:
     """One call's claim to the body of an activation, which is sent once the peer asks for it, or at once."""
 
     take: Callable[[], bool]
-    """Called when the peer asks for the body: may it be sent there? False if another peer was faster; then this call is
-    over."""
+    """Called when the peer asks for the body: may it be sent there? False ends the call: another was faster."""
     left: Callable[[], None]
     """Called once all of the body has been sent."""
     replying: Callable[[], None] = lambda: None
@@ -219,8 +218,7 @@ class Stage(Protocol):
         pass is counted or kept."""
 
     def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
-        """Compare two gradients that were returned for the same data. Does not occupy the device. Raises Violation as
-        `backward` does."""
+        """Compare two gradients of the same data. Does not occupy the device. Raises Violation as `backward` does."""
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""
@@ -258,8 +256,7 @@ class Stage(Protocol):
         """
 
     def adopt(self, theirs: Snapshot) -> None:
-        """Start from a replica's weights alone: θ = θ_f; the rule and the optimizer start afresh. Raises the same
-        errors as `restore`."""
+        """Start from a replica's weights alone: θ = θ_f; rule and optimizer start afresh. Raises as `restore` does."""
 
     def capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
         """Freeze everything as it is now, except the inner step under way; later changes do not touch it."""

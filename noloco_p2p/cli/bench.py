@@ -101,8 +101,7 @@ def bench_monitoring(
     seconds: Annotated[float, typer.Option(metavar="X", min=5, help="Length of a window.")] = 15.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what monitoring costs a node's training. This is the cost of its instruments, and of the programs that
-    read them."""
+    """Measure what monitoring costs a node's training. Both the instruments and their readers count."""
     from noloco_p2p.lab.bench import monitoring
 
     _report(lambda: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
@@ -132,8 +131,7 @@ def bench_flood(
     ] = ("silent,handshakes,connections,streams,bodies"),
     as_json: Json = False,
 ) -> None:
-    """Measure what flooding one node costs the swarm. Strangers flood it with connections, handshakes, calls and slow
-    bodies."""
+    """Measure what flooding one node costs the swarm. Kinds: connections, handshakes, calls, slow bodies."""
     from noloco_p2p.lab.bench import flood
 
     plan = flood.FloodPlan.of(kinds, pairs, seconds)

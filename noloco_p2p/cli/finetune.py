@@ -45,8 +45,7 @@ def make_tasks(
     train: Annotated[int, Option(metavar="N", min=1, max=5000, help="Items per task for noloco finetune.")] = 2000,
     test: Annotated[int, Option(metavar="N", min=1, max=1000, help="Items per task for noloco eval --tasks.")] = 200,
 ) -> None:
-    """Make five small tasks for noloco finetune and noloco eval. They are addition, sorting, brackets, copying and
-    recall."""
+    """Make five small tasks for noloco finetune and noloco eval: addition, sorting, brackets, copying, recall."""
     from noloco_p2p.lab.made_tasks import TRAIN, write_tasks
 
     print(f"{out}: {TRAIN}, and for noloco eval the tasks {', '.join(write_tasks(out, seed, train, test))}, *_choice")

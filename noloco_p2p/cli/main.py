@@ -180,8 +180,7 @@ def evaluate_model(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Evaluate an exported model: loss, perplexity, bits per byte. Also prints the mean over its individual
-    replicas."""
+    """Evaluate an exported model: loss, perplexity, bits per byte. Also the mean over its individual replicas."""
     if tasks is not None:
         from noloco_p2p.launch import task_evaluation
 
@@ -205,8 +204,7 @@ def generate_text(
     seed: Annotated[int, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt with an exported model. Text is printed as it is generated; on a terminal without control
-    characters."""
+    """Continue a prompt with an exported model. Text appears as it is made; a terminal gets only printable text."""
     from noloco_p2p.launch.evaluation import run_generate
 
     def say(piece: str) -> None:

@@ -17,8 +17,7 @@ def write_report(
     out: Annotated[Path, Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
     csv: Annotated[Path | None, Option(metavar="FILE", help="Write the series as CSV, instead of a page.")] = None,
 ) -> None:
-    """Write a page about a run, or one that compares several. It reads the nodes' own files: also during a run, and
-    after kills."""
+    """Write a page about a run, or one that compares several. It reads files: also during a run or after kills."""
     from noloco_p2p.observe.report import page, series
 
     print(f"{csv}: {series.write(dir, csv):,} rows" if csv else f"{out}: {page.make(dir, out):,} bytes")
@@ -48,8 +47,7 @@ def watch(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object and exit.")] = False,
     interval: Annotated[float, Option(metavar="X", min=0.2, max=3600, help="Seconds between readings.")] = 2.0,
 ) -> None:
-    """Watch the whole swarm: stages, nodes, what each waits for. One sentence at the top says how the swarm is
-    doing."""
+    """Watch the whole swarm: stages, nodes, what each waits for. The sentence at the top says how it is doing."""
     from noloco_p2p.observe.top import run_top
 
     run_top(join or (), url, once=once, as_json=as_json, interval_s=interval)

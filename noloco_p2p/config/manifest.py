@@ -49,8 +49,7 @@ class DataSettings(Settings):
     """What the swarm trains on. Local paths are in the node's `data_files`."""
 
     kind: Literal["stdlib", "text", "c4", "parquet"] = "stdlib"
-    """`stdlib`: source of Python's standard library; `text`: text files; `c4`: rows of text; `parquet`: of token
-    ids."""
+    """`stdlib`: Python's own standard library; `text`: text files; `c4`: rows of text; `parquet`: rows of token ids."""
     dataset: HubName | None = None
     """Name of a data set on the Hugging Face hub, read as a stream; none: the node reads its `data_files`."""
     subset: HubName | None = None

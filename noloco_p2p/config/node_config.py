@@ -52,8 +52,7 @@ class LimitSettings(Settings):
     drain_s: Seconds = 20.0
     """Longest time that leaving takes, seconds: half for the microbatches in hand, the rest to hand over weights."""
     upload_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Cap on what this node sends over gRPC, Mbit/s averaged over any 10 s (DHT traffic does not count); none: no
-    cap."""
+    """Cap on what this node sends over gRPC, Mbit/s over any 10 s (DHT traffic does not count); none: no cap."""
     download_mbit_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Cap on what it receives, measured in the same way."""
     relay_mbit_per_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

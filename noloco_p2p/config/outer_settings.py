@@ -55,8 +55,7 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> "OuterSettings":
-        """Check that the codec suits the rule. Vectors that all replicas must merge alike may only be rounded to
-        nearest."""
+        """Check that the codec suits the rule: vectors that all must merge alike may only be rounded to nearest."""
         if self.update.common and self.codec not in ("full", "bfloat16"):
             raise ValueError(f"rule {self.rule} sends all replicas the same values: it needs codec full or bfloat16")
         if self.update.sparse and self.codec != "full":

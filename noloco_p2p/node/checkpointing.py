@@ -133,8 +133,7 @@ class Checkpointer:
         self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
 
     async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
-        """Write a checkpoint. A failure is reported, and the node trains on: the next checkpoint may fit on the
-        disk."""
+        """Write a checkpoint. A failure is reported, and the node trains on: the next checkpoint may fit."""
         node, state = self._node, checkpoint.state
         try:
             with node.waits.waiting("checkpoint", Resource.DISK, idle=True):

@@ -36,8 +36,7 @@ class MembershipLoop:
         self._readings = 0
 
     async def run(self) -> None:
-        """Announce and read, forever. Only this task uses the directory; everything else works with what it has
-        read."""
+        """Announce and read, forever. No other task uses the directory; all work with what this one has read."""
         while True:
             reading = self._reading_is_due()
             if self._has_news() or (self._node.chosen_stage is not None and self._renewal_is_due(reading)):

@@ -12,8 +12,7 @@ KEPT_ROUNDS, KEPT_STEPS = 2, 4
 """How many of the newest frozen rounds stay fetchable: KEPT_STEPS under a rule of gradients, because a newcomer's state
 is some steps old when it arrives."""
 GIVEN_ROUNDS = 3
-"""How many older rounds stay as well, if others recently pulled them in a codec with bounds and may ask for chunks
-again."""
+"""How many older rounds stay if others recently pulled them in a codec with bounds, and may need chunks again."""
 
 
 class FrozenRounds:

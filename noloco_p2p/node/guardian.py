@@ -84,8 +84,7 @@ class Guardian:
     # --- which stages -----------------------------------------------------------------------------------------------
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
-        """The guardians of a stage. Adverts alone never end guarding: more than GUARDED_REPLICAS must answer as
-        well."""
+        """The guardians of a stage. Adverts alone never end guarding: more than GUARDED_REPLICAS must answer."""
         node, listed = self._node, self._swarm.members.of_stage(stage, WITH_WEIGHTS)
         if len(listed) <= GUARDED_REPLICAS or stage == node.index:
             return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
@@ -233,8 +232,7 @@ class Guardian:
             self._node.event("guards", rounds={one.stage: one.round for one in held})
 
     def _drop(self) -> None:
-        """Forget weights that are safe with others, and those of this node's own stage, once it has the trained
-        ones."""
+        """Forget weights that are safe with others, and those of this node's own stage once it has trained ones."""
         node = self._node
         for stage in sorted(self._held):
             taken = stage == node.index and node.advert.state in membership.HOLDING

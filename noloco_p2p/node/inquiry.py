@@ -114,8 +114,7 @@ class Inquiry:
         return self.silent_s(peer) > LIFETIMES * self._node.config.directory.ttl_s
 
     def silent_s(self, peer: PeerId, since: float = -inf) -> float:
-        """How long, from `since` on, the peer has left requests unanswered while no microbatch of it arrived,
-        seconds."""
+        """For how many seconds since `since` requests to the peer went unanswered, and no microbatch of it arrived."""
         now = self._node.now()
         return min(self.exchanges.silent_s(peer, now=now, since=since), now - self._members.heard_at(peer))
 
@@ -136,7 +135,6 @@ class Inquiry:
         return [schedule.project(*clock, most) for clock in self._members.clocks(answering, now=node.now())]
 
     def ask_first_stage(self) -> None:
-        """While this node trains, ask a few stage-0 replicas whether they are at work, so that their clocks may
-        count."""
+        """While this node trains, ask a few stage-0 replicas if they are at work, so that their clocks may count."""
         if self._node.advert.state == "training":
             self.ask(self.few(self._members.of_stage(0, STAGE_0_AT_WORK)))

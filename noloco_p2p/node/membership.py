@@ -158,8 +158,7 @@ class Membership:
         return self._node.pausing and self.nobody_there()
 
     async def until_served(self) -> bool:
-        """Wait while a later stage is deserted and has no replica. False if none was deserted, or if this node leaves
-        or pauses."""
+        """Wait while a later stage has no replica. False if none was deserted, or this node leaves or pauses."""
         deserted = self._later_deserted()
         if self.run_ended or not deserted:
             return False

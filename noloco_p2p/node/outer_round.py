@@ -74,8 +74,7 @@ class OuterRounds:
         self._delivered: set[PeerId] = set()
         """Mates whose last pull returned a snapshot."""
         self.ahead: tuple[PeerId, ...] = ()
-        """Under a rule that takes from all: the replicas from which this one was found to differ in the newest
-        round."""
+        """Under a rule that takes from all: the replicas from which this one differed in the newest round."""
 
     async def freeze(self, round: int) -> FrozenRound:
         """Freeze what this replica offers in `round`, and keep it for others to pull."""
@@ -233,8 +232,7 @@ class OuterRounds:
         return PartnerChoice(mates, hidden, *chosen)
 
     async def _pull(self, mine: FrozenRound, choice: PartnerChoice, goes_on: bool) -> Pull:
-        """The partner's snapshot of the same round, otherwise its newest, otherwise another replica's, otherwise
-        none."""
+        """The partner's snapshot of the same round, else its newest, else another replica's, else none."""
         node, members = self._node, self._swarm.members
         mates, hidden, chosen, reason = choice
         if chosen is None:
@@ -278,8 +276,7 @@ class OuterRounds:
         return 2 * (median(took) if goes_on and took else self._step_busy_s)
 
     async def go_on_from(self, round: int) -> None:
-        """Continue with weights of `round` from elsewhere: forget the frozen rounds of the old weights, freeze the
-        new."""
+        """Continue with weights of `round` from elsewhere: forget the rounds frozen so far, and freeze this one."""
         await self.forget()
         self._node.update(outer_round=round)
         self.frozen.clear()

@@ -134,8 +134,7 @@ class WeightRestorer:
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:
-        """Take a lost stage's weights from a guardian (None: this node is one itself). The optimizer starts from
-        zero."""
+        """Take a lost stage's weights from a guardian (None: this node is one). The optimizer starts from zero."""
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
@@ -176,8 +175,7 @@ class WeightRestorer:
             raise Declined(f"the weights of {whose} are of round {round}, step {step:g}, which the run has not reached")
 
     def _clock_of_others(self) -> float:
-        """The median clock, in steps, of the peers that have trained weights and have answered: one liar cannot move
-        it."""
+        """The median clock, in steps, of the peers with trained weights that have answered: one liar cannot move it."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
         clocks = [a.step for a in self._swarm.inquiry.answering(listed, membership.TRAINED)]
         usual = schedule.clock_median(clocks)

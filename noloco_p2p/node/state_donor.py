@@ -121,8 +121,7 @@ class StateDonor:
         return copy
 
     async def _capture(self, number: int) -> ReplicaState:
-        """Capture the state. Its labels are read afterwards, because by then all device operations before the copy have
-        been counted."""
+        """Capture the state. Its labels are read afterwards: by then all device operations before it are counted."""
         node = self._node
         with node.waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)

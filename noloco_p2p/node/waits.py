@@ -60,8 +60,7 @@ class Waits:
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
         """Calls of peers that this node is serving: (caller, on whose behalf, since when)."""
         self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
-        """The conditions of `until`. They are evaluated here, so that a pulse wakes only the tasks that may
-        continue."""
+        """The conditions of `until`. They are evaluated here, so that a pulse wakes only tasks that may continue."""
         self._check: asyncio.Handle | None = None
         self.operations = 0
         """Number of device operations that have ended."""
@@ -180,8 +179,7 @@ async def to_the_end(awaitable: Awaitable[R]) -> R:
 
 
 def _may_hold(condition: Callable[[], bool]) -> bool:
-    """Whether the condition holds. Also True if it raises: it raises again in the waiting task, which should get the
-    error."""
+    """Whether the condition holds. Also True if it raises, because the waiting task should get the error."""
     try:
         return condition()
     except Exception:  # noqa: BLE001 - see above

@@ -174,8 +174,7 @@ def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
 
 
 def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
-    """A microbatch is counted and saved, but its reply is lost. After a crash and a restart, the same one arrives
-    again."""
+    """A microbatch is counted and saved, but its reply is lost. After a crash, the same one arrives again."""
     plan = plan_of((1, 1), steps=12)
     undisturbed = check(FaultySwarm(plan))
     third, saved = times(undisturbed, "inner_step", "s1r0")[2], times(undisturbed, "checkpoint", "s1r0")[0]

@@ -1,5 +1,4 @@
-"""The frozen rounds that a replica keeps: a round that is being sent to a peer stays until it can be requested
-again."""
+"""The frozen rounds that a replica keeps: one that is being sent stays until it can be requested again."""
 
 import asyncio
 from types import SimpleNamespace

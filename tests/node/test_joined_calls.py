@@ -37,8 +37,7 @@ Call = asyncio.Task[Gradient]
 def run_with_a_lost_body(
     patch: pytest.MonkeyPatch, meanwhile: Callable[[Call, Serve], Coroutine[Any, Any, R]]
 ) -> tuple[R, Outcome]:
-    """The body of the first call never comes. `meanwhile` gets that call, and a function that serves its microbatch
-    again."""
+    """The body of the first call never comes. `meanwhile` gets that call, and a way to serve its microbatch again."""
     right, begun, found = MicrobatchServer.propagate, list[Call](), list[R]()
 
     async def propagate(server: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:

@@ -1,5 +1,4 @@
-"""Swarms that have lost all nodes of a stage for good, under virtual time: the remaining nodes continue without
-them."""
+"""Swarms that have lost all nodes of a stage for good, under virtual time: the others continue without them."""
 
 from collections.abc import Callable
 from dataclasses import replace

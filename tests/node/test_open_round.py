@@ -154,8 +154,7 @@ def test_a_partner_that_is_late_is_waited_for_by_the_pull_only() -> None:
 
 
 def test_a_round_that_is_open_when_the_next_is_due_ends_late_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does one that is open at the last round, which is waited for; later stages have time until stage 0 has
-    ended."""
+    """So does one that is open at the last round, which is waited for; later stages wait until stage 0 has ended."""
     hold_up(monkeypatch, 7.0)
     outcome = check(FaultySwarm(plan(steps=18)))
     for process in outcome.processes:

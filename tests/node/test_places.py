@@ -1,5 +1,4 @@
-"""There are as many microbatches in flight as places, at stage 0 and at later stages, and nothing stalls because of
-it."""
+"""As many microbatches are in flight as there are places, at all stages, and nothing stalls because of it."""
 
 from collections.abc import Callable
 

@@ -247,8 +247,7 @@ def test_a_node_that_comes_back_to_stage_0_reads_on_where_it_was() -> None:
 
 
 def test_a_node_that_comes_back_to_a_lost_stage_has_its_own_checkpoint() -> None:
-    """A stage with this many replicas has no guardians. Before, after a crash of all others, it used initial
-    weights."""
+    """A stage with this many replicas has no guardians. Once, after a crash of all others, it used initial weights."""
     swarm, peer = moving(FaultySwarm(plan_of((3, 4), steps=40)), "s1r0", (8.0, 0), (12.0, 1)), "s1r0"
     for other in ("s1r1", "s1r2", "s1r3"):
         swarm.at(11.0, lambda other=other: swarm.crash(other))  # type: ignore[misc]

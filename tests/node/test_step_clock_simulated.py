@@ -16,8 +16,7 @@ CASES = [(0.1, 1), *soak([(0.1, 2), (0.1, 3), (0.012, 1), (0.012, 2), (0.012, 3)
 
 @pytest.mark.parametrize(("microbatch_s", "seed"), CASES)
 def test_a_run_takes_as_many_inner_steps_as_it_has_steps(microbatch_s: float, seed: int) -> None:
-    """Here there is a round after every step, and adverts come every half second, in which fast nodes take ten
-    steps."""
+    """Here a round follows every step, and adverts come every half second, in which fast nodes take ten steps."""
     replicas, steps = (2, 2), 200
     outer = OuterSettings(rule="gossip", inner_steps=1)
     manifest = manifest_for(replicas, steps=steps, microbatches_per_step=4, outer=outer, routing="random", seed=seed)

@@ -152,8 +152,7 @@ def test_clocks_that_are_only_listed_move_no_clock() -> None:
 
 
 def test_a_label_counts_as_far_as_its_origin_can_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two origins labels its microbatches with a step far ahead. Later stages once jumped to the end of the
-    run."""
+    """One of two origins labels its microbatches with a step far ahead. Later stages once jumped to the run's end."""
     propagate, plan = SimTransport.propagate, plan_of((2, 2), steps=60)
 
     async def forged(self: SimTransport, peer: Advert, activation: Activation, claim: Claim = ALONE) -> Gradient:
@@ -190,8 +189,7 @@ def test_a_donor_that_says_it_has_come_further_than_anybody_can_is_not_believed(
 
 
 def test_rounds_find_a_partner_among_sixty_mates_that_are_only_listed() -> None:
-    """Pairs are drawn from all that are listed; if the partner does not answer, a mate that delivered before is
-    asked."""
+    """Pairs are drawn from all that are listed; if the partner is silent, a mate that delivered before is asked."""
     lies = [stranger(f"x{i:02}", 0, outer_round=3, settled=True) for i in range(60)]
     outcome = check(swarm_with(plan_of((4,), steps=60), *lies, from_s=9.0, until_s=200.0))
     results = [event.get("result") for event in outcome.trace.of("outer_round") if event.at_s > 15.0]

@@ -15,8 +15,7 @@ from safetensors import safe_open
 Manifest = dict[str, Any]
 Route = tuple[str, ...]
 LASTING = ("gossip",)
-"""Rules under which a round stays open until the partner's vector arrives, even when other rounds fall due
-meanwhile."""
+"""Rules under which a round stays open until the partner's vector arrives, even when others fall due meanwhile."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -81,8 +81,7 @@ class OpenRound:
 
 @dataclass
 class Twin:
-    """One simulated replica: a whole model, of which it uses one stage, its optimizer, and φ and δ by parameter
-    name."""
+    """One simulated replica: a whole model, of which it uses one stage, its optimizer, and φ and δ by name."""
 
     peer: str
     stage: int

@@ -132,8 +132,7 @@ def troubled(report: Report, name: str, message: str) -> Report:
 
 
 def gradient_of(stage: int, replica: int, counter: int, since_s: float) -> tuple[Wait, ...]:
-    """The two waits of a node that has sent a microbatch on: for any replica of the stage, and for the one it
-    called."""
+    """The two waits of a node that has sent a microbatch on: for any replica of the stage, and for the one called."""
     return (
         wait("gradient", AnyReplica(stage), since_s + 1, None, why(counter)),
         wait("gradient", peer(stage, replica), since_s, 60.0, why(counter)),

@@ -25,6 +25,5 @@ def at_most(seconds: float) -> float:
 
 
 def in_time(took_s: float, seconds: float) -> bool:
-    """Whether it took less than `seconds`, or less than those scaled to this machine, which is measured only if
-    needed."""
+    """Whether it took less than `seconds`, if need be scaled to this machine, which is measured only then."""
     return took_s < seconds or took_s < at_most(seconds)

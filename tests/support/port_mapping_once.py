@@ -1,5 +1,4 @@
-"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings, and prints the addresses, or why
-not."""
+"""Maps ports 5001 and 5009 at the home router, renews and removes the mappings; prints addresses, or why not."""
 
 import asyncio
 import sys

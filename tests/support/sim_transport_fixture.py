@@ -1,5 +1,4 @@
-"""Two nodes of a simulated network, one of which answers as a test tells it; for the tests of the simulated
-transport."""
+"""Two nodes of a simulated network, one of which answers as a test tells it; for tests of its transport."""
 
 import asyncio
 from array import array

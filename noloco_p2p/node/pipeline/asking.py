@@ -52,8 +52,7 @@ class Asking:
         return True
 
     def begin(self) -> Callable[[], None]:
-        """Count one more body. Call the returned function when the body has been sent or never will be; further calls
-        have no effect."""
+        """Count one more body. Returns an idempotent function to call when the body was sent or never will be."""
         key = object()
         self._asked[key] = None
 

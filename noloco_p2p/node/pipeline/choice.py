@@ -60,8 +60,7 @@ class Choice(NamedTuple):
     header_first: bool = False
     """Whether only the header is sent at first; the replica that asks for the body first gets it."""
     patient: bool = True
-    """Whether they may keep the header in their queue. If there are other replicas to ask, Busy is the better
-    answer."""
+    """Whether they may queue the header. False if there are other replicas to ask: then Busy is the better answer."""
 
 
 class StepCandidates(NamedTuple):

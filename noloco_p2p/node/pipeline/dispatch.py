@@ -120,8 +120,7 @@ class Dispatcher:
             self._transport.warm(self._choice.expected(origin), self._node.stage.state.hidden.nbytes)
 
     async def evaluate(self, task: StageInput, left_s: float | None = None) -> LossSum:
-        """The loss of a held-out microbatch. Raises Declined if no replica evaluated it in time, or if this node has
-        moved."""
+        """The loss of a held-out microbatch. Raises Declined if nobody evaluated it in time, or if this node moved."""
         if self.given_up:
             raise Declined(f"{self._node.replica} held another stage when this microbatch was sent")
         with self._node.waits.computing("evaluation", for_microbatch(task.microbatch)):

@@ -1,5 +1,4 @@
-"""Finds out whether this node or its peers are at fault when many results in a row are not finite (ARCHITECTURE.md, "A
-microbatch")."""
+"""Finds out whose fault it is when many results in a row are not finite (ARCHITECTURE.md, "A microbatch")."""
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError

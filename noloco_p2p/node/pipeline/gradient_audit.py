@@ -1,5 +1,4 @@
-"""Sends the same data over two routes now and then, to find replicas that return wrong gradients (ARCHITECTURE.md, "The
-same data twice")."""
+"""Compares gradients of the same data from two routes (ARCHITECTURE.md, "The same data twice")."""
 
 from typing import NamedTuple
 

@@ -185,8 +185,7 @@ class MicrobatchServer:
         self._node.waits.pulse()
 
     async def _wait(self, call: _ServedCall, body: Body) -> Gradient:
-        """One caller's wait. The call is cancelled when its last caller is gone, or the caller still sending its
-        body."""
+        """One caller's wait. The call is cancelled when its last caller is gone, or the one still sending the body."""
         assert call.task is not None
         call.callers += 1
         try:
