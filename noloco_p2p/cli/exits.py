@@ -61,8 +61,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process and no half-written
-    directory
-    is left behind.
+    directory is left behind.
 
     A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     """

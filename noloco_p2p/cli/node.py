@@ -77,8 +77,7 @@ def node(
 
 def _ran(options: "NodeOptions", json_lines: bool, *, first: bool) -> bool:
     """Run the node until it ends. Returns False if its directory belongs to another run, and was merely the `first`
-    that
-    was free."""
+    that was free."""
     from noloco_p2p.launch import run_files
     from noloco_p2p.launch.compose import run_to_end
 

@@ -93,8 +93,7 @@ class InnerSettings(Settings):
     @model_validator(mode="after")
     def _check(self) -> "InnerSettings":
         """Check that Adam's steps are bounded. Otherwise the mean of gradients that come and go, such as an
-        embedding's,
-        would be divided by almost nothing."""
+        embedding's, would be divided by almost nothing."""
         if self.beta1 and self.beta2 <= self.beta1**2:
             least = f"beta1 squared, {self.beta1**2:.4g}"
             raise ValueError(f"beta2 {self.beta2:g} leaves AdamW's steps unbounded: it must be greater than {least}")

@@ -77,8 +77,7 @@ class OuterSettings(Settings):
 
     def vector_bytes(self, parameters: int, dtype: str) -> int:
         """Bytes of another replica's vector and of the request for it, for a stage with `parameters` parameters
-        computed
-        in `dtype`."""
+        computed in `dtype`."""
         rule = self.update
         kept = kept_of(parameters) if rule.sparse else None
         return partner_bytes(self.codec, parameters, vector_size(rule, parameters), dtype, kept)

@@ -1,6 +1,5 @@
 """A small internet in network namespaces: public hosts, and hosts behind all kinds of gateways. It needs Linux, root
-and
-iptables.
+and iptables.
 
 Its addresses are public ones, but they lead nowhere else: no namespace is connected to the real internet.
 """

@@ -261,8 +261,7 @@ async def pair(
     node: Node, mine: Events | None = None, theirs: Events | None = None, *, limits: LimitSettings | None = None
 ) -> AsyncIterator["Pair"]:
     """Transport A, and transport B, which serves `node` and is known to be near; both with these limits, and both
-    closed
-    at the end."""
+    closed at the end."""
     a, b = transport("A", mine, limits=limits), transport("B", theirs, limits=limits)
     a.line.answered("B", 0.0)
     await b.serve(node)

@@ -242,9 +242,7 @@ class MicrobatchServer:
             return await body()
 
     async def _await_place(self, event: asyncio.Event, header: Header, what: str) -> None:
-        """Wait in line while this node's device makes progress. Otherwise raises Busy before the caller considers this
-        node
-        hung."""
+        """Wait in line while this node's device makes progress; raises Busy before the caller considers it hung."""
         longest_s, why, waits = WAIT_SHARE * header.time_left_s, for_microbatch(header.microbatch), self._node.waits
         with waits.waiting(what, Resource.INNER_STEP, longest_s, why):
             while not event.is_set():
