@@ -127,10 +127,10 @@ def from_microbatch(message: pb.MicrobatchId) -> MicrobatchId:
     return MicrobatchId(message.peer, message.incarnation, message.counter)
 
 
-def to_activation(activation: Activation, message_bytes: int = wire.PACK_BYTES, *, head_alone: bool) -> Iterator[bytes]:
+def to_activation(activation: Activation, *, head_alone: bool) -> Iterator[bytes]:
     """The messages of an activation: with `head_alone` the header comes before the tensors in its own message,
     otherwise in the first message with tensors."""
-    return streamed(*_head_and_frames(activation), message_bytes, head_alone=head_alone)
+    return streamed(*_head_and_frames(activation), wire.PACK_BYTES, head_alone=head_alone)
 
 
 def announced(
