@@ -115,7 +115,7 @@ class RunTrust:
             role: Role = "observer" if found[2] else "member"
             if self.name_of(peer_id, role) == name:
                 return peer_id, role
-        raise Violation("the name in the certificate is not that of a peer of this run")
+        raise Violation("the name in the certificate is not the name of a peer of this run")
 
     def membership(self, chain: bytes) -> CertifiedPeer:
         """The contents of a chain, PEM: the certificate of a member or observer, then its issuer's.

@@ -94,8 +94,8 @@ class PrometheusTelemetry(Collector):
         self._watchdog.start()
 
     def measure_memory(self, memory: Callable[[], tuple[int, int]] | None) -> None:
-        """Report the device's memory: `memory` returns used and total bytes, from any thread. None stands for the CPU,
-        whose memory is that of this process."""
+        """Report the device's memory: `memory` returns used and total bytes, from any thread. None stands for the CPU:
+        the memory of this process, and all RAM."""
         self._device_memory = memory or (lambda: (node_figures.rss_bytes(), node_figures.memory_bytes()))
 
     def record(self, journal: Journal) -> None:

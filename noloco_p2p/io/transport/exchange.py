@@ -1,5 +1,5 @@
-"""The caller's side of one RPC with tensors: writes and reads its messages, and those of the stripes, the calls that
-carry a part of it over further connections."""
+"""The caller's side of an RPC with tensors: writes and reads the messages of the call and of its stripes, the calls
+that carry parts of it over further connections."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence

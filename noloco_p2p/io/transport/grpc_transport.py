@@ -261,12 +261,12 @@ class GrpcTransport:
             line.charge(sent=0, received=len(reply))
             if (result := feed(reply)) is not None:
                 return result
-            raise Violation(f"the {what} from {peer.peer_id} is not whole")
+            raise Violation(f"the {what} from {peer.peer_id} is incomplete")
 
     def _further_calls(
         self, peer: Advert, connections: int, call: StripeCall
     ) -> tuple[int, list[AbstractAsyncContextManager[Duplex]]]:
-        """A number for a body, and a stripe on each of so many further connections; without any, the number is 0."""
+        """A number for a body, and one stripe for each further connection; the number is 0 if there are none."""
         number = next(self._numbers) if connections else 0
         return number, [self._stripe(peer, number, part, *call) for part in range(1, connections + 1)]
 
