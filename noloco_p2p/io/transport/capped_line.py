@@ -38,7 +38,7 @@ def rank_of(header: Header, precedence: Precedence) -> Rank:
     return precedence, (header.origin.step, header.origin.index)
 
 
-class CappedWay:
+class CappedDirection:
     """One direction of a capped line. Uses the running event loop."""
 
     def __init__(self, mbit_per_s: float) -> None:
@@ -80,8 +80,8 @@ class OwnersLine:
     def __init__(self, limits: LimitSettings, own: Callable[[], Collection[str]] = tuple) -> None:
         """`own`: see `AckedBytes`."""
         up, down = limits.upload_mbit_per_s, limits.download_mbit_per_s
-        self._up = None if up is None else CappedWay(up)
-        self._down = None if down is None else CappedWay(down)
+        self._up = None if up is None else CappedDirection(up)
+        self._down = None if down is None else CappedDirection(down)
         self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
         """Most tensor bytes in one message that this node sends."""
         self.wanted_bytes = 0 if self._down is None else self._down.message_bytes
@@ -107,21 +107,21 @@ class OwnersLine:
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, but each message waits for its turn, unless it is short."""
-        way, rate, clock = self._up, self.measured.up, asyncio.get_running_loop().time
+        direction, rate, clock = self._up, self.measured.up, asyncio.get_running_loop().time
         self.unsent.follow(clock())
 
         async def send(message: bytes) -> None:
             nbytes = len(message)
             if nbytes <= LEAST_MESSAGE_BYTES:
-                if way is not None:
-                    way.charge(nbytes)
+                if direction is not None:
+                    direction.charge(nbytes)
                 await write(message)
                 return
             self._acked.follow(clock())
             began, sent = rate.began(clock()), 0
             try:
-                if way is not None:
-                    await way.turn(rank, nbytes)
+                if direction is not None:
+                    await direction.turn(rank, nbytes)
                 await write(message)
                 sent = nbytes
             finally:
@@ -134,25 +134,25 @@ class OwnersLine:
     ) -> Read:
         """`read`, but each message waits for its turn; with `first_at_once`, only from the second one on. The wait is
         inside the context `held()`."""
-        way = self._down
-        if way is None:
+        direction = self._down
+        if direction is None:
             return self._measured(read)
 
-        due = 0 if first_at_once else way.message_bytes
+        due = 0 if first_at_once else direction.message_bytes
 
         async def receive(*arguments: Any) -> Any:
             nonlocal due
-            charged, due = due, way.message_bytes
+            charged, due = due, direction.message_bytes
             if charged:
                 with held():
-                    await way.turn(rank, charged)
+                    await direction.turn(rank, charged)
             came = 0
             try:
                 message = await read(*arguments)
                 came = len(message) if isinstance(message, bytes) else 0
                 due = 0 if is_filler(message) else due
             finally:
-                way.charge(came - charged)
+                direction.charge(came - charged)
             return message
 
         return self._measured(receive)

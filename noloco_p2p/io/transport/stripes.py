@@ -1,8 +1,8 @@
 """Stripes: calls that carry parts of a body and of its reply over further connections. This is the answering side.
 
-On all calls in parallel, the caller draws the messages of the body from one stream, and the answering side those of the
-reply, so a faster connection carries more. Every stripe ends its part of the body with an empty message, even if the
-request has no body.
+The caller draws the messages of a body from one stream for all calls in parallel, and the answering side does the same
+with those of the reply, so a faster connection carries more. Every stripe ends its part of the body with an empty
+message, even if the request has no body.
 """
 
 import asyncio
