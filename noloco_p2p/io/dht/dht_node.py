@@ -52,7 +52,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
         cache_on_store=False,
         reuse_get_requests=False,
         chunk_size=1,  # one key per request: a reply cannot carry the records of two full ones
-        authorizer=_OneKeyPerQuestion(),
+        authorizer=_OneKeyPerRequest(),
     )
     # With a cache, readers would get what a stranger put into it instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
@@ -68,7 +68,7 @@ def _belongs_in_log(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()
 
 
-class _OneKeyPerQuestion:
+class _OneKeyPerRequest:
     """hivemind's hook to sign and check requests. It refuses requests for several keys, which our nodes never make:
     such a request could name one key tens of thousands of times, and would get its records as often."""
 

@@ -140,8 +140,7 @@ class HivemindDirectory:
         )
 
     async def rejoin(self) -> None:
-        """Dial some known peers without a link, make this node known to all linked ones, and remember those that
-        answer.
+        """Dial some known peers without a link, make this node known to linked ones, and remember those that answer.
 
         Raises LocalError if there is no daemon, or the file of known peers cannot be written.
         """

@@ -34,7 +34,7 @@ DIAL_BACK_TIMEOUT_S = 6.0
 DIAL_BACK_TRIES = 3
 DIALS_AT_ONCE = 4
 DIALS_PER_MINUTE = 60
-"""Limits, because strangers can make a node dial addresses of their choice; they learn one line of text."""
+"""Limits on dialling back, because strangers choose the addresses; each dial tells them one line of text."""
 TRIED = "others reach this node at %s, a port that its router maps (UPnP)"
 UNTRIED = "the router maps %s to this node (UPnP); nobody outside has dialled it yet"
 _ADDRESS_LIMIT = 256
@@ -68,8 +68,7 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
 
 
 async def manifest_and_clock(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """Ask a linked peer for (manifest JSON, how far its clock is ahead of ours, seconds). Raises as
-    `fetch_manifest`."""
+    """(manifest JSON, how far a linked peer's clock is ahead of ours, seconds). Raises as `fetch_manifest`."""
     before = dht_time()
     received, theirs = await fetch_manifest(libp2p, peer_id)
     return received, theirs - (before + dht_time()) / 2

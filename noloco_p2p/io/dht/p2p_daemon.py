@@ -69,11 +69,9 @@ class _Answers(dict[Any, "asyncio.Task[None]"]):
 
 
 async def start(identity: Identity, host: str, places: Sequence[JoinAddress], metrics_port: int | None) -> Any:
-    """Start hivemind's P2P, which listens on `host` and the port of the last of the `places`, and announces all of
-    them.
+    """Start hivemind's P2P, which listens on `host` and the last place's port, and announces all `places`.
 
-    With `metrics_port` (not 0) the daemon serves its own metrics on that port of `host`, at /metrics. Raises
-    LocalError.
+    With `metrics_port` (not 0) the daemon serves its own metrics on that port of `host`. Raises LocalError.
     """
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
     from hivemind.utils.logging import use_hivemind_log_handler

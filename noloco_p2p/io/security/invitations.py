@@ -78,7 +78,7 @@ class UseBook:
     """Records which peers have used which invitations at this issuer. A use is on disk before its peer is admitted."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises LocalError if that fails: without it, uses would count from zero again."""
+        """Read the file, if there is one. Raises LocalError if that fails: uses must not count from zero again."""
         self._path = path
         self._used: dict[str, tuple[int, list[PeerId]]] = {}
         """Number of an invitation → when it expires, and which peers have used it."""

@@ -29,7 +29,7 @@ CONTROL_SLOT = CHANNELS_PER_PEER
 MAX_CHANNELS = 512
 """Most connections kept open; the one unused for longest makes room. One with calls in flight is never closed."""
 CONNECT_S = 5.0
-"""Longest wait for one address to accept a connection, seconds. Refusing takes an address about a millisecond."""
+"""Longest wait for one address to accept a connection, seconds. A refusal takes about a millisecond."""
 NEAR_S, NOT_NEAR_S = 0.5, 300.0
 """A private address that is not the peer's first one is tried before all others, for NEAR_S, because the peer may be on
 this node's own network. If it does not answer, it is not tried this way again for NOT_NEAR_S."""
