@@ -22,7 +22,7 @@ FRESH = multiprocessing.get_context("spawn")
 
 @contextmanager
 def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes with these environment variables, all started at the first `submit`.
+    """A pool of processes with these environment variables, all started at once.
 
     They are terminated at once if an exception leaves the `with` block. Raises LocalError if one of them dies.
     """
@@ -31,6 +31,8 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     own = dict(os.environ)
     os.environ.update(environment)
     try:
+        with _interrupts_held():
+            pool.submit(os.getpid)  # the first task starts the processes
         yield pool
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -63,7 +65,8 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
     """
     mine, theirs = FRESH.Pipe()
     process = FRESH.Process(target=_serve, args=(theirs, serve, args), daemon=True)
-    process.start()
+    with _interrupts_held():
+        process.start()
     theirs.close()
     try:
         try:
@@ -80,6 +83,16 @@ def peak_bytes() -> int:
     """Peak memory of this process, bytes."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """What is started in the `with` never sees an interrupt, also before it can ignore it; ours comes afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_a_worker() -> None:

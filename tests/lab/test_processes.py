@@ -53,6 +53,15 @@ def test_a_signal_ends_the_command_and_its_workers_and_leaves_no_semaphore(numbe
     wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
 
 
+@pytest.mark.usefixtures("minds_signals")
+def test_an_interrupt_of_the_group_ends_no_worker_however_early_it_comes() -> None:
+    with workers(1) as pool:
+        served = pool.submit(os.getpid)
+        (worker,) = pool._processes
+        os.kill(worker, signal.SIGINT)
+        assert served.result() == worker
+
+
 def test_a_hangup_that_is_ignored_stays_so() -> None:
     hangup = COMMAND.replace("time.sleep(1000)\n", "os.kill(os.getpid(), 1)\n    os._exit(7)\n")
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN){hangup}"
