@@ -12,17 +12,37 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from noloco_p2p.errors import LocalError
 
-# grpc and torch do not survive a fork, and a measurement must not inherit the state of another.
-FRESH = multiprocessing.get_context("spawn")
+
+class ShieldedProcess(SpawnProcess):
+    """A process that never sees Ctrl-C, not even while it is still importing: the command handles it."""
+
+    def start(self) -> None:
+        """Start it with interrupts blocked, a setting that it inherits."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class FreshContext(SpawnContext):
+    """Starts processes afresh: grpc and torch do not survive a fork, and a measurement must not inherit the state of
+    another."""
+
+    Process = ShieldedProcess
+
+
+FRESH = FreshContext()
 
 
 @contextmanager
 def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes with these environment variables, all started at once.
+    """A pool of processes with these environment variables, started as tasks are submitted.
 
     They are terminated at once if an exception leaves the `with` block. Raises LocalError if one of them dies.
     """
@@ -31,8 +51,6 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     own = dict(os.environ)
     os.environ.update(environment)
     try:
-        with _interrupts_held():
-            pool.submit(os.getpid)  # the first task starts the processes
         yield pool
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -65,8 +83,7 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
     """
     mine, theirs = FRESH.Pipe()
     process = FRESH.Process(target=_serve, args=(theirs, serve, args), daemon=True)
-    with _interrupts_held():
-        process.start()
+    process.start()
     theirs.close()
     try:
         try:
@@ -85,19 +102,7 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """What is started in the `with` never sees an interrupt, also before it can ignore it; ours comes afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _as_a_worker() -> None:
-    # Ctrl-C signals the whole process group: the command handles it and ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_the_command, daemon=True).start()
 
 

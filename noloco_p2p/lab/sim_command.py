@@ -172,6 +172,7 @@ def simulate_apart(request: SimRequest, hash_seeds: Sequence[str]) -> list[SimRu
     with ExitStack() as stack:
         waiting = []
         for hash_seed in hash_seeds:
+            # The process starts at the first `submit`, with the environment of that moment.
             pool = stack.enter_context(workers(1, PYTHONHASHSEED=hash_seed))
             waiting.append(pool.submit(simulate, request, with_lines=True))
         return [each.result() for each in waiting]
