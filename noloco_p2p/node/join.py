@@ -175,6 +175,7 @@ class Joining:
         """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log, or
         None if the run has ended and only initial weights are left, which would pass for those of its end."""
         node, began = self._node, self._node.now()
+        broke_at: float | None = None
         self._weights.withhold()
         while not node.draining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
@@ -194,22 +195,28 @@ class Joining:
                     break
                 elif source.kind == "fresh" and self._swarm.first_stage_is_done():
                     return None
-                elif source.kind == "fresh" and (await self._is_cut_off() or self._may_come_back(others, began)):
+                elif source.kind == "fresh" and (
+                    await self._is_cut_off() or self._may_come_back(others, began, broke_at)
+                ):
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
+                elif source.kind == "peer" or (source.peer and node.now() - began < TRANSFER_DEADLINE_S):
+                    broke_at = node.now()
             await self._membership_loop.next_reading()
         return ""
 
-    def _may_come_back(self, others: Sequence[Advert], began: float) -> bool:
+    def _may_come_back(self, others: Sequence[Advert], began: float, broke_at: float | None) -> bool:
         """Whether a node with trained weights of this stage may still turn up, although it does not answer now or has
         no live advert. Before the first outer round the initial weights are as good as any, unless a replica has
-        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node."""
+        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node,
+        and as long again for one whose transfer broke off."""
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
-        waited_s, mates = node.now() - began, members.of_stage(node.index, membership.TRAINED)
+        mates = members.of_stage(node.index, membership.TRAINED)
+        waited_s = node.now() - (began if broke_at is None else broke_at)
         if self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        held = any(held.stage == node.index for a in others for held in a.holds)
+        held = broke_at is not None or any(held.stage == node.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
         return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
 

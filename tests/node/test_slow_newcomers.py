@@ -73,3 +73,17 @@ def test_a_lost_stage_goes_on_from_its_guardian_though_its_weights_travel_longer
     outcome = check(lost)
     assert [(one.peer, one.source) for one in lost.resumptions] == [("s1r0", "guardian")]
     assert outcome.trace.of("resumed")[0].at_s > wiped.ends_s + 40.0
+
+
+@pytest.mark.parametrize("kind", ["mute", "hang"])
+def test_a_newcomer_whose_donor_falls_silent_in_the_middle_of_its_copy_waits_for_it(kind: str) -> None:
+    """The copy had taken longer than a newcomer waits for peers that it only knows from adverts, and guardians
+    cannot get the weights over such lines. So it began with the initial ones at once. When the donor was back, it
+    was behind, and copied these: nothing of what the stage had learnt was left."""
+    down = Fault(40.0, kind, ("s1r0",), 28.0)
+    cut = swarm(Fault(8.0, "arrive", ("s1r1",)), down, replicas=(1, 1), steps=200, state_s=60.0, weights_s=60.0)
+    outcome = check(cut)
+    (broken, *_) = outcome.trace.of("warning", "s1r1")
+    assert broken.at_s - 8.0 > 3 * cut.plan.config.directory.ttl_s
+    assert broken.at_s < down.ends_s
+    assert [(one.peer, one.source) for one in cut.resumptions if one.peer == "s1r1"] == [("s1r1", "peer")]
