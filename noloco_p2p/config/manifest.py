@@ -39,7 +39,7 @@ TINY_LLAMA: ModelConfig = {
 class ModelSettings(Settings):
     """The model, in the terms of Hugging Face transformers."""
 
-    family: Annotated[str, matching("[a-z0-9_-]{1,40}", "a family of transformers, such as llama")] = "llama"
+    family: Annotated[str, matching("[a-z0-9_-]{1,40}", "a model family of transformers, such as llama")] = "llama"
     """Model type in transformers (llama, gpt2, qwen3, …); it must pass the split self-test at start-up."""
     config: ModelConfig = Field(default=TINY_LLAMA)
     """Fields of the family's configuration class; a field that is left out has that class's default."""

@@ -75,7 +75,7 @@ class GroupPull:
         except PeerError as error:
             if not isinstance(error, Declined) or node.now() - began >= wait_s:
                 members.failed(mate.peer_id, now=node.now())
-            node.event("warning", message=f"nothing of round {mine.round} from {mate.peer_id}: {error}")
+            node.event("warning", message=f"no vector of round {mine.round} from {mate.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
         members.answered(mate.peer_id)
         return found

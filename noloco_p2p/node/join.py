@@ -99,7 +99,7 @@ class Joining:
             return True
         if node.advert.state == "waiting":
             node.enter("begin")
-        reason = "everybody is here"
+        reason = "every stage has enough nodes"
         # If adverts list weights, the run had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
             taken = await self._take_weights()

@@ -96,7 +96,7 @@ class Node:
             self._donor.close()
             node.close_batches()
             if not node.draining:
-                node.enter("drain", "the run has ended" if self.finished else "it cannot go on")
+                node.enter("drain", "the run has ended" if self.finished else "it cannot continue")
             node.enter("leave")
             await self._membership_loop.withdraw()
 

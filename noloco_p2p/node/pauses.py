@@ -44,7 +44,7 @@ class Pauses:
         if node.closed_until is None:
             return
         what = f"device at {node.closed_until}"
-        node.event("info", message=f"waiting for its {what}, when limits.hours begin")
+        node.event("info", message=f"waiting until {node.closed_until}, when limits.hours begin")
         await node.waits.until(lambda: node.closed_until is None or node.draining, what, Resource.OWNER)
         if node.config.stage is not None and not node.draining:
             node.publish(stage=node.config.stage)

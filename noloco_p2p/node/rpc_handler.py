@@ -50,12 +50,12 @@ class RpcHandler:
     async def fetch_snapshot(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler."""
         if not (request.wait_s >= 0):
-            raise Violation("a snapshot needs a wait of 0 s or more")
+            raise Violation("the wait of a snapshot request must be 0 s or more")
         if request.stage == self._node.chosen_stage:
             return await self._rounds.frozen.serve(caller, request)
         guarded = self._guardian.snapshot_of(request.stage)
         if guarded is None or request.weights != guarded.tensors[0].dtype:
-            raise Declined(f"this node guards no {request.weights or 'vector'} of stage {request.stage}")
+            raise Declined(f"this node guards no weights of stage {request.stage} as {request.weights or 'a vector'}")
         return guarded
 
     def lend_state(self, caller: PeerId, number: int | None) -> AbstractAsyncContextManager[ReplicaState]:
@@ -100,4 +100,4 @@ class RpcHandler:
         if header.specs not in (expected, expected[:2]):
             raise Violation(f"an activation of this run is {expected[:2]} with or without a mask, not {header.specs}")
         if not (isfinite(header.time_left_s) and header.time_left_s > 0):
-            raise Violation("an activation needs a positive time left")
+            raise Violation("an activation must have a positive time left")

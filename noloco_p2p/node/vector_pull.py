@@ -75,7 +75,7 @@ class VectorPuller:
         if found.verdict:
             self._node.distrust(found.verdict, peer=found.peer, round=found.round)
         if found.verdict == "refused":
-            raise Violation(f"the vector of {found.peer} is too far from mine to be merged")
+            raise Violation(f"the vector of {found.peer} is too far from this replica's to be merged")
 
     async def _ask(self, peer: Advert, request: SnapshotRequest, round: int, idle: bool) -> Snapshot:
         """The peer's answer to one request. Raises the errors of Transport.fetch_snapshot, and Violation for the

@@ -188,7 +188,7 @@ def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: 
     assert reasons[peer].startswith(f"{LONGEST_STREAK} microbatches in a row had a loss or gradient that is not finite")
     assert "inner.peak_learning_rate" in reasons[peer]
     ends = {one: outcome.trace.of("state", one)[-2].get("reason") for one in outcome.nodes}
-    assert ends == dict.fromkeys(outcome.nodes, "the run has ended") | {peer: "it cannot go on"}
+    assert ends == dict.fromkeys(outcome.nodes, "the run has ended") | {peer: "it cannot continue"}
     assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"
     check_the_others_finished(outcome, peer)
 

@@ -42,7 +42,7 @@ def outcome_of(*processes: SimProcess) -> Outcome:
 
 
 MOVED = [
-    event(2.0, "state", state="training", reason="everybody is here"),
+    event(2.0, "state", state="training", reason="every stage has enough nodes"),
     event(4.0, "microbatch", result="done"),
     event(5.0, "microbatch", result="dropped", reason="busy"),
     event(6.0, "idle", cause="gradients", seconds=1.0),
@@ -60,7 +60,7 @@ MOVED = [
     event(20.0, "state", state="left", reason="leave"),
 ]
 CRASHED = [
-    event(1.0, "state", state="training", reason="everybody is here"),
+    event(1.0, "state", state="training", reason="every stage has enough nodes"),
     event(3.0, "reroute", reason="unreachable"),
     event(3.5, "busy", direction="out"),
     event(3.5, "busy", direction="in"),

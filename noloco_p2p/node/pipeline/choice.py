@@ -139,7 +139,7 @@ class ReplicaChoice:
         )
         if reason == "fallback" and not attempts.fell_back:
             attempts.fell_back = True
-            node.event("reroute", reason="fallback", peer=chosen, message="the named replica cannot be reached")
+            node.event("reroute", reason="fallback", peer=chosen, message="the policy's replica cannot be reached")
         advert = self._swarm.members.get(chosen)
         assert advert is not None, "a usable replica has an advert"
         return advert

@@ -273,7 +273,7 @@ class Dispatcher:
 
     def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
         """The error for the calling stage: in training Busy, if replicas answered nothing else."""
-        stage, why = self._node.index + 1, attempts.failure or "none is in the membership"
+        stage, why = self._node.index + 1, attempts.failure or "none is listed"
         if attempts.busy_at is not None and not attempts.failure:
             return Busy(f"every replica of stage {stage} is busy")
         done = f"served microbatch {microbatch.counter}" if attempts.trains else "evaluated a microbatch"

@@ -155,7 +155,7 @@ def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelem
 def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telemetry.event("state", state="training", reason="everybody is here")
+    telemetry.event("state", state="training", reason="every stage has enough nodes")
     caplog.set_level(logging.INFO)
     for seconds in (3.0, 4.0, 5.0):
         telemetry.event("deserted", stages={1: seconds, 7: seconds})
@@ -171,7 +171,7 @@ def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
 def test_a_node_that_leaves_does_not_say_that_a_deserted_stage_has_a_replica_again(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telemetry.event("state", state="training", reason="everybody is here")
+    telemetry.event("state", state="training", reason="every stage has enough nodes")
     telemetry.event("deserted", stages={1: 3.0})
     telemetry.event("state", state="draining", reason="told to leave")
     caplog.set_level(logging.INFO)
