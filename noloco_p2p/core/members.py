@@ -83,7 +83,7 @@ class Members:
         self._missed: dict[PeerId, int] = {}
         """How many successive readings have missed a peer; the last one listed all peers that are not in here."""
         self._heard: dict[PeerId, tuple[int, float, float]] = {}
-        """Of a peer's microbatches: (highest step, when that came last, when any came last: it may have restarted)."""
+        """By peer: (highest step in labels, when that last came, when any label last came: it may have restarted)."""
         self._failures: dict[PeerId, _Failures] = {}
         self._distrusted: dict[PeerId, float] = {}
         """Until when a peer is set aside, whatever it answers."""

@@ -190,7 +190,7 @@ def partner_bytes(codec: OuterCodec, parameters: int, offered: int, dtype: str, 
 def answer_specs(
     whole: tuple[TensorSpec, ...], lattice: LatticeFormat | None, asked: LatticeRequest | None
 ) -> tuple[TensorSpec, ...]:
-    """The tensors that answer a request. `whole`: those that answer one without bounds.
+    """The tensors that answer a request. `whole`: those of a full answer; with bounds, the first one depends on them.
 
     A request for some of the chunks is a repeated one: its sender already has the sample.
     """

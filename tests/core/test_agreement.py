@@ -1,4 +1,4 @@
-"""On whose offers the replicas of a stage agree."""
+"""Which replicas' offers count in a round of all replicas."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def views(**of: tuple[str, int]) -> dict[str, GroupView]:
 def test_all_that_all_name() -> None:
     assert agree(views(a=("abc", 7), b=("abc", 7), c=("abc", 7))) == Agreement((A, B, C), 7)
     assert agree(views(a=("abc", 7), b=("bc", 7), c=("abc", 7))) == Agreement((B, C), 7), "b does not know a yet"
-    assert agree(views(a=("abc", 7), b=("abc", 7))) == Agreement((A, B), 7), "nothing came of c"
+    assert agree(views(a=("abc", 7), b=("abc", 7))) == Agreement((A, B), 7), "no offer of c arrived"
     assert agree(views(a=("abc", 7), b=("abc", 7), c=("abc", 7), d=("abc", 7))).counted == (A, B, C), "d is new"
     assert agree(views(a=("a", 7))) == Agreement((A,), 7)
 
@@ -29,7 +29,7 @@ def test_the_largest_part_is_right_and_of_equal_ones_that_of_the_smallest_id() -
     assert agree(views(a=("abc", 1), b=("abc", 2), c=("abc", 2))) == Agreement((B, C), 2)
     assert agree(views(a=("abcd", 2), b=("abcd", 1), c=("abcd", 1), d=("abcd", 2))) == Agreement((A, D), 2)
     new = views(a=("ab", 1), b=("ab", 2), c=("ab", 2), d=("ab", 2))
-    assert agree(new) == Agreement((A,), 1), "who is not named has no voice"
+    assert agree(new) == Agreement((A,), 1), "an offer of a replica that is not named does not count"
 
 
 @given(

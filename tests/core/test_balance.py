@@ -1,4 +1,4 @@
-"""Balance: newcomers raise the slowest stage, moves while training come to an end and never lower it."""
+"""Balance: newcomers raise the slowest stage; moves during training never lower it, and come to an end."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -
 
 
 def trainers(*stages: str) -> list[Advert]:
-    """A training node for each letter, on the stage of its word, at 1 microbatch per second."""
+    """A training node for each letter, on the stage with the index of its word, at 1 microbatch per second."""
     return [
         advert(peer, stage, microbatches_per_s=1.0, settled=True) for stage, word in enumerate(stages) for peer in word
     ]
@@ -30,7 +30,7 @@ def without(adverts: list[Advert], peer: str) -> tuple[Advert, list[Advert]]:
 
 
 def settle(adverts: list[Advert], stages: int, views: random.Random | None = None) -> list[Advert]:
-    """Everybody chooses by the same rule, in turns or on views that lag behind, until nobody moves."""
+    """All nodes choose by the same rule, one after the other or on outdated views, until nobody moves."""
     seen = {a.peer_id: a for a in adverts}
     for _ in range(50):
         base = dict(seen) if views is None or views.random() < 0.5 else None
@@ -73,14 +73,14 @@ def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
     slow = [advert(p, 1, microbatches_per_s=2.0, settled=True) for p in "bcd"]
     new = advert("x", -1, "starting")
     assert choose_stage(new, [fast, *slow], 2) == 1
-    assert choose_stage(new, [fast, *slow], 3) == 2, "an empty one first"
+    assert choose_stage(new, [fast, *slow], 3) == 2, "an empty stage comes first"
     assert choose_stage(replace(new, stage=1), [fast, *slow], 2) == 1, "and stays there"
     unmeasured = replace(fast, microbatches_per_s=0.0)
     assert choose_stage(new, [unmeasured, *slow], 2) == 0, (
         "a node that has not measured counts as the mean of those that have"
     )
     claims = replace(fast, microbatches_per_s=float("inf"))
-    assert choose_stage(new, [claims, *slow], 2) == 0, "a speed that is no number is none"
+    assert choose_stage(new, [claims, *slow], 2) == 0, "a speed that is not a finite number does not count"
     pausing = [replace(fast, state="paused"), *slow]
     assert choose_stage(new, pausing, 2) == 0, "a paused replica does nothing for its stage"
 
@@ -107,7 +107,7 @@ def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
         ]
         new = [advert(f"n{i}", -1, "starting") for i in range(rng.randrange(1, 6))]
         placed: list[Advert] = []
-        for one in new:  # all look before anybody has been seen: the worst view
+        for one in new:  # all of them choose before any has been seen by another: the worst case
             placed.append(replace(one, stage=choose_stage(one, working, stages)))
         before = capacities(working, stages)
         ended = settle([*working, *placed], stages, rng)
@@ -236,4 +236,4 @@ def test_moves_end_and_the_slowest_stage_never_gets_slower(block: int) -> None:
             moved += 1
         else:
             pytest.fail(f"seed {seed}: they move for ever")
-    assert moved > 20, "these swarms were to be out of balance"
+    assert moved > 20, "these swarms should have been out of balance"

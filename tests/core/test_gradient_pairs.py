@@ -1,4 +1,4 @@
-"""Pairs of gradients of the same data (`core/gradient_pairs`)."""
+"""Pairs of gradients for the same data (`core/gradient_pairs`): which are outliers, and which replica dissents."""
 
 from collections import Counter
 from itertools import combinations
@@ -41,7 +41,7 @@ def likeness(a: list[float], b: list[float]) -> GradientLikeness:
     ],
 )
 def test_how_far_two_gradients_are_apart(other: list[float], apart: float) -> None:
-    """By direction and length, whichever comes first."""
+    """The distance reflects direction and length, and does not depend on the order of the two."""
     assert likeness([3.0, 4.0], other).apart == pytest.approx(apart)
     assert likeness(other, [3.0, 4.0]).apart == pytest.approx(apart)
 
@@ -52,7 +52,7 @@ def test_two_zeros_are_equal() -> None:
 
 
 def judged(replicas: int, liars: int, seed: int, pairs: int = 200, lies: float = 1.0) -> dict[str, int]:
-    """Who dissented, and after how many pairs; liars give the opposite with chance `lies`."""
+    """The replicas that dissented, and after how many pairs; a liar returns the opposite with probability `lies`."""
     rng, audit, found = Random(seed), GradientPairs(seed), dict[str, int]()
     names = [f"p{at}" for at in range(replicas)]
     for number in range(pairs):
@@ -72,7 +72,8 @@ def test_liars_are_found_and_nobody_else(replicas: int, liars: int) -> None:
 
 
 def judged_routes(liar: str, seed: int, pairs: int = 400, *, framed: str | None = None) -> dict[str, int]:
-    """The same over three stages of eight, of which `liar` is one; it may name another as the one that served it."""
+    """As `judged`, over three stages of eight replicas, one of them `liar`. It may name `framed` as the replica that
+    served it."""
     rng, audit, found = Random(seed), GradientPairs(seed), dict[str, int]()
     stages = [[f"{stage}{at}" for at in range(8)] for stage in "ab"]
     for number in range(pairs):
@@ -114,7 +115,7 @@ def test_honest_replicas_never_dissent_from_one_another() -> None:
 
 
 def test_nobody_is_blamed_for_outliers_with_fewer_than_three_others() -> None:
-    """Two that lie, to everybody or to one only, cannot have an honest third one set aside."""
+    """Two replicas that lie, to everybody or only to one, cannot get an honest third one set aside."""
     audit = GradientPairs(0)
     for _ in range(20):
         for liar in ("a", "b"):
@@ -123,7 +124,7 @@ def test_nobody_is_blamed_for_outliers_with_fewer_than_three_others() -> None:
 
 
 def test_who_lies_now_and_then_is_not_found() -> None:
-    """The envelope: a replica that lies in a tenth of its replies passes."""
+    """A known limit: a replica that lies in a tenth of its replies gets away with it."""
     assert not any("p0" in judged(8, 1, seed, lies=0.1) for seed in SEEDS)
 
 

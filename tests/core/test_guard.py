@@ -1,4 +1,4 @@
-"""How far partners may be: the radius, what is clipped, what is refused."""
+"""How far away a partner's vector may be: the radius, what is clipped, what is refused."""
 
 from math import inf, nan
 
@@ -39,7 +39,7 @@ def test_few_distances_or_no_learning_rate_tell_nothing() -> None:
 
 
 def test_what_begins_equal_may_be_as_far_as_what_moves_it_can_bring_it() -> None:
-    """Under `averaged` φ is equal at first, and with a partner of an earlier round; δ moves it by up to δ / (1 − α)."""
+    """Under `averaged`, φ is equal at first and after a round with the partner. δ moves it by up to δ / (1 − α)."""
     pairs = usual((0.0, 1.0, 2.0, 3.0), (0.0, 2.0, 2.0, 3.0), (1.0, 3.0, 2.0, 3.0))
     assert pairs.radii(1.0) == (0.0, 2 * RADIUS, 2 * RADIUS, 3 * RADIUS)
     assert moved_by(pairs.radii(1.0), 2.0) == (4 * RADIUS, 6 * RADIUS, 2 * RADIUS, 3 * RADIUS)
@@ -55,7 +55,7 @@ def test_who_is_far_is_clipped_to_the_radius_and_who_is_much_too_far_refused() -
         assert factors((1.0, far), (2.0, 2.0)) is None
     assert factors((1.0, 2.0 * REFUSED), (2.0, 1.0)) == (1.0, 1 / (2 * REFUSED)), "one small group alone is clipped"
     for distances, radii in (((9 * REFUSED, 1.0), (1.0, inf)), ((1.0, inf), (1.0, inf)), ((1.0, nan), (1.0, inf))):
-        assert factors(distances, radii) is None, "what is unknown hides nothing"
+        assert factors(distances, radii) is None, "an unknown radius hides nothing"
     assert factors((1.0, 9.0), (2.0, inf)) == (1.0, 1.0)
 
 
@@ -65,7 +65,7 @@ def test_a_minority_of_liars_moves_no_radius() -> None:
 
 
 def test_where_all_have_come_to_be_far_the_radius_grows() -> None:
-    """As after a partition: what is merged is clipped at first, and soon it is not."""
+    """As after a partition: the merged vectors are clipped at first, but soon no longer."""
     pairs, rounds = usual(*[(1.0,)] * 16), 0
     while (found := factors((30.0,), pairs.radii(1.0))) != (1.0,):
         assert found is not None, "it is never refused"

@@ -1,4 +1,4 @@
-"""Guardians: a function of the set of nodes, few changes when nodes come and go, never of the stage itself."""
+"""Guardians depend only on the set of nodes, change little as nodes come and go, and are never of their ward."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ def advert(peer: str, stage: int, state: str = "training", *holds: Holding) -> A
 
 
 def swarm(seed: int, stages: int = 3) -> list[Advert]:
-    """Stage 0 has one or two replicas, the others have some nodes in any state, one of them not on a stage yet."""
+    """Stage 0 has one or two replicas, the other stages some nodes in any state; one node has no stage yet."""
     rng = random.Random(seed)
     ward = [advert(f"w{i}", 0) for i in range(rng.choice([1, 2]))]
     others = [

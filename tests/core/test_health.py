@@ -1,4 +1,4 @@
-"""Whether a node is well (core/health.py): every rule with a case that fires and one that does not."""
+"""Whether a node is healthy (core/health.py): for every rule a case in which it fires, and one in which it does not."""
 
 from dataclasses import replace
 

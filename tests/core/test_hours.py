@@ -1,4 +1,4 @@
-"""The owner's hours: over midnight, several spans, and what the clock on the wall does twice a year."""
+"""The owner's hours: across midnight, in several spans, and when the clocks change."""
 
 from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
@@ -61,9 +61,9 @@ def test_what_is_said_to_come_comes_and_nothing_before_it(ends: list[tuple[int, 
     [
         ((2026, 3, 29), "01:00-04:00", 120),  # the clock goes from 01:59 to 03:00
         ((2026, 10, 25), "01:00-04:00", 240),  # from 02:59 back to 02:00
-        ((2026, 3, 29), "02:15-02:45", 0),  # this half hour is not in that day
-        ((2026, 10, 25), "02:15-02:45", 60),  # and twice in that one
-        ((2026, 3, 29), "22:00-02:30", 120 + 120),  # ends with the first minute after it
+        ((2026, 3, 29), "02:15-02:45", 0),  # this half hour does not exist on that day
+        ((2026, 10, 25), "02:15-02:45", 60),  # and exists twice on this one
+        ((2026, 3, 29), "22:00-02:30", 120 + 120),  # ends with the first minute after the skipped hour
         ((2026, 7, 1), "22:00-07:00", 540),
     ],
 )

@@ -1,4 +1,4 @@
-"""Intake: never two weight versions in one microbatch, never one id counted twice, places given back, no deadlock."""
+"""Intake: no microbatch sees two versions of the weights, no id counts twice, places are returned, and no deadlock."""
 
 import random
 from typing import Any
@@ -60,7 +60,7 @@ def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
     assert verdict.answer is Admission.ADMIT, "without a kept reply it is computed for its reply only"
     assert not intake.ready, "it holds the step open"
     intake.done(key("a", 0), counted=False, reply="again")
-    assert intake.ready, "and took no place of the target"
+    assert intake.ready, "and took no place in the target"
 
 
 def test_another_way_takes_no_second_place() -> None:
@@ -88,7 +88,8 @@ def test_another_way_is_let_in_although_the_target_is_reached() -> None:
 
 
 def test_balanced_labels() -> None:
-    """A due slot is admitted, one that is not ours goes beyond the target, one ahead of the step waits apart."""
+    """A due slot is admitted, a slot that is not ours is admitted beyond the target, and one ahead of the step waits
+    separately."""
     intake: Intake[str] = Intake(lambda: 8)
     intake.open(5, target=1, due={("a", 0)})
     for index in range(AHEAD_PLACES):
@@ -218,9 +219,11 @@ def test_the_queue_is_bounded() -> None:
 
 
 class MicrobatchServer(RuleBasedStateMachine):
-    """One replica and its senders: offers, repeats by other ways, cancellations, replies in any order, steps, rounds.
+    """One replica and its senders: offers, repeats along other routes, cancellations, replies in any order, steps and
+    rounds.
 
-    The model is the stage: it counts an id once, and its weights have a version that each attempt notes when admitted.
+    The model stands for the stage: it counts an id once, and each attempt notes the version of its weights when it is
+    admitted.
     """
 
     balanced = False
@@ -323,7 +326,7 @@ class MicrobatchServer(RuleBasedStateMachine):
     def take_step(self, outer: bool) -> None:
         assert not self.running
         if not self.balanced:
-            assert self.counted_in_step == self.target, "a target is reached, and never passed, by counted microbatches"
+            assert self.counted_in_step == self.target, "counted microbatches reach the target and never exceed it"
         self.intake.seal()
         self.version += 1
         self.step += 1
@@ -352,7 +355,7 @@ class MicrobatchServer(RuleBasedStateMachine):
 
     @invariant()
     def somebody_can_go_on(self) -> None:
-        """No deadlock: something runs, or the step can be taken, or a fresh due microbatch is let in."""
+        """No deadlock: something runs, or the step can be taken, or a new microbatch that is due is admitted."""
         if self.running or self.intake.ready:
             return
         if self.balanced:
@@ -376,7 +379,7 @@ TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=80, statef
 
 @pytest.mark.parametrize("seed", range(20))
 def test_under_pressure_every_step_ends(seed: int) -> None:
-    """Many senders that retry until they are served: the door serves all of them, in steps of the target's size."""
+    """Many senders retry until they are served: all of them are, in steps of the target's size."""
     rng = random.Random(seed)
     intake: Intake[int] = Intake(lambda: 2)
     intake.open(0, target=4)

@@ -1,4 +1,4 @@
-"""The owner's cap of a line: what passes in any time, who goes first, and that nobody starves."""
+"""The owner's cap on a line: how much passes in any time, what goes first, and that no kind starves."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class World:
     cap: LineCap = field(default_factory=lambda: LineCap(RATE))
     now: float = 0.0
     gone: list[tuple[float, LineTurn]] = field(default_factory=list)
-    """When what went."""
+    """When each message was sent."""
 
     def ask(self, precedence: Precedence, age: int, nbytes: int, go: Callable[[], None] = lambda: None) -> LineTurn:
         turn = LineTurn(precedence, (age, 0), nbytes, go)
@@ -29,7 +29,7 @@ class World:
         return turn
 
     def until(self, end: float) -> None:
-        """Time passes; what may go goes at once."""
+        """Time passes; every message is sent as soon as it may be."""
         while True:
             while turn := self.cap.next(self.now):
                 self.gone.append((self.now, turn))
@@ -43,7 +43,7 @@ class World:
 
 
 Asked = tuple[float, Precedence, int, int]
-"""Seconds after the one before, kind, age, bytes."""
+"""Seconds after the previous message, kind, age, bytes."""
 asked = st.lists(
     st.tuples(
         st.floats(0, 0.3), st.sampled_from(Precedence), st.integers(0, 9), st.integers(1, 3 * LEAST_MESSAGE_BYTES)
@@ -70,7 +70,7 @@ def test_no_more_passes_than_the_cap_allows_and_no_time_is_lost(wanted: list[Ask
             world.gone[first:], accumulate(turn.nbytes for _, turn in world.gone[first:]), strict=True
         ):
             assert passed <= RATE * (end - begin) + RATE * HELD_S + most + 1
-    # The last one went as soon as all that went before was paid.
+    # The last message was sent as soon as everything before it was paid for.
     busy = sum(turn.nbytes for _, turn in world.gone[:-1]) + sum(nbytes for _, nbytes in charges)
     asked_at = sum(after for after, *_ in wanted)
     assert world.gone[-1][0] <= asked_at + busy / RATE + 1e-6
@@ -112,7 +112,7 @@ def test_gradients_go_first_and_of_a_kind_the_oldest() -> None:
 
 @given(st.lists(st.integers(5_000, 100_000), min_size=3, max_size=3), st.sets(st.sampled_from(Precedence), min_size=1))
 def test_no_kind_starves(sizes: list[int], kinds: set[Precedence]) -> None:
-    """Whatever keeps asking, each kind that waits gets a tenth of the line, but for a message or two."""
+    """Whichever kinds keep asking, each waiting kind gets a tenth of the line, to within a message or two."""
     world = World()
     for kind in kinds:
 

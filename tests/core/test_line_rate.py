@@ -1,4 +1,4 @@
-"""The speed of a line: what it can do, not how much it is used."""
+"""The measured speed of a line is what it can do, not how much it is used."""
 
 import pytest
 from hypothesis import given
@@ -22,11 +22,11 @@ from noloco_p2p.core.line_rate import (
 )
 
 RATE = 1e6
-"""Bytes per second of the lines here."""
+"""Bytes per second of the lines in these tests."""
 
 
 def shared_line(arrivals: list[tuple[float, int]], rate: float = RATE, share: float = 0.75) -> LineRate:
-    """A line that bodies, (seconds of their beginning, bytes), share evenly, as it measures itself."""
+    """The measured rate of a line that bodies, given as (second at which each begins, bytes), share evenly."""
     line, waiting, moving, now = LineRate(share), sorted(arrivals), dict[int, list[float]](), 0.0
     number = 0
     while waiting or moving:
@@ -62,7 +62,7 @@ def test_idle_time_says_nothing() -> None:
 
 
 def test_what_the_other_end_slows_down_does_not_count_as_this_line() -> None:
-    """A third of the bytes goes to peers that take them at a tenth of the rate."""
+    """A third of the bytes goes to peers that accept them at a tenth of the rate."""
     line, now = LineRate(0.75), 0.0
     for number in range(90):
         took_s = 0.1 if number % 3 else 1.0
@@ -80,7 +80,7 @@ def test_a_line_that_becomes_slower_is_measured_anew_and_memory_is_bounded() -> 
 
 
 def test_messages_that_waited_in_a_buffer_do_not_make_the_line_faster() -> None:
-    """Every second message was there already for the most part: 1 ms, and 19 ms for the next."""
+    """Most of every second message had arrived before: it takes 1 ms, and the next one 19 ms."""
     line, now = LineRate(DOWN_SHARE, LEAST_DOWN_S), 0.0
     for number in range(4 * PARTS):
         line.ended(line.began(now), RATE * 0.01, now := now + (0.001 if number % 2 else 0.019))

@@ -1,4 +1,4 @@
-"""Membership: states, peers set aside, peers that vanish, the swarm's clock, the choice of a stage."""
+"""Membership: states, peers that are set aside, peers that vanish, and the swarm's clock."""
 
 import itertools
 from dataclasses import replace
@@ -16,7 +16,7 @@ def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -
 
 
 def read(members: Members, adverts: list[Advert], now: float) -> None:
-    """A reading at `now` of adverts that are of this moment where they do not say of which."""
+    """A reading at `now`; adverts without a time were announced at that moment."""
     members.update([a if a.announced_at else replace(a, announced_at=now) for a in adverts], now=now)
 
 
@@ -47,7 +47,7 @@ def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_once_its_advert_
     assert [a.peer_id for a in members.all()] == ["a", "b"]
     for now in (3, 4, 5, 30):
         read(members, [advert("b")], now=now)
-        assert [a.peer_id for a in members.all()] == ["a", "b"], "its advert of 0 s lives for 30 s"
+        assert [a.peer_id for a in members.all()] == ["a", "b"], "its advert from second 0 lives for 30 s"
     read(members, [advert("b")], now=31)
     assert [a.peer_id for a in members.all()] == ["b"]
 
@@ -63,7 +63,7 @@ def test_a_single_reading_that_misses_somebody_with_an_expired_advert_is_not_bel
 
 @pytest.mark.parametrize("state", ["left", "training"])
 def test_an_older_record_of_the_stage_that_a_peer_has_moved_from_is_not_believed(state: str) -> None:
-    """Each stage has a key of its own in the DHT: a search may find the peer under the old one only."""
+    """Each stage has its own key in the DHT, so a search may find the peer only under the old one."""
     members, here = Members("me", ttl_s=30), advert("a", 1, "syncing", announced_at=2.0)
     read(members, [here, advert("b")], now=3)
     members.failed("a", now=3)
@@ -95,7 +95,7 @@ def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
     for _ in range(9):
         members.failed("a", now=now)
         assert list(members.usable(1, now=now)) == ["b"]
-        members.failed("a", now=now)  # the same outage, heard of twice
+        members.failed("a", now=now)  # the same outage, reported twice
         start = now
         while list(members.usable(1, now=now)) == ["b"]:
             now += 0.5
@@ -122,7 +122,7 @@ def test_who_is_distrusted_is_set_aside_for_an_hour_whatever_it_answers() -> Non
     members.failed("b", now=20.0)
     members.answered("a")
     assert [members.is_aside(peer, now=20.5) for peer in "ab"] == [True, True]
-    assert list(members.usable(1, now=20.5)) == ["b"], "a stage of which all are set aside is still served"
+    assert list(members.usable(1, now=20.5)) == ["b"], "a stage whose replicas are all set aside is still called"
     assert {one.advert.peer_id: one.aside_s for one in members.seen(now=20.5)} == {"a": 3589.5, "b": 0.5}
     assert list(members.usable(1, now=22.0)) == ["b"]
     assert list(members.usable(1, now=3610.0)) == ["a", "b"]
@@ -178,9 +178,9 @@ def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
     for now in (5.0, 10.0, 15.0, 20.0):
         members.failed("a", now=now)
     read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
-    assert used(members, now=21) == ["b"], "it went on before it failed"
+    assert used(members, now=21) == ["b"], "this advert is older than the last failure"
     read(members, [advert("a", state="waiting"), advert("b")], now=22)
-    assert used(members, now=22) == ["a", "b"], "a new process of it is there"
+    assert used(members, now=22) == ["a", "b"], "it has a new process"
 
 
 def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:

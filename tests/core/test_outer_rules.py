@@ -1,4 +1,4 @@
-"""Outer rules against METHOD.md, "Outer rules", in fractions: each formula, and what has to stay as it is."""
+"""Outer rules against METHOD.md, "Outer rules", in exact fractions: each formula, and what must stay unchanged."""
 
 from fractions import Fraction
 from typing import Any
@@ -20,7 +20,7 @@ def own(theta: Fraction, phi: Fraction, momentum: Fraction) -> dict[str, Fractio
 
 
 def met(rule: OuterRule, one: dict[str, Any], other: dict[str, Any], lag: float = 0) -> tuple[dict[str, Any], ...]:
-    """Both of a pair after their round."""
+    """Both replicas of a pair after their round."""
     members = [rule.offer(one), rule.offer(other)]
     return rule.merge(one, members, 0, lag), rule.merge(other, members, 1, lag)
 
@@ -32,12 +32,12 @@ def test_averaged(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> Non
     delta = (Fraction(1, 3) * (delta_i + delta_j) + Fraction(3, 4) * (theta_i - phi_i + theta_j - phi_j)) / 2
     phi = (phi_i + phi_j) / 2 + delta
     expected = {"slow": phi, "momentum": delta, "fast": phi}
-    assert met(rule, own(*one), own(*other)) == (expected, expected), "the two of a pair leave it equal"
+    assert met(rule, own(*one), own(*other)) == (expected, expected), "both replicas of a pair leave it equal"
 
 
 @given(st.fractions(0, Fraction(7, 8), max_denominator=8), fractions)
 def test_averaged_lets_the_second_value_move_the_first_by_its_gain(alpha: Fraction, momentum: Fraction) -> None:
-    """In rounds alone without training, φ ends where the first round's α·δ, times the gain, takes it."""
+    """In rounds alone, without training, φ ends up where the first round's α·δ times the gain takes it."""
     rule = Averaged(alpha, Fraction(1, 2))  # type: ignore[arg-type]
     one = own(Fraction(0), Fraction(0), momentum)
     [_, moves] = rule.offer(one)

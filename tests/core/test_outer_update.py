@@ -1,4 +1,4 @@
-"""N1, N2 and S1 (METHOD.md, "Outer round" and "Stability"): the recorded rounds, the laws, the stability bound."""
+"""N1, N2 and S1 (METHOD.md, "Outer round" and "Stability"): recorded rounds, invariants, and the stability bound."""
 
 import json
 import random
@@ -122,7 +122,7 @@ def test_a_run_outside_s1_is_refused_with_the_numbers() -> None:
 
 
 def _spread_after(alpha: float, gamma: float, rounds: int = 400, replicas: int = 8) -> float:
-    """Variance over replicas of φ after `rounds` of random pairs and noisy Δ, the mean over 6 runs."""
+    """Variance of φ over the replicas after `rounds` rounds of random pairs and noisy Δ, averaged over 6 runs."""
     total = 0.0
     for seed in range(6):
         rng = random.Random(seed)

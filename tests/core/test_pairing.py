@@ -1,4 +1,4 @@
-"""Pairing: perfect, symmetric, a function of its arguments only; random is uniform among the others."""
+"""Pairing: `matched` is perfect, symmetric, and depends only on its arguments; `random` is uniform over the others."""
 
 import random
 from collections import Counter

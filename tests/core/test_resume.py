@@ -1,4 +1,4 @@
-"""Where a replica's weights come from when the run has begun before it: every source in its place."""
+"""Where a node gets its weights if the run has already begun: the order of all sources."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:
     mates = [advert("b", 1, round=19), advert("c", 1, "finished", 20), advert("d", 1, "paused", 20)]
     guard = advert("g", 0, round=20, holds=held(1, 20))
     found = kinds(restore_sources(ME, [*OTHERS, *mates, guard], held(1, 3, 4), STAGES))
-    assert found == [("peer", "c"), ("peer", "d"), ("peer", "b")], "and never what is old, or fresh"
+    assert found == [("peer", "c"), ("peer", "d"), ("peer", "b")], "and never an old checkpoint, or fresh weights"
 
 
 @pytest.mark.parametrize(("behind", "first"), [(0, "shard"), (NEAR_ROUNDS, "shard"), (NEAR_ROUNDS + 1, "peer")])
@@ -48,7 +48,7 @@ def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first:
     mate = advert("b", 1, round=20)
     found = restore_sources(ME, [*OTHERS, mate], held(1, 10, 20 - behind), STAGES)
     assert found[0].kind == first
-    assert ("peer", "b") in kinds(found), "should the checkpoint be damaged"
+    assert ("peer", "b") in kinds(found), "in case the checkpoint is damaged"
 
 
 def test_a_lost_stage_is_taken_up_from_the_newest_that_anybody_has() -> None:
@@ -75,7 +75,7 @@ def test_after_everybody_was_stopped_all_go_on_from_one_round() -> None:
     assert common_round([me, *waiting], STAGES) == 3
     found = kinds(restore_sources(me, waiting, me.holds, STAGES))
     assert found == [("shard", 3), ("shard", 4), ("shard", 5), ("fresh", "")]
-    # One of them has begun already: it says with which round, and the answer stays the same.
+    # One of them has already begun, and announces its round: the answer stays the same.
     begun = [advert("a", 0, "training", 3), waiting[1]]
     assert kinds(restore_sources(me, begun, me.holds, STAGES))[0] == ("shard", 3)
 
@@ -85,7 +85,7 @@ def test_the_next_checkpoint_after_a_damaged_one_is_the_nearest() -> None:
     found = restore_sources(ME, waiting, held(1, 1, 5, 6, 8), STAGES)
     assert kinds(found) == [("shard", 5), ("shard", 6), ("shard", 8), ("shard", 1), ("fresh", "")]
     found = restore_sources(ME, waiting, held(1, 3, 4, 6, 7), STAGES)
-    assert kinds(found)[:4] == [("shard", 4), ("shard", 6), ("shard", 3), ("shard", 7)], "the older of two as near"
+    assert kinds(found)[:4] == [("shard", 4), ("shard", 6), ("shard", 3), ("shard", 7)], "of two as near, the older"
     guard = advert("g", 0, round=5, holds=held(1, 3))
     found = restore_sources(replace(ME, holds=held(1, 6)), [*waiting, guard], held(1, 6), STAGES)
     assert kinds(found) == [("shard", 6), ("guardian", "g"), ("fresh", "")]

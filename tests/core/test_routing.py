@@ -150,7 +150,7 @@ def test_odds_are_a_distribution_whatever_is_claimed(claims: dict[str, float]) -
 
 @given(st.integers(2, 12), st.floats(1.0, 1e300))
 def test_no_claim_takes_all_microbatches(count: int, claim: float) -> None:
-    """Of honest replicas that are alike each keeps its place beside a liar."""
+    """Next to a liar, each of several equal honest replicas still gets its microbatches."""
     found = odds(dict.fromkeys(_peers("r", count), 1.0) | {"liar": claim})
     assert found["liar"] <= FASTEST / (FASTEST + count) + 1e-12
     assert target(16, 4, count, found["r0"]) >= 1

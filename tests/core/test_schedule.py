@@ -1,4 +1,4 @@
-"""The laws of the step clock, the outer rounds and the learning rate."""
+"""Invariants of the step clock, the outer rounds and the learning rate."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Generators are functions of (seed, purpose) only."""
+"""Generators depend only on (seed, purpose)."""
 
 import os
 import subprocess

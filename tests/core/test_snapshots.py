@@ -1,4 +1,4 @@
-"""The coordinates that stand for all of a stage, and the estimate of the spread from them (METHOD.md, "Measures")."""
+"""The sampled coordinates of a stage, and the estimate of the spread from them (METHOD.md, "Measures")."""
 
 import random
 from math import sqrt
@@ -40,7 +40,7 @@ def test_all_of_a_tiny_stage_and_others_by_seed_stage_and_round() -> None:
 
 @pytest.mark.parametrize("parameters", [2047, *soak([1500, 2049])])
 def test_every_coordinate_has_the_same_chance(parameters: int) -> None:
-    """Also where the strata do not end between two coordinates. Five sigma of a count of 4,000 draws."""
+    """Even where strata end within a coordinate. The bound is five sigma of a count over 4,000 draws."""
     rounds = 4000
     counts = [0] * parameters
     for round in range(rounds):
@@ -52,7 +52,7 @@ def test_every_coordinate_has_the_same_chance(parameters: int) -> None:
 
 
 def test_the_estimate_of_the_variance_is_unbiased() -> None:
-    """Of differences that are anything but alike: a few parameters hold most of the spread, in one corner."""
+    """Even for very unequal differences: a few parameters, next to each other, hold most of the spread."""
     parameters, rounds = 5000, 2000
     rng = random.Random(1)
     gaps = [rng.gauss(0.0, 1.0 if n > 4900 else 0.01) for n in range(parameters)]

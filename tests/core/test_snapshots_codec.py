@@ -1,4 +1,4 @@
-"""What a partner's vector weighs in each codec."""
+"""The size of a partner's vector in each codec."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Adaptive timeouts: what recent calls say about the next one, and deadlines that nest."""
+"""Adaptive timeouts: deadlines derived from recent calls, and deadlines that nest."""
 
 import random
 from statistics import median
@@ -59,7 +59,7 @@ HOPS = st.integers(1, 8)
 
 @given(st.data(), HOPS)
 def test_the_hop_next_to_the_hung_one_gives_up_first(data: st.DataObject, hops: int) -> None:
-    """In a chain of calls without progress; each hop spends `lost_s` in line and on its device before it calls."""
+    """In a chain of calls without progress. Each hop spends `lost_s` in line and on its device before it calls on."""
     until = budget_s = data.draw(st.floats(0.5, 1000.0))
     now = 0.0
     for place in range(hops):

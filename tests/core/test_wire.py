@@ -1,4 +1,4 @@
-"""Wire: whatever is cut comes together again bit for bit, in any order; whatever else comes is refused and freed."""
+"""Wire: a split stream is reassembled bit for bit, in any order; anything else is refused, and its memory freed."""
 
 import gc
 import random
@@ -20,7 +20,7 @@ LIMIT_BYTES = 1 << 26
 
 
 def digest(data: memoryview | bytes) -> int:
-    """A 64-bit digest of the standard library."""
+    """A 64-bit digest made with the standard library."""
     return zlib.crc32(data) << 32 | zlib.adler32(data)
 
 
@@ -113,7 +113,7 @@ def test_any_change_of_the_stream_is_refused(tensors: list[HostTensor], rng: ran
 def test_any_order_gives_the_tensors_and_goes_on_where_it_was(
     sizes: list[int], data: st.DataObject, rng: random.Random
 ) -> None:
-    """What comes after the place that is asked for again comes twice."""
+    """Everything after the place from which the stream is requested again arrives twice."""
     sent = [tensor(f"t{i}", "uint8", (size,), seed=i) for i, size in enumerate(sizes)]
     order, into = cut(stream(sent)), Assembler([one.spec for one in sent], LIMIT_BYTES, digest)
     rng.shuffle(order)
@@ -222,11 +222,11 @@ def test_what_may_not_travel_is_refused_before_any_memory_is_taken(spec: TensorS
 
 
 class Tracked(bytearray):
-    """A buffer whose death can be seen."""
+    """A buffer that shows when it is freed."""
 
 
 class Memory:
-    """Allocates, and knows what is still alive."""
+    """Allocates buffers, and knows which are still alive."""
 
     def __init__(self) -> None:
         self.alive: weakref.WeakSet[Tracked] = weakref.WeakSet()
