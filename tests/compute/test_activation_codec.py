@@ -1,4 +1,4 @@
-"""Hidden states and gradients on the wire: how much they lose, that they lose always the same, and what is refused."""
+"""Hidden states and gradients on the wire: how much they lose, that encoding is deterministic, and what is refused."""
 
 import math
 
@@ -18,7 +18,7 @@ from noloco_p2p.errors import Violation
 
 SHAPE = (4, 64, 192)
 RELATIVE_ERROR = {"bfloat16": 0.002, "int8": 0.0065, "int4": 0.09}
-"""Root mean square of the error over that of normal values."""
+"""Root mean square of the error, relative to that of normally distributed values."""
 CODED = [(name, codec) for name in ("hidden", "grad") for codec in BLOCK_FORMATS]
 
 
@@ -33,7 +33,7 @@ def normal(shape: tuple[int, int, int] = SHAPE, seed: int = 0, dtype: torch.dtyp
 
 
 def sent(codec: ActivationCodec, values: Tensor) -> HostTensor:
-    """As it arrives."""
+    """The encoded values as they arrive at the receiver."""
     wire = host_tensor.from_torch(codec.spec.name, codec.encode(values))
     assert wire.spec == codec.spec
     return HostTensor(*wire.spec, memoryview(bytes(wire.data)))
@@ -68,7 +68,7 @@ def test_bits_of_a_value(codec: str, bits: float) -> None:
 
 
 def test_a_channel_with_a_large_mean_costs_the_others_nothing() -> None:
-    """A hundred times as large as the rest: without the means it would take all the levels of its block."""
+    """A hundred times as large as the rest: without the means it would use up all the levels of its block."""
     values = normal()
     values[..., 5] += 100.0
     rest = [channel for channel in range(SHAPE[2]) if channel != 5]
@@ -89,8 +89,9 @@ def test_a_channel_with_a_large_mean_costs_the_others_nothing() -> None:
 def test_no_value_is_off_by_more_than_a_level(
     name: str, codec: str, dtype: torch.dtype, shape: tuple[int, int, int], seed: int, scale: float
 ) -> None:
-    """Half a level where it rounds, one where the largest value has the other sign, that is −128 of −128 to 127; and
-    of the other levels 1/256 each there, when the step is as much too small as a bfloat16 can be."""
+    """Half a level if it is rounded; one level if it is nearly as large as the largest value and has the opposite sign,
+    because codes go from −128 to 127. At both ends 1/256 of a level more for each level, if the step was rounded down
+    by as much as bfloat16 can."""
     generator = np.random.default_rng(seed)
     values = torch.from_numpy(scale * generator.standard_t(2, shape) * generator.integers(0, 2, shape)).to(dtype)
     one = make(codec, name, shape, dtype)
@@ -102,7 +103,7 @@ def test_no_value_is_off_by_more_than_a_level(
         levels = 128 if codec == "int8" else 8
         level = rest.abs().amax(-1, keepdim=True) / levels
         wrong = (found - values)[..., at : at + block].abs()
-        slack = 1e-6 * values.abs().max() + 1e-37  # of float32 beside a mean, of the smallest bfloat16
+        slack = 1e-6 * values.abs().max() + 1e-37  # rounding of float32 next to a mean; the smallest bfloat16
         assert bool((wrong <= (1 + levels / 256) * level + slack).all())
 
 
@@ -168,7 +169,7 @@ def test_any_codes_are_taken_but_not_scales_or_means_that_are_not_finite(name: s
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", *BLOCK_FORMATS])
 def test_two_gradients_are_compared_as_they_are_decoded(codec: str) -> None:
-    """Far beyond what float32 can square."""
+    """With values whose squares overflow float32."""
     wire = make(codec, "grad")
     values = [normal(seed=1) * 1e25, normal(seed=2) * 1e24 - normal(seed=1) * 1e25]
     a, b = (decoded(wire, each).double().numpy().ravel() for each in values)

@@ -1,4 +1,4 @@
-"""The audit files hold what the stage really did, in the format of ARCHITECTURE.md, "Files"."""
+"""The audit files record what the stage really did, in the format of ARCHITECTURE.md, "Files"."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stages on a GPU. The rest of the suite runs on one, too, where there is one (`device: auto`)."""
+"""Stages on a GPU. The rest of the suite also uses a GPU if there is one (`device: auto`)."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DEVICES = "cpu", "cuda"
 
 
 def move(stage: TorchStage, seed: int) -> None:
-    """θ, by the same values on every device."""
+    """Move θ by values that are the same on every device."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for theta in stage.parameters.values():
@@ -24,7 +24,7 @@ def move(stage: TorchStage, seed: int) -> None:
 
 @pytest.mark.parametrize("rule", ["noloco", "averaged", "gossip", "diloco", "dct"])
 def test_rounds_are_the_same_bit_for_bit_as_on_the_host(rule: str) -> None:
-    """Of a pair that trains on while its snapshots travel."""
+    """For a pair that trains on while its snapshots travel."""
     manifest = make_manifest(dtype="float32", outer={"rule": rule})
     pairs = [[make_stages(manifest, peer, device=device)[0] for peer in ("me", "other")] for device in DEVICES]
     for round in (1, 2, 3):
@@ -46,7 +46,7 @@ def test_rounds_are_the_same_bit_for_bit_as_on_the_host(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["sync", "noloco"])
 def test_a_replica_moves_from_one_device_to_the_other(rule: str) -> None:
-    """Trained on the GPU, captured, restored on the host, and back: not one bit is lost."""
+    """Trained on the GPU, captured, restored on the host, and back: not a single bit changes."""
     manifest = make_manifest(dtype="float32", outer={"rule": rule}, inner={"optimizer": "muon"})
     trained, on_host, again = (make_stages(manifest, device=device) for device in ("cuda", "cpu", "cuda"))
     run_microbatch(trained, make_batch(1), microbatch(1))
@@ -62,7 +62,7 @@ def test_a_replica_moves_from_one_device_to_the_other(rule: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_lattice_codes_are_the_same_on_both(bits: int) -> None:
-    """One of a pair codes on the GPU, the other one on the host; the second has to ask again for some chunks."""
+    """One replica of a pair encodes on the GPU, the other on the host; the latter has to request some chunks again."""
     size, draw = 3 * CHUNK + 1001, torch.Generator().manual_seed(bits)
     theirs = torch.randn(size, generator=draw)
     mine = theirs + torch.randn(size, generator=draw) * 1e-3 * torch.linspace(1, 40, size)

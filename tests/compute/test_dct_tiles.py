@@ -1,4 +1,4 @@
-"""Rule `dct` on real tensors, against numpy in float64 written from METHOD.md; what of it travels; what is refused."""
+"""Rule `dct` on real tensors, against a numpy version in float64 after METHOD.md; what travels; what is refused."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,20 +29,20 @@ SHAPES = [(128, 192), (96, 40), (67, 50), (64,), (61,), (), (3, 4, 10)]
 
 
 def sides(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """The matrix of a parameter, and a tile's sides: the largest divisors up to 64."""
+    """The sides of a parameter's matrix, and of its tiles: the largest divisors up to 64."""
     height, width = prod(shape[:-1]), prod(shape[-1:])
     rows, columns = ([n for n in range(1, 65) if side % n == 0][-1] for side in (height, width))
     return height, width, rows, columns
 
 
 def wave(size: int) -> Matrix:
-    """DCT-II, orthonormal, as printed: row k is c_k·cos(π·k·(2n + 1) / 2·size)."""
+    """The orthonormal DCT-II in its textbook form: row k is c_k·cos(π·k·(2n + 1) / 2·size)."""
     c = [sqrt(1 / size)] + [sqrt(2 / size)] * (size - 1)
     return np.array([[c[k] * cos(pi * k * (2 * n + 1) / (2 * size)) for n in range(size)] for k in range(size)])
 
 
 def transformed(value: Matrix, *, back: bool = False) -> Matrix:
-    """Each tile in its place in the matrix: coefficients of values, or the values again."""
+    """Coefficients of the values, or with `back` the values again, each tile in its place in the matrix."""
     height, width, rows, columns = sides(value.shape)
     matrix, found = value.reshape(height, width), np.empty((height, width))
     left, right = (wave(n).T if back else wave(n) for n in (rows, columns))
@@ -53,7 +53,7 @@ def transformed(value: Matrix, *, back: bool = False) -> Matrix:
 
 
 def largest(coefficients: Matrix) -> Matrix:
-    """The largest of each tile by magnitude: 32 of 64 × 64."""
+    """The coefficients of largest magnitude in each tile: 32 of 64 × 64."""
     height, width, rows, columns = sides(coefficients.shape)
     matrix, found = coefficients.reshape(height, width), np.zeros((height, width))
     kept = int(np.ceil(32 * rows * columns / 4096))
@@ -67,7 +67,7 @@ def largest(coefficients: Matrix) -> Matrix:
 
 
 def in_place(coefficients: torch.Tensor) -> Matrix:
-    """Ours lie tile after tile: as the reference has them."""
+    """Our coefficients, stored tile after tile, arranged as in the reference."""
     height, width, rows, columns = sides(tuple(coefficients.shape))
     tiles = coefficients.double().numpy().reshape(height // rows, width // columns, rows, columns)
     return tiles.transpose(0, 2, 1, 3).reshape(coefficients.shape)
@@ -119,7 +119,7 @@ def bits(values: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def round_of(replicas: list[list[TorchStage]], number: int) -> list[FrozenRound]:
-    """All freeze, and merge what all have frozen, through what travels."""
+    """All replicas freeze a round, and merge what all have frozen, encoded and decoded as if it had travelled."""
     frozen = [stages[0].snapshot(number, 2 * number) for stages in replicas]
     theirs = [vector_of(stages[0], one) for stages, one in zip(replicas, frozen, strict=True)]
     for at, stages in enumerate(replicas):
@@ -147,7 +147,7 @@ def test_of_equal_coefficients_those_in_front_are_kept() -> None:
 
 
 def test_waves_are_the_same_wherever_cos_is_a_little_different() -> None:
-    """No wave in float32 lies so near the border of two numbers that the last bits of float64 would decide."""
+    """No wave is so close to the midpoint of two float32 numbers that the last bits of float64 would decide."""
     for size in range(1, 65):
         exact = basis(size, torch.float64)
         for nudge in (1 - 2**-51, 1 + 2**-51):
@@ -156,7 +156,7 @@ def test_waves_are_the_same_wherever_cos_is_a_little_different() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", *soak(["float64"])])
 def test_rounds_are_the_formulas_and_slow_weights_are_equal_bit_for_bit(dtype: str) -> None:
-    """Three replicas with data of their own, four rounds."""
+    """Three replicas, each with its own data; four rounds."""
     replicas = make_replicas(dtype)
     references = [Reference(theta_of(stages[0])) for stages in replicas]
     near: dict[str, Any] = {"rtol": 0, "atol": 1e-12 if dtype == "float64" else 1e-5}
@@ -219,7 +219,7 @@ def test_a_replica_goes_on_from_its_captured_state() -> None:
 
 @pytest.mark.parametrize(("shapes", "least"), [([(384, 64), (256, 64), (64, 256), (64,)], 16), ([(4096, 4096)], 64)])
 def test_a_vector_weighs_16_times_less_than_all_of_delta_or_better(shapes: list[tuple[int, ...]], least: int) -> None:
-    """With the sample of θ, which travels beside either. 64 × 64: 192 bytes of 16,384."""
+    """Including the sample of θ, which travels with either. 64 × 64: 192 bytes of 16,384."""
     count = sum(map(prod, shapes))
     whole = partner_bytes("full", count, count, "float32")
     assert whole / partner_bytes("full", count, count, "float32", SparseVector(shapes).kept) >= least
@@ -239,7 +239,7 @@ def test_what_travels_comes_to_what_was_frozen() -> None:
 
 
 def with_first(sent: Snapshot, at: int, *values: float) -> Snapshot:
-    """Other values at the front of a tensor; the first tile has 61 × 32, of which 16 travel."""
+    """The snapshot with other values at the front of a tensor. The first tile has 61 × 32 values; 16 of them travel."""
     tensors = list(sent.tensors)
     changed = host_tensor.to_torch(tensors[at]).clone()
     changed[: len(values)] = torch.tensor(values, dtype=changed.dtype)

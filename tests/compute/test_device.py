@@ -24,7 +24,7 @@ FORWARD, BACKWARD, EVALUATE = Operation.FORWARD, Operation.BACKWARD, Operation.E
 
 
 class Gate:
-    """A job that holds the device until it is opened."""
+    """A job that occupies the device until the gate is opened."""
 
     def __init__(self, device: DeviceThread) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
@@ -32,7 +32,7 @@ class Gate:
         self.task: asyncio.Task[str] | None = None
 
     async def hold(self, lost: Callable[[str], None] | None = None) -> asyncio.Task[str]:
-        """Begin the job; returns when it runs."""
+        """Begin the job; returns once it is running."""
 
         def work() -> str:
             self.entered.set()
@@ -113,7 +113,7 @@ def test_a_result_that_comes_together_with_a_cancellation_is_handed_over() -> No
         held = await gate.hold(lost=lost.append)
         device.post(over.set)
         gate.opened.set()
-        assert over.wait(10)  # Now the loop has the result, and has not looked at it yet.
+        assert over.wait(10)  # now the loop has the result, but has not looked at it yet
         asyncio.get_running_loop().call_soon(held.cancel)
         with pytest.raises(asyncio.CancelledError):
             await held

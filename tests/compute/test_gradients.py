@@ -1,6 +1,6 @@
 """Gradients of a pipelined microbatch equal single-process autograd for every parameter.
 
-The reference is the whole model as plain transformers builds it, in float64, with the stages' weights loaded into it.
+The reference is the unsplit model as plain transformers builds it, in float64, with the stages' weights loaded into it.
 """
 
 import pytest
@@ -19,7 +19,7 @@ TOLERANCE = 1e-12
 
 
 def reference(manifest: RunManifest, theta: dict[str, Tensor], batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
-    """Summed loss and its gradient for every parameter of the whole model."""
+    """The summed loss and its gradient for every parameter of the unsplit model."""
     config = model_family.make_config(manifest.model)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.load_state_dict(theta, strict=True)
@@ -35,7 +35,7 @@ def reference(manifest: RunManifest, theta: dict[str, Tensor], batches: list[Bat
 
 
 def deviations(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """For each parameter max|a − b| / max|b|."""
+    """max|a − b| / max|b| for each parameter."""
     assert sorted(found) == sorted(expected)
     return {name: float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in expected.items()}
 

@@ -1,4 +1,4 @@
-"""What a graph holds, for how many there is memory, and graphs that are made again from their input."""
+"""The size of a graph, how many fit in memory, and graphs that are rebuilt from their input."""
 
 import gc
 from pathlib import Path
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def memory_of(device: str, *, keeps: bool = True, body_bytes: int = BODY_BYTES) -> GraphMemory:
-    """Of a stage with 400 bytes of weights, after a graph of 3,200 bytes."""
+    """The memory of a stage with 400 bytes of weights, after a graph of 3,200 bytes."""
     weight = nn.Parameter(torch.ones(100))
     memory = GraphMemory(torch.device(device), [weight], body_bytes, keeps=keeps)
     assert memory.places == (1 if keeps or body_bytes else None)
@@ -78,14 +78,14 @@ def test_half_of_what_is_free_is_for_further_microbatches(clock: Clock, monkeypa
     free = 0
     clock.now += LOOK_S / 2
     memory.look(2)
-    assert memory.places == 12, "it has just looked"
+    assert memory.places == 12, "it has only just checked"
     clock.now += LOOK_S
     memory.look(2)
-    assert memory.places == 1, "less than is open: none begins until there is memory again"
+    assert memory.places == 1, "fewer than are open: no further one begins until there is memory again"
     free = spare - 1
     clock.now += LOOK_S
     memory.look(0)
-    assert memory.places == 1, "a node that can do nothing is no use"
+    assert memory.places == 1, "a node that may do nothing would be useless"
 
 
 def test_on_cuda_graphs_and_messages_lie_in_different_memories(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +132,11 @@ def test_free_memory_is_that_of_the_machine_or_of_the_container(
     assert host_memory.free_host_bytes() == 0
 
 
-# --- the measure, against what the process takes ----------------------------------------------------------------------
+# --- the measured size, against the memory of the process -------------------------------------------------------------
 
 
 def large_middle_stage(*, recompute: bool) -> tuple[TorchStage, HostTensor]:
-    """A middle stage whose graphs of 4 × 256 tokens outweigh everything else, and an input."""
+    """A middle stage whose graphs of 4 × 256 tokens are larger than everything else, and an input for it."""
     config = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "num_attention_heads": 4}
     settings = ModelSettings(config={**config, "vocab_size": 61, "max_position_embeddings": 256})
     manifest = RunManifest(model=settings, stages=3, microbatch_size=4, sequence_length=256)
@@ -145,7 +145,7 @@ def large_middle_stage(*, recompute: bool) -> tuple[TorchStage, HostTensor]:
 
 
 def growth_bytes(stage: TorchStage, hidden: HostTensor, count: int) -> int:
-    """How much more memory the process has after `count` forward passes; those before warm up the allocator."""
+    """By how much the process grows over `count` forward passes; a few earlier ones warm up the allocator."""
     for _ in range(2):
         stage.discard(stage.forward(hidden, None)[0])
     gc.collect()
@@ -162,7 +162,7 @@ def test_a_graph_holds_what_the_process_grows_by_and_next_to_nothing_when_it_is_
     measured = kept.memory.graph_bytes
     assert measured is not None
     assert measured > 20 * hidden.spec.nbytes, "some tensors of the size of the hidden states for each layer"
-    # What the passes before have left in the allocator is used first; what lies between blocks comes on top.
+    # Memory that earlier passes left in the allocator is used first; gaps between blocks come on top.
     assert (count - 3) * measured < grown < 1.4 * count * measured
     again, hidden = large_middle_stage(recompute=True)
     assert growth_bytes(again, hidden, count) < 0.15 * count * measured
@@ -186,7 +186,7 @@ def test_a_node_that_makes_graphs_again_has_more_places(monkeypatch: pytest.Monk
     assert again > 10 * kept
 
 
-# --- graphs that are made again ---------------------------------------------------------------------------------------
+# --- graphs that are rebuilt ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", ["float32", "int4", *soak(["bfloat16"])])
@@ -212,7 +212,7 @@ def test_graphs_that_are_made_again_change_no_bit(family: str, wire: Any) -> Non
 @pytest.mark.parametrize("change", ["inner step", "merge"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_graph_of_other_weights_is_never_used(recompute: bool, change: str) -> None:
-    """A node takes no step while one is open (`Intake.seal`). Were it otherwise, it would fail, not train wrongly."""
+    """A node takes no step while a graph is open (`Intake.seal`). If it did, it would fail, not train wrongly."""
     stages = make_stages(make_manifest(stages=2), recompute=recompute)
     run_microbatch(stages, make_batch(0), microbatch(0))
     graph, sent = stages[0].forward(make_batch(1).inputs, None)

@@ -28,7 +28,7 @@ def train(stages: list[TorchStage], seed: int) -> None:
 
 
 def meet(replicas: Replicas, round: int, without: tuple[str, ...] = ()) -> None:
-    """A round of all; those `without` do not count, and take from the others."""
+    """A round of all replicas. Those in `without` do not count, but merge what the others offer."""
     for same in zip(*replicas.values(), strict=True):
         frozen = [stage.snapshot(round, round) for stage in same]
         vectors = [vector_of(stage, one) for stage, one in zip(same, frozen, strict=True)]

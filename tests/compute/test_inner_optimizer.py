@@ -1,4 +1,4 @@
-"""Muon moves the matrices of the layers, as published, and AdamW the rest."""
+"""Muon updates the matrices of the layers, as published, and AdamW the rest."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ MATRICES = {
         *(f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")),
     ],
 }
-"""Family → the matrices of a layer."""
+"""The matrices of a layer, by family."""
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h", "opt": "model.decoder.layers", "qwen3": "model.layers"}
 
 
@@ -49,7 +49,7 @@ def module(manifest: RunManifest, index: int) -> StageModule:
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("family", sorted(MATRICES))
 def test_matrices_are_those_of_the_layers_at_every_stage(family: str, stages: int) -> None:
-    """Neither embeddings nor positions, nor the projections of OPT beside its layers, nor the head."""
+    """Neither embeddings nor positions, nor OPT's projections next to its layers, nor the head."""
     manifest = by_muon(family, stages)
     found = [module(manifest, index).layer_matrices() for index in range(stages)]
     expected = {f"{LAYERS[family]}.{layer}.{name}" for layer in range(4) for name in MATRICES[family]}
@@ -106,7 +106,7 @@ def test_an_update_is_that_of_the_published_iteration_in_float64(family: str) ->
             found = ((1 - RATE * 0.1) * before[name] - mine[name].detach()) / factor
             assert float((found - exact).norm() / exact.norm()) < 1e-9, name
             assert not torch.allclose(mine[name], plain[name], rtol=1e-3)
-            # What learning rates near each other for both optimizers rest on.
+            # This is why both optimizers can have similar learning rates.
             assert float((factor * found).square().mean().sqrt()) == pytest.approx(0.2 * RATE, rel=0.2)
         assert all(torch.equal(mine[name], plain[name]) for name in mine.keys() - matrices)
     means, squares = (optimizers[0].moments()[kind] for kind in ("adam_mean", "adam_square"))
@@ -129,7 +129,7 @@ def test_the_iteration_brings_singular_values_near_one_and_commutes_with_transpo
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has its own Muon from 2.9 on")
 def test_in_bfloat16_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise, over three steps of a tall and a wide matrix."""
+    """Bit for bit, over three steps of a tall and a wide matrix."""
     monkeypatch.setattr(muon, "precision", lambda tensor: torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     shapes = (24, 40), (40, 24)
@@ -147,7 +147,7 @@ def test_in_bfloat16_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_iteration_runs_in_bfloat16_only_where_that_is_fast() -> None:
     for dtype in (torch.float64, torch.float32):
-        assert precision(torch.zeros(2, 2, dtype=dtype)) is dtype, "processors may have no instructions for it"
+        assert precision(torch.zeros(2, 2, dtype=dtype)) is dtype, "a CPU may have no instructions for bfloat16"
 
 
 def test_muon_has_no_mean_squares_to_send() -> None:

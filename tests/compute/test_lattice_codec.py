@@ -1,4 +1,4 @@
-"""Vectors of outer rounds in few bits: unbiased, the mean of a pair kept, and never merged where decoded wrong."""
+"""Vectors of outer rounds in few bits: unbiased, with the mean of a pair preserved, and no wrong chunk ever merged."""
 
 import dataclasses
 import math
@@ -30,12 +30,12 @@ from noloco_p2p.errors import Declined, Violation
 
 BITS = sorted(LATTICE_BITS.values())
 SIZE = 3 * CHUNK + 1001
-"""An odd tail."""
+"""The last chunk has an odd length."""
 DTYPES = (torch.float32, torch.float64)
 
 
 class Pulled(NamedTuple):
-    """What became known, and how many chunks had to be asked for again."""
+    """The vector that became known, and how many chunks had to be requested again."""
 
     vector: Tensor
     distances: Tensor
@@ -44,14 +44,14 @@ class Pulled(NamedTuple):
 
 @dataclasses.dataclass
 class Replica:
-    """One of a pair, with the bounds that it asks with."""
+    """One replica of a pair, with the bounds in its requests."""
 
     vector: Tensor
     bounds: Tensor
 
     @classmethod
     def at(cls, vector: Tensor, distance: float | Tensor, bits: int) -> "Replica":
-        """With bounds for this distance."""
+        """A replica with bounds for this distance."""
         distances = ReplicaDistances(bits)
         distances.observe(lattice_pull._largest(torch.zeros_like(vector) + distance / SAFETY))
         return cls(vector, distances.bounds(vector))
@@ -64,7 +64,7 @@ def normal(seed: int, size: int = SIZE, dtype: torch.dtype = torch.float32) -> T
 def make_pair(
     bits: int, size: int = SIZE, dtype: torch.dtype = torch.float32, gap: float = 1e-3, seed: int = 0
 ) -> tuple[Replica, Replica]:
-    """Two replicas some `gap` apart, with bounds that are wide enough."""
+    """Two replicas about `gap` apart, with bounds that are wide enough."""
     first = normal(seed, size, dtype)
     second = first + gap * normal(seed + 1, size, dtype)
     return Replica.at(first, 8 * gap, bits), Replica.at(second, 8 * gap, bits)
@@ -80,7 +80,7 @@ def begin(codec: LatticeCodec, mine: Replica) -> LatticePull:
 
 
 def pull(bits: int, mine: Replica, theirs: Replica, shared: PairDither | None = None) -> Pulled:
-    """Asked for until it is known."""
+    """Request the vector until all of it is known."""
     codec = LatticeCodec(bits, len(mine.vector), mine.vector.dtype)
     shared = shared or dither(len(mine.vector))
     pulled, repeated = begin(codec, mine), 0
@@ -93,7 +93,7 @@ def pull(bits: int, mine: Replica, theirs: Replica, shared: PairDither | None = 
 
 
 def steps_of(replica: Replica, bits: int) -> Tensor:
-    """The step of each value."""
+    """The lattice step of each value."""
     step_C = 2.0 ** (replica.bounds.to(torch.float64) - BOUND_ZERO) / (1 << (bits - 1))
     return step_C.repeat_interleave(CHUNK)[: len(replica.vector)]
 
@@ -125,7 +125,7 @@ def test_a_decoded_value_is_less_than_a_step_off(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_two_of_a_pair_move_by_opposite_amounts(bits: int, dtype: torch.dtype) -> None:
-    """Also with unlike bounds of their own, and where some chunks had to be asked for again."""
+    """Even if their own bounds differ, and if some chunks had to be requested again."""
     mine, theirs = make_pair(bits, dtype=dtype)
     theirs.bounds[0] += 1
     mine.bounds[1] += 2
@@ -136,14 +136,14 @@ def test_the_two_of_a_pair_move_by_opposite_amounts(bits: int, dtype: torch.dtyp
     moved, opposite = there.vector - mine.vector, back.vector - theirs.vector
     slack = 2 * torch.finfo(dtype).eps * torch.maximum(mine.vector.abs(), theirs.vector.abs())
     assert bool(((moved + opposite).abs() <= 2 * slack).all())
-    # What both merge: half the difference each. The mean of the two stays, but for rounding.
+    # Each merges half of the difference. The mean of the two stays, except for rounding.
     merged = [(mine.vector + there.vector) / 2, (theirs.vector + back.vector) / 2]
     assert bool(((sum(merged) - (mine.vector + theirs.vector)).abs() <= 4 * slack).all())
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_it_is_unbiased_over_rounds(bits: int) -> None:
-    """The mean of many rounds' decoded vectors is the vector: five standard errors, at each value, and over all."""
+    """The mean of many rounds' decoded vectors is the vector, to five standard errors, at each value and overall."""
     mine, theirs = make_pair(bits, size=CHUNK + 77)
     rounds = 400
     errors = torch.stack(
@@ -180,14 +180,14 @@ def test_the_same_vector_and_dither_give_the_same_bytes(bits: int) -> None:
     assert torch.equal(first, again)
     for other in (dither(round=4), dither(pair=("a", "c"))):
         assert not torch.equal(first, codec.encode(theirs.vector, theirs.bounds, asked, other))
-    # A chunk has the same codes alone as among all.
+    # A chunk that is requested alone has the same codes as among all chunks.
     alone = codec.encode(theirs.vector, theirs.bounds, LatticeRequest(asked.bounds[1:2], (1,)), dither())
     assert bytes(alone[:4].tolist()) == bytes(first[4:8].tolist())
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_both_of_a_pair_find_the_same_chunks_wrong(bits: int) -> None:
-    """Exactly 2^(bits − 1) steps apart, where one direction has a code and the other has none."""
+    """At a distance of exactly 2^(bits − 1) steps, for which one direction has a code and the other has none."""
     mine = Replica.at(torch.zeros(SIZE), 0.9, bits)
     theirs = Replica(mine.vector.index_fill(0, torch.tensor([5]), -1.0), mine.bounds)
     assert pull(bits, mine, theirs).repeated == pull(bits, theirs, mine).repeated == 1
@@ -200,7 +200,7 @@ def test_both_of_a_pair_find_the_same_chunks_wrong(bits: int) -> None:
 def test_what_a_bound_that_is_too_small_decodes_is_found_wrong(
     bits: int, dtype: torch.dtype, seed: int, narrower: int, far: float
 ) -> None:
-    """Planted: bounds too narrow for all, and single values far off. No wrong value is ever taken."""
+    """Planted: bounds too narrow for all chunks, and single values far away. No wrong value is ever accepted."""
     mine, theirs = make_pair(bits, dtype=dtype, seed=seed)
     theirs.vector[seed % SIZE] += far
     for one in (mine, theirs):
@@ -247,7 +247,7 @@ def test_wrong_chunks_are_asked_for_wider_alone_and_plain_in_the_end(bits: int) 
 @settings(max_examples=60)
 @given(st.data())
 def test_a_flipped_bit_is_found(bits: int, data: st.DataObject) -> None:
-    """Of digests and codes: the chunk is found wrong. Of a bound: a Violation, or the chunk is found wrong."""
+    """In digests and codes, the chunk is found wrong. In a bound, it is a Violation, or the chunk is found wrong."""
     mine, theirs = make_pair(bits)
     codec, shared = LatticeCodec(bits, SIZE, torch.float32), dither()
     pulled = begin(codec, mine)
@@ -284,7 +284,7 @@ def test_values_beyond_all_bounds_are_declined_and_never_merged(bits: int, value
     assert theirs.bounds.tolist().count(PLAIN) == 1
     with pytest.raises(Declined, match="not finite"):
         pull(bits, mine, theirs)
-    # Whose own vector is broken can still be told what others have.
+    # A replica whose own vector is broken can still receive what others have.
     assert torch.equal(pull(bits, theirs, mine).vector[CHUNK : 2 * CHUNK], mine.vector[CHUNK : 2 * CHUNK])
 
 
@@ -352,7 +352,7 @@ def test_any_length_of_the_last_chunk(bits: int, size: int) -> None:
 
 
 def test_bytes_of_a_parameter() -> None:
-    """Answer and request."""
+    """Of the answer and the request together."""
     parameters = 100_000_000
     for bits, most in ((8, 1.002), (4, 0.502)):
         one = LatticeFormat(bits, parameters, 4)
@@ -362,7 +362,8 @@ def test_bytes_of_a_parameter() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_bounds_follow_the_distances(bits: int) -> None:
-    """Powers of two: the first from one's own way, later ones from the largest distance of late, with room to spare."""
+    """They are powers of two: at first from the replica's own movement, later from the largest recent distance, with a
+    margin."""
     distances, vector = ReplicaDistances(bits), normal(0)
     distances.bounds(vector)
     assert distances.bounds(vector + 1e-3).tolist() == [BOUND_ZERO - 9] * 4

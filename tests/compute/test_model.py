@@ -85,7 +85,7 @@ def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
     [({"hidden_size": 12}, "fails with RuntimeError"), ({"rms_norm_eps": -1.0}, "its output is not finite")],
 )
 def test_a_stage_that_cannot_compute_is_refused(fields: dict[str, Any], message: str) -> None:
-    """One stage is not compared with anything; a head of three values cannot be rotated in pairs."""
+    """A single stage is not compared with anything; a head of three values cannot be rotated in pairs."""
     manifest = make_manifest("llama", 1)
     config = {**manifest.model.config, **fields}
     manifest = manifest.model_copy(update={"model": ModelSettings(family="llama", config=config)})
@@ -104,7 +104,7 @@ SPLITTABLE = ["llama", "gpt2", "opt", "gpt_neox", "qwen3", "qwen3_moe", "olmo", 
 
 
 def small(name: str) -> Any:
-    """A small configuration of the family, without dropout and ties."""
+    """A small configuration of the family, without dropout and without tied embeddings."""
     fields: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     zero: dict[str, dict[str, Any]] = {
         "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},

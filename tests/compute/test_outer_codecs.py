@@ -1,4 +1,4 @@
-"""Stages that pull each other's vectors in each codec: what is asked, what is refused, and that a pair's mean stays."""
+"""Stages pull each other's vectors in each codec: what they request, what is refused, and that a pair's mean stays."""
 
 import dataclasses
 from typing import get_args
@@ -18,11 +18,11 @@ from noloco_p2p.errors import Declined, Violation
 CODECS = get_args(OuterCodec)
 LATTICES = sorted(LATTICE_BITS)
 STEP_SHARE = {"int8": 2**-7, "int4": 2**-3}
-"""Of a bound."""
+"""The step of the lattice, relative to the bound."""
 
 
 def make_replica(peer: str, codec: str, *, seed: int, dtype: str = "float32") -> TorchStage:
-    """The first of two stages, after a few steps on data of its own."""
+    """A replica of the first of two stages, after a few steps on its own data."""
     stages = make_stages(make_manifest(dtype=dtype, outer={"rule": "noloco", "codec": codec}), peer)
     for step in range(3):
         run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, f"origin-{seed}"))
@@ -32,7 +32,7 @@ def make_replica(peer: str, codec: str, *, seed: int, dtype: str = "float32") ->
 
 
 def pull(mine: TorchStage, frozen: FrozenRound, other: TorchStage, others: FrozenRound) -> tuple[PartnerVector, int]:
-    """Asked for until nothing is missing; how often something was."""
+    """Request until nothing is missing. Returns the vector, and how often something was missing."""
     request, found, asked = SnapshotRequest(0, others.round, lattice=frozen.lattice), None, 0
     while True:
         answer = other.encode(others, request, frozen.peer)
@@ -45,7 +45,7 @@ def pull(mine: TorchStage, frozen: FrozenRound, other: TorchStage, others: Froze
 
 
 def move(stage: TorchStage, seed: int) -> None:
-    """θ, a little, as inner steps would."""
+    """Move θ a little, as inner steps would."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for theta in stage.parameters.values():
@@ -83,7 +83,7 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
             assert result is not None
     after = [stage.snapshot(4, 40) for stage in pair]
     assert all(one.bounds != b"" for one in after) == (codec in LATTICES)
-    if codec in LATTICES:  # nobody trained since: the replicas are much closer than at first
+    if codec in LATTICES:  # no replica has trained since, so they are much closer than at first
         assert sum(after[0].bounds) < sum(pair[0].snapshot(0, 0).bounds) + 1
     other_weights = pair[1].encode(after[1], SnapshotRequest(0, weights="bfloat16"), "a")
     pair[0].adopt(other_weights)

@@ -29,7 +29,7 @@ OUTER = {"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}
 
 
 def train(stages: list[TorchStage], seed: int, steps: int = 2) -> None:
-    """Some inner steps on data of its own."""
+    """Take some inner steps on data of this seed."""
     for step in range(steps):
         run_microbatch(stages, make_batch(100 * seed + step), microbatch(step, f"origin-{seed}-{id(stages)}"))
         for stage in stages:
@@ -45,18 +45,18 @@ def theta(stage: TorchStage) -> Vector:
 
 
 def slow(stage: TorchStage) -> Vector:
-    """φ, which a stage keeps to itself."""
+    """φ, which a stage does not expose."""
     return np.concatenate([phi.numpy().ravel() for phi in stage._outer.kinds["slow"].values()])
 
 
 def adam(stage: TorchStage) -> list[torch.Tensor]:
-    """Adam's moments, which a stage keeps to itself: read through the optimizer's own state."""
+    """Adam's moments, which a stage does not expose: they are read from the optimizer's own state."""
     states = stage._optimizer._optimizers[0].state.values()
     return [value.clone() for state in states for value in state.values()]
 
 
 def test_outer_rounds_are_n1_and_n2() -> None:
-    """Three rounds of a pair with different data and, after round 1, different φ and δ; then one alone."""
+    """Three rounds of a pair with different data and, after round 1, different φ and δ; then one round alone."""
     mine, other = (make_stages(make_manifest(outer=OUTER), peer) for peer in ("me", "other"))
     train(other, 9)
     other[0].merge(other[0].snapshot(1, 10))
@@ -92,7 +92,7 @@ def test_outer_rounds_are_n1_and_n2() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_what_is_trained_during_a_round_stays_and_counts_in_the_next_one(dtype: str) -> None:
-    """N3. A pair that trains on, apart, while its snapshots travel: equal φ stay equal bit for bit."""
+    """N3, for a pair that trains on separately while its snapshots travel: equal φ stay equal bit for bit."""
     pair = [make_stages(make_manifest(dtype=dtype, outer=OUTER | {"overlap": True}), peer) for peer in ("me", "other")]
     for round_number in (1, 2, 3):
         for seed, stages in enumerate(pair):
@@ -117,7 +117,7 @@ def test_what_is_trained_during_a_round_stays_and_counts_in_the_next_one(dtype: 
 
 
 def test_a_round_without_delay_is_n1_and_n2_bit_for_bit() -> None:
-    """Also where φ is −0.0, which an addition of 0.0 would turn round."""
+    """Even where φ is −0.0, whose sign adding 0.0 would change."""
     waits, overlaps = (make_stages(make_manifest(outer=OUTER | {"overlap": it})) for it in (False, True))
     for stages in (waits, overlaps):
         train(stages, 1)
@@ -137,7 +137,7 @@ def theta_bytes(stage: TorchStage) -> bytes:
 
 
 def test_a_state_captured_during_a_round_is_that_of_a_round_still_due() -> None:
-    """φ and δ are those before the round, θ has all that was trained: the next Δ has it, once."""
+    """φ and δ are those from before the round, and θ has everything that was trained: the next Δ contains it once."""
     mine, twin = (make_stages(make_manifest(outer=OUTER | {"overlap": True})) for _ in range(2))
     train(mine, 1)
     mine[0].snapshot(1, 2)
@@ -171,7 +171,7 @@ def with_tensor(snapshot: Snapshot, index: int, tensor: HostTensor) -> Snapshot:
 
 
 def broken(snapshot: Snapshot) -> dict[str, Snapshot]:
-    """Snapshots that must be refused, by what the message says."""
+    """Snapshots that must be refused, by a pattern of the message."""
     first, last = snapshot.tensors[0], snapshot.tensors[-1]
     poisoned = bytearray(last.data)
     poisoned[-2:] = b"\x80\x7f" if last.dtype == "bfloat16" else b"\xf0\x7f"  # infinity

@@ -1,4 +1,4 @@
-"""A partner's vector held against one's own, by real stages: clipped, refused, or taken because I am the outlier."""
+"""Real stages compare a partner's vector with their own: it is clipped, refused, or taken because they are outliers."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ RULES = ("noloco", "averaged", "gossip")
 
 
 def replicas(rule: str, *peers: str) -> list[TorchStage]:
-    """First stages of a run, each after a few steps on data of its own."""
+    """Replicas of the first stage of a run, each after a few steps on its own data."""
     found = []
     for seed, peer in enumerate(peers):
         stages = make_stages(make_manifest(dtype="float64", outer={"rule": rule, "codec": "full"}), peer)
@@ -27,7 +27,7 @@ def replicas(rule: str, *peers: str) -> list[TorchStage]:
 
 
 def pulled(stage: TorchStage, other: TorchStage, round: int, change: float = 0.0) -> tuple[FrozenRound, PartnerVector]:
-    """What `stage` makes of the other's vector, moved by `change` in every value."""
+    """What `stage` decodes from the other's vector, after every value was moved by `change`."""
     mine, request = stage.snapshot(round, 0), SnapshotRequest(0)
     sent = other.encode(other.snapshot(round, 0), request, "me")
     vector = host_tensor.to_torch(sent.tensors[0]) + change
@@ -41,7 +41,7 @@ def values(found: PartnerVector | FrozenRound) -> torch.Tensor:
 
 
 def acquainted(stage: TorchStage, other: TorchStage) -> None:
-    """Rounds until the stage knows how far others are. Both move on."""
+    """Do rounds until the stage knows how far away others are. Both replicas train on."""
     for round in range(1, 5):
         mine, theirs = pulled(stage, other, round)
         assert theirs.verdict == ""
@@ -75,7 +75,7 @@ def test_who_is_far_is_merged_as_if_it_were_at_the_radius(rule: str) -> None:
 
 
 def test_slow_weights_may_be_as_far_as_the_momentum_that_moves_them_can_bring_them() -> None:
-    """They begin equal, so that their own distances say little in the first rounds."""
+    """They begin equal, so their own distances say little in the first rounds."""
     stage, other = replicas("averaged", "me", "other")
     for round in range(1, 4):
         mine, theirs = pulled(stage, other, round)
@@ -100,7 +100,7 @@ def test_two_that_agree_with_each_other_and_not_with_me_are_taken() -> None:
     stage, other, third = replicas("noloco", "me", "other", "third")
     acquainted(stage, other)
     assert pulled(stage, other, 9, 0.08)[1].verdict == "refused"
-    assert pulled(stage, other, 9, 0.08)[1].verdict == "refused", "the same one again says nothing new"
+    assert pulled(stage, other, 9, 0.08)[1].verdict == "refused", "the same peer again is no confirmation"
     mine, found = pulled(stage, third, 9, 0.08)
     assert (found.verdict, found.factors, found.apart) == ("outlier", (), ())
     before = mine.radii

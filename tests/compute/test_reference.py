@@ -1,4 +1,4 @@
-"""The reference accepts a run that was simulated another way (stage by stage, torch's AdamW), and no planted fault."""
+"""The reference accepts a run that is simulated another way (stage by stage, torch's AdamW), but no planted fault."""
 
 import ast
 import runpy
@@ -38,7 +38,7 @@ def test_a_faithful_run_is_accepted(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("delays", [(0, 1, 2), *soak([((1,),), ((2,),)])])
 def test_a_run_that_trains_on_during_its_rounds_is_accepted(tmp_path: Path, delays: tuple[int, ...]) -> None:
-    """Of an interval of two steps: all of it, the half, or nothing; the last round is waited for."""
+    """Over all of an interval of two steps, half of it, or none; the last round is waited for."""
     report = simulate(tmp_path, "llama", delays=delays)
     assert report.deviations.keys() == KINDS
     assert 0 < max(report.deviations.values()) < 1e-10
@@ -74,7 +74,7 @@ FAULTS = {
     "uneven load": r"inner step 1, stage 1, slots from 0: not balanced",
     "one-sided pull": r"round 1, stage 1: s1r\d took s1r\d, which is no matching",
 }
-"""What is planted, and what the reference says to it."""
+"""Each planted fault, and a pattern of what the reference reports."""
 
 
 @pytest.mark.parametrize("fault", [*list(FAULTS)[::2], *soak(list(FAULTS)[1::2])])

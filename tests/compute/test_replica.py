@@ -1,4 +1,4 @@
-"""A replica's whole state: what is captured, that a restored one goes on bit for bit, and what is refused."""
+"""A replica's full state: what is captured, that a restored replica continues bit for bit, and what is refused."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ def manifest_of(dtype: str = "float64", seed: int = 1, optimizer: str = "adamw")
 
 
 def train(stages: list[TorchStage], first: int, last: int) -> None:
-    """Inner steps `first` to `last`, two microbatches each; a merge with an old snapshot of one's own every third."""
+    """Inner steps `first` to `last`, of two microbatches each; at every third a merge with an old own snapshot."""
     for step in range(first, last + 1):
         for i in (0, 1):
             run_microbatch(stages, make_batch(2 * step + i), microbatch(2 * step + i))
@@ -49,7 +49,7 @@ def captured(stages: list[TorchStage], inner_steps: int) -> list[ReplicaState]:
 
 
 def contents(state: ReplicaState) -> dict[str, object]:
-    """Everything in a state, comparable bit for bit."""
+    """Everything in a state, in a form that can be compared bit for bit."""
     tensors = {tensor.name: bytes(tensor.data) for tensor in state.tensors}
     return {**{f.name: getattr(state, f.name) for f in dataclasses.fields(state)}, "tensors": tensors}
 
@@ -65,7 +65,7 @@ def total(states: list[ReplicaState], kind: str) -> float:
     ("optimizer", "steps"), [("adamw", 2), ("adamw", 6), ("muon", 4), *soak([("adamw", 0), ("adamw", 4), ("muon", 0)])]
 )
 def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, optimizer: str, steps: int) -> None:
-    """From the beginning, before and after the first merge, and right at the second, with a microbatch under way."""
+    """From the start, from before and after the first merge, and from the second, with a microbatch in flight."""
     mine, twin = (make_stages(manifest_of(dtype, seed, optimizer)) for seed in (1, 2))
     train(mine, 1, steps)
     states = captured(mine, steps)
@@ -110,7 +110,7 @@ def test_a_captured_state_is_frozen_and_says_what_it_is() -> None:
 
 
 def test_a_restored_replica_shares_nothing_with_the_state() -> None:
-    """The state may be lent to others, or its buffers be writable and used again."""
+    """The state may be lent to others, or have writable buffers that are reused."""
     mine, twin = make_stages(manifest_of()), make_stages(manifest_of())
     train(mine, 1, 4)
     state = mine[0].capture(1, 4.5, 4)
@@ -123,7 +123,7 @@ def test_a_restored_replica_shares_nothing_with_the_state() -> None:
 
 
 def test_the_step_under_way_is_not_captured_and_its_microbatches_count_again() -> None:
-    """An id that is captured is spent for the restored replica; one of the step under way is not."""
+    """An id that is captured is spent for the restored replica; an id of the current step is not."""
     mine, twin = make_stages(manifest_of()), make_stages(manifest_of())
     train(mine, 1, 2)
     run_microbatch(mine, make_batch(6), microbatch(6))
@@ -157,7 +157,7 @@ def poisoned(tensor: HostTensor, value: float) -> HostTensor:
 
 
 def broken(state: ReplicaState) -> dict[str, ReplicaState]:
-    """States that must be refused, by what the message says."""
+    """States that must be refused, by a pattern of the message."""
     tensors, parameters = state.tensors, len(state.tensors) // len(manifest_of().state_kinds)
     cases = {
         f"is not finite in {kind}/": _with(state, parameters * (i + 1) - 1, lambda t: poisoned(t, np.nan))
@@ -187,7 +187,7 @@ def _with(state: ReplicaState, index: int, change: Callable[[HostTensor], HostTe
 
 
 def test_a_state_of_the_other_optimizer_is_refused() -> None:
-    """Under Muon matrices have no mean squares: what is too much or missing is a violation."""
+    """Under Muon, matrices have no mean squares: a missing or superfluous tensor is a violation."""
     adamw, muon = (make_stages(manifest_of(optimizer=optimizer))[0] for optimizer in ("adamw", "muon"))
     for mine, theirs in ((adamw, muon), (muon, adamw)):
         with pytest.raises(Violation, match=r"does not fit this stage: adam_square/.* is out of place"):
@@ -201,7 +201,7 @@ def test_a_state_of_the_other_optimizer_is_refused() -> None:
 
 @functools.cache
 def trained_beside_another() -> tuple[list[TorchStage], ReplicaState]:
-    """Stages with a microbatch under way, and a state of the first by another replica; nothing below changes them."""
+    """Stages with a microbatch in flight, and another replica's state of the first. No test may change either."""
     stages, other = make_stages(manifest_of()), make_stages(manifest_of())
     train(stages, 1, 4)
     train(other, 11, 12)

@@ -1,4 +1,4 @@
-"""What of a frozen round travels, and the spread that a pair estimates from it."""
+"""Which parts of a frozen round travel, and the spread that a pair estimates from them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from noloco_p2p.errors import Violation
 
 
 def moved(peer: str, by: float) -> TorchStage:
-    """Stage 0 of 2,784 parameters, each moved by another multiple of `by`."""
+    """Stage 0 with 2,784 parameters, each moved by a different multiple of `by`."""
     stage = make_stages(make_manifest(), peer)[0]
     with torch.no_grad():
         for theta in stage.parameters.values():
@@ -72,7 +72,7 @@ def test_a_vector_of_another_stage_or_with_a_sample_that_is_not_finite_is_a_viol
 @pytest.mark.parametrize("value", [1e38, -1e38, 1e5, -1e5])
 @pytest.mark.parametrize("rule", ["noloco", "diloco"])
 def test_a_vector_that_is_finite_and_out_of_all_proportion_is_not_merged(rule: str, value: float) -> None:
-    """Merged, it would spread by gossip, and into every checkpoint."""
+    """If it were merged, it would spread to other replicas, and into every checkpoint."""
     stage, other = (make_stages(make_manifest(outer={"rule": rule}), peer)[0] for peer in ("me", "other"))
     mine, request = stage.snapshot(1, 10), SnapshotRequest(0)
     sent = other.encode(other.snapshot(1, 10), request, "me")

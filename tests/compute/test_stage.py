@@ -1,4 +1,4 @@
-"""The synchronous stage: what counts, what is refused, the inner step, and that nothing unfinite stays behind."""
+"""The synchronous stage: what counts, what is refused, the inner step, and that nothing non-finite stays behind."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ from noloco_p2p.errors import Violation
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether both have the same tensors, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(tokens: int, value: float
 
 
 def test_a_parameter_gradient_that_alone_is_not_finite_leaves_no_trace() -> None:
-    """At stage 0 there is no outgoing gradient to see it by."""
+    """At stage 0 no outgoing gradient would reveal it."""
     stages = make_stages(make_manifest())
     run_microbatch(stages, make_batch(1), microbatch(1))
     before = gradients(stages[:1])
@@ -179,7 +179,7 @@ def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> Non
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_codes_travel_in_both_directions_and_autograd_goes_straight_through(codec: str) -> None:
-    """What the first stage accumulates is what its part gives for the gradient that was decoded."""
+    """The first stage accumulates what its part of the model yields for the decoded gradient."""
     stages, batch = make_stages(make_manifest(wire={"forward": codec, "backward": codec})), make_batch(1, padded=2)
     graph, flow = stages[0].forward(batch.inputs, batch.mask)
     assert flow.spec == stages[0].state.hidden == stages[1].state.hidden
@@ -262,7 +262,7 @@ def test_a_mask_hides_tokens() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("clip_norm", [0.05, 1e6])
 def test_inner_steps_are_adamw_on_the_token_mean(clip_norm: float, index: int) -> None:
-    """Against torch's own clip and AdamW, on a clone of the parameters; microbatches of unequal token counts."""
+    """Against torch's own clip and AdamW on a clone of the parameters, with microbatches of unequal token counts."""
     stages = make_stages(make_manifest(inner={"clip_norm": clip_norm, "weight_decay": 0.1, "beta2": 0.9}))
     mine = {name: nn.Parameter(theta.detach().clone()) for name, theta in stages[index].parameters.items()}
     adamw = torch.optim.AdamW(mine.values(), betas=(0.9, 0.9), eps=1e-8, weight_decay=0.1, foreach=False)
