@@ -24,7 +24,7 @@ from noloco_p2p.io.data.tokenizers import Ids
 
 POOL_TOKENS = 1 << 19
 VALIDATION_TOKENS = 1 << 17
-"""The held-out samples are drawn from this many tokens, or from twice as many as they have if that is more."""
+"""The held-out samples are drawn from this many tokens, or from twice as many as they need if that is more."""
 
 EMPTY_PASSES = 100
 """Passes over the data without a sample after which the data is considered to have none."""

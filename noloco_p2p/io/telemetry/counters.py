@@ -41,7 +41,7 @@ class Tally:
     help: str | None = None
     """Help text of the metric `noloco_<name>_total`; None if there is no such metric."""
     journal: str | None = None
-    """Name in the journal's lines of progress; None if it is not there, or not by label."""
+    """Name in the journal's progress lines; None if it is not there, or not by label."""
 
     def addition(self, fields: Fields) -> tuple[Labels, float] | None:
         """Label values and the amount that an event with these fields adds to their sum; None if it adds nothing."""

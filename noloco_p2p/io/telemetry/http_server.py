@@ -40,7 +40,7 @@ DEADLINE_S = 10.0
 SILENCE_S = 5.0
 """Longest wait for the next bytes from a client, seconds."""
 POLL_S = 0.25
-"""Time between two checks for requests past their deadline and for a request to shut down, seconds."""
+"""Time between two checks for requests past their deadline, and for a call of `close`, seconds."""
 CPU_SHARE = 0.1
 """Most of a core that one host's requests take in the long run: each waits until earlier ones are paid for."""
 FREED_S = 0.1

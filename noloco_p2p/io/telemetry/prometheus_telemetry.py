@@ -255,7 +255,7 @@ class Watchdog(threading.Thread):
         if found is not None and (before is None or before.key != found.key):
             self._say(found.line, False)
         elif found is None and before is not None:
-            self._say("goes on", True)
+            self._say("the problem is over", True)
 
     def run(self) -> None:
         """See `Thread`."""

@@ -24,7 +24,7 @@ LIMIT_BYTES = 4 * 1024 * 1024
 ITEMS_LIMIT = 4_096
 """Most items of a list. If a node knows more other nodes, only the first ones are sent."""
 LIST_LIMIT = 256
-"""Most waits, calls and troubles sent; only the first ones are."""
+"""Most waits, calls and troubles that are sent; any beyond that are left out."""
 FIELDS_LIMIT = 256
 """Most fields of an object."""
 TEXT_LIMIT = 1_024

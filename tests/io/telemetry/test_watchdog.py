@@ -31,7 +31,7 @@ def test_one_line_for_each_problem_however_long_it_lasts() -> None:
     status = WELL
     dog.look()
     dog.look()
-    assert said[2:] == [("goes on", True)]
+    assert said[2:] == [("the problem is over", True)]
 
 
 def test_it_looks_by_itself_and_ends() -> None:
@@ -59,5 +59,5 @@ def test_the_log_says_it(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> No
             telemetry.close()
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.WARNING, "watchdog: overdue: waited 12 s (at most 10 s) for gradient from 12D3other"),
-        (logging.INFO, "watchdog: goes on"),
+        (logging.INFO, "watchdog: the problem is over"),
     ]
