@@ -76,9 +76,9 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
 def choose_stage(me: Advert, others: Sequence[Advert], stages: int) -> int:
     """The stage that `me`, which has not made its weights yet, should hold. Nodes with the same view agree.
 
-    A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. After that, starting from everybody's
-    present stage, the largest peer id that may still choose moves from the strongest stage to the weakest, again and
-    again while the weaker of the two gains by it. Settled nodes never move.
+    A node that has not chosen yet (NO_STAGE) takes the stage of least capacity. When it is asked again, starting from
+    the current stages of all nodes, the largest peer id that may still choose moves from the strongest stage to the
+    weakest, and so on while the weaker of the two gains by it. Settled nodes never move.
     """
     placed = {a.peer_id: a for a in others if a.state in COUNTED and 0 <= a.stage < stages}
     if me.stage == NO_STAGE:

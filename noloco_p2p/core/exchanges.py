@@ -62,7 +62,7 @@ class Exchanges:
 
     def unknown(self, adverts: Iterable[Advert], *, now: float, since: float | None = None) -> list[Advert]:
         """Those whose peers have not been asked since `since`. By default: not within half of the time for which an
-        answer is valid, or not since they announced a stage or state other than the one that they answered."""
+        answer is valid, or not since they announced another stage or state than they answered."""
         from_s = now - LIFETIMES * self._ttl_s / 2 if since is None else since
         return [a for a in adverts if self._asked_at(a, anew=since is None) < from_s]
 

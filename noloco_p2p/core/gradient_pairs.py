@@ -24,9 +24,9 @@ liar."""
 REMEMBERED, RECENT = 1024, 16
 """How many pairs count in all, and of one replica: older ones say nothing about what it does now."""
 FEWEST, OTHERS, SHARE, CHANCE = 4, 3, 0.5, 1e-5
-"""A replica dissents if at least FEWEST, and a share of at least SHARE, of its recent pairs are outliers, with at least
-OTHERS different other replicas, and if a replica like the others would have so many with a probability of at most
-CHANCE. Honest replicas have outliers, too: a gradient has also passed through later stages."""
+"""A replica dissents if at least FEWEST, and at least the share SHARE, of its recent pairs are outliers, with at least
+OTHERS different replicas on the other route, and if a replica like the others would have that many with a probability
+of at most CHANCE. Honest replicas have outliers, too, because a gradient has also passed through later stages."""
 
 
 class GradientLikeness(NamedTuple):

@@ -11,7 +11,7 @@ SHORTEST_STALL_S = 5.0
 OVERDUE_SHARE, OVERDUE_S = 0.1, 1.0
 """A wait is overdue if it is past its deadline by a tenth of it or by a second, whichever is more: timers fire late."""
 LONGEST_SILENCE_S = 5.0
-"""Longest time without a heartbeat of the event loop, which is due every half second."""
+"""Longest time without a heartbeat of the event loop that is healthy; one is due every half second."""
 
 
 class HealthProblem(NamedTuple):

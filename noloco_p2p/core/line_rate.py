@@ -70,7 +70,7 @@ class LineRate:
         """Bytes and seconds of the transfers since the last part."""
         self._moving = 0
         self._shared_s = 0.0
-        """Seconds of the line that a transfer since the beginning would have had: with n at once, 1/n of the time."""
+        """Line time that a transfer running since the start would have had: with n at once, 1/n of the time."""
         self._as_of = 0.0
         self._parts: deque[tuple[float, float]] = deque(maxlen=PARTS)
         """(bytes per second, bytes) of each part."""
@@ -136,7 +136,7 @@ class Sending(Enum):
     """How an activation is sent to a peer."""
 
     WHOLE = "one message"
-    AT_ONCE = "over several connections, in line at the peer if need be"
+    AT_ONCE = "over several connections at once; it waits in line at the peer if need be"
     ASKED = "the header first, because the body takes longer to send than half a round trip"
 
 

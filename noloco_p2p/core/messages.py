@@ -83,7 +83,7 @@ class Origin:
 
     peer: PeerId
     step: int
-    """Floor of the origin's clock when the microbatch was begun."""
+    """Floor of the origin's clock when it began the microbatch."""
     index: int
     """Index within the origin's inner step, from 0. In an evaluation, the origin's rank within stage 0."""
 
@@ -282,7 +282,7 @@ class Advert:
         return STREAM in self.addresses
 
     def needs_relay(self, peer: "Advert") -> bool:
-        """Whether the two may be able to reach each other only through a relay."""
+        """Whether the two may need a relay to reach each other."""
         return self.is_hidden and peer.is_hidden
 
 

@@ -128,8 +128,8 @@ class Averaged(OuterRule):
 class Gossip(OuterRule):
     """Pairs of replicas average θ often: θ_i ← θ_i + w·(θ_j − θ_i), without slow weights and without momentum.
 
-    Sources: CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787). A few bits of the difference are enough to
-    send. Older vectors weigh less: w = γ / (1 + lag / m).
+    Sources: CHOCO-SGD (arXiv 1902.00340) and Moniqua (arXiv 2002.11787). Only a few bits of the difference need to
+    travel. Older vectors weigh less: w = γ / (1 + lag / m).
     """
 
     gamma: float

@@ -37,7 +37,7 @@ class RestoreSource:
 
 
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
-    """Whether any node trains or has trained, be it before all nodes were stopped."""
+    """Whether any node trains or has trained, even if that was before all nodes were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
 
 

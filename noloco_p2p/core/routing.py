@@ -30,7 +30,7 @@ SLOWEST = 1 / 64
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The membership at the start of an inner step of `me`, in groups that are sorted by id; `me` is in its own."""
+    """The membership at the start of an inner step of `me`, in groups sorted by id. `me` is in that of its stage."""
 
     me: PeerId
     origins: tuple[PeerId, ...] = ()
