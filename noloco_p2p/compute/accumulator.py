@@ -47,7 +47,7 @@ class GradientAccumulator:
         return microbatch in self._spent
 
     def add(self, added: AccumulatedMicrobatch, grads: Sequence[Tensor | None]) -> None:
-        """Spend the id and add its gradients: one per parameter, None for those that it does not reach, or empty."""
+        """Spend the id and add its gradients: one per parameter (None where it does not reach), or none at all."""
         self._spent.spend(added.microbatch)
         self.added.append(added)
         if not grads:

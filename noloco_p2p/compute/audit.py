@@ -40,7 +40,7 @@ class Audit:
     def initial(self, parameters: Mapping[str, Tensor]) -> None:
         """`initial-<peer id>.safetensors`: the weights before step 1, by global name.
 
-        A node that moves or is restarted does not train on from the weights that it makes then: the first ones stay.
+        A node that moves or is restarted does not train from the weights that it makes then, so the first file stays.
         """
         name = f"initial-{self._peer_id}.safetensors"
         if not (self._directory / name).exists():

@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 """Maximum of the largest difference over the largest value. A correct split differs only by the order of summation."""
 SAMPLES, TOKENS = 2, 6
 MOST_PARAMETERS = 1 << 27
-"""Maximum size of the small model: it keeps the head size, by which a stranger's manifest could fill the memory."""
+"""Maximum parameters of the small model: it keeps the head size, by which a stranger's manifest could fill memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _make_audit(directory: Path, peer_id: PeerId, weights: bool) -> Audit:
 
 
 def stage_sizes(manifest: RunManifest) -> tuple[StageSize, ...]:
-    """Parameters and bytes of each stage, without allocating weights. Raises ConfigError."""
+    """Parameters and bytes of each stage, computed without allocating weights. Raises ConfigError for a bad model."""
     config = model_family.checked_config(manifest)
     dtype = DTYPES[manifest.compute_dtype]
     ranges = model_family.layer_ranges(config.num_hidden_layers, manifest.stages)

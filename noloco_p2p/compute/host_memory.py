@@ -10,13 +10,12 @@ from noloco_p2p.humanize import size_text
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 """On Linux; the latter is the control group (version 2) of this process's container."""
 SURE_COPIES = 4
-"""Multiples of the weights that are on the host at the least, whatever the device: frozen rounds, a partner's vector,
-and a checkpoint."""
+"""Minimum multiples of the weights on the host, on any device: frozen rounds, a partner's vector, a checkpoint."""
 
 
 def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:
-    """The minimum bytes of one microbatch on a stage's device: hidden states, at the last stage logits for all tokens,
-    and their gradients."""
+    """Minimum size of one microbatch on a stage's device: hidden states, at the last stage also the logits of all
+    tokens, and the gradients of both. `vocabulary`: None at other stages."""
     rows = manifest.microbatch_size * manifest.sequence_length
     return 2 * rows * (hidden + (vocabulary or 0)) * ITEM_BYTES[manifest.compute_dtype]
 

@@ -104,7 +104,7 @@ class LatticeAnswer(NamedTuple):
 class LatticeCodec:
     """The codec of one stage's vectors, which are in host memory; the work is done on `device`, batch by batch.
 
-    `own_C`: the bounds with which a replica requests, for its own vector of a round.
+    `own_C`: the bounds that a replica uses in its own requests in a round.
     """
 
     def __init__(self, bits: int, parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:

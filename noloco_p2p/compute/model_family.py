@@ -1,7 +1,7 @@
 """Model families of transformers: turns the manifest's `model` into a checked configuration and its model class.
 
-Only this file, `model.py` and the code of exported models use transformers. Its modules are imported when needed, and
-only those of the family in question.
+In this folder, only this file, `model.py` and `exported_model.py` use transformers. Its modules are imported when
+needed, and only those of the family in question.
 """
 
 import copy

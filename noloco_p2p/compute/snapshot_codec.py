@@ -1,4 +1,4 @@
-"""Freezes a stage's rounds, encodes what travels of them, and decodes what arrives: all in host memory.
+"""Freezes a stage's rounds in host memory, encodes what travels of them, and decodes what arrives.
 
 Any thread may call `encode` and `decode`, because frozen rounds are never written to.
 """
