@@ -129,7 +129,7 @@ async def own_run(options: NodeOptions, local: NodeConfig) -> tuple[RunManifest,
     stored = run_files.stored_manifest(options.dir)
     if stored is not None and not options.overrides.names_the_run:
         manifest = stored
-        log.info("continues the run of %s: %s", options.dir, manifest.name)
+        log.info("continuing the run of %s: %s", options.dir, manifest.name)
     _check_agrees(options, local, manifest)
     await asyncio.to_thread(check_model, manifest)
     if local.stage or stored is not None:
@@ -164,7 +164,7 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
     if failure is not None:
         if manifest is None:
             raise failure
-        log.warning("%s; continues the run of %s", failure, options.dir)
+        log.warning("%s; continuing the run of %s", failure, options.dir)
     assert manifest is not None, "a node without a link has a stored manifest"
     options.overrides.check_agrees(manifest)
     _check_agrees(options, local, manifest)
@@ -176,7 +176,7 @@ def _check_agrees(options: NodeOptions, local: NodeConfig, manifest: RunManifest
     run_files.refuse_other_run(options.dir, manifest)
     if options.run_id is not None and manifest.run_id != options.run_id:
         raise ConfigError(
-            f"--run {options.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you mean"
+            f"--run {options.run_id}: the manifest hashes to {manifest.run_id}; join a node of the run that you want"
         )
     if local.stage is not None and local.stage >= manifest.stages:
         raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")

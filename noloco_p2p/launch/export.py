@@ -157,7 +157,7 @@ def recorded_data(directory: Path) -> tuple[str, ...]:
 def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
     """The tokenizer of an exported directory. Raises ConfigError."""
     if not (directory / TOKENIZER).exists():
-        raise ConfigError(f"{directory} has no tokenizer: export once more with --tokenizer-dir")
+        raise ConfigError(f"{directory} has no tokenizer: export again with --tokenizer-dir")
     name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory)
     vocabulary = int(str(manifest.model.config["vocab_size"]))
     return load_tokenizer(name, None if name == "bytes" else str(directory), vocabulary)
@@ -168,7 +168,7 @@ def refuse_existing(out: Path, size_bytes: int = 0) -> None:
     homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
     nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--out {out}: nothing can be written to {nearest}: name another directory")
+        raise ConfigError(f"--out {out}: cannot write to {nearest}: name another directory")
     if (free := shutil.disk_usage(nearest).free) < size_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
         raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some space or name another --out")

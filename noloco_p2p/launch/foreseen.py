@@ -101,7 +101,7 @@ def check_disk(directory: Path, checkpoint_bytes: int) -> None:
     advice = "name another --dir"
     if not where.is_dir() or not os.access(where, os.W_OK):
         reason = os.strerror(errno.EACCES if where.is_dir() else errno.ENOTDIR)
-        raise LocalError(f"nothing can be written to {where} ({reason}): {advice}")
+        raise LocalError(f"cannot write to {where} ({reason}): {advice}")
     free = shutil.disk_usage(where).free
     if free <= checkpoint_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(checkpoint_bytes)

@@ -32,7 +32,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         number = self._number()
         if number is None:
-            raise BrokenPipeError("the process that nodes are forked from has ended")
+            raise BrokenPipeError("the fork server of the nodes has ended")
         if number < 0:
             raise OSError(-number, os.strerror(-number))
         self.pid = number
@@ -92,7 +92,7 @@ class ForkServerProcess:
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
                 )
             except OSError as error:
-                raise LocalError(f"the process that nodes are forked from cannot be started: {error}") from error
+                raise LocalError(f"the fork server of the nodes cannot be started: {error}") from error
 
     @property
     def ready(self) -> bool:
@@ -102,7 +102,7 @@ class ForkServerProcess:
             self._ready = bool(self._control.recv(1))
             if not self._ready:
                 code = self._process.wait()
-                raise LocalError(f"the process that nodes are forked from has ended with exit code {code}")
+                raise LocalError(f"the fork server of the nodes has ended with exit code {code}")
         return self._ready
 
     def fork(

@@ -76,7 +76,7 @@ def require(named: str, directory: Path, *wanted: Home, advice: str = "name anot
 def require_run(named: str, directory: Path) -> None:
     """Raise ConfigError unless a run can be read from the directory: it is a swarm's or a node's, or may hold such."""
     empty = (Home.EMPTY,) if directory.is_dir() else ()
-    require(named, directory, Home.SWARM, Home.NODE, Home.OTHER, *empty, advice="name that of a node or of a swarm")
+    require(named, directory, Home.SWARM, Home.NODE, Home.OTHER, *empty, advice="name that of a node or swarm")
 
 
 def require_own(directory: Path, *wanted: Home) -> None:

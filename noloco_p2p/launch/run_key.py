@@ -201,7 +201,7 @@ class Standing:
             return "\nnearby   ".join(f"noloco-node --join {address}" for address in joins)
         if self.issuer is None:
             return "members-only; this node cannot admit others: ask whoever started the run for an invitation"
-        return f"members-only; to make an invitation: noloco invite --dir {home}"
+        return f"members-only; to create an invitation: noloco invite --dir {home}"
 
 
 async def of_node(

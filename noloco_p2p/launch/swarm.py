@@ -225,7 +225,7 @@ class LocalSwarm:
             return 128 + self._signals[0]
         if self._failed is not None:
             code = self._failed.exit_code or 1
-            how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
+            how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             print(f"error: node {self._failed.name} {how}; the end of {self._failed.log}:", file=sys.stderr)
             for line in self._failed.last_lines(LOG_LINES):
                 print(f"  {line}", file=sys.stderr)

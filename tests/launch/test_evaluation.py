@@ -344,5 +344,5 @@ def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFix
     figures = run_eval(out, (str(tmp_path / "ids.parquet"),), held_out=True, microbatches=1, device="cpu")
     assert (figures["tokens"], figures["bytes"], figures["merged"]["bits_per_byte"]) == (32, None, None)
     assert table_lines(figures)[-2].split() == ["bits", "per", "byte", "-"]
-    with pytest.raises(ConfigError, match="export once more with --tokenizer-dir"):
+    with pytest.raises(ConfigError, match="export again with --tokenizer-dir"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")

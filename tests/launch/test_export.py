@@ -301,7 +301,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
 ) -> None:
     refuse_existing(tmp_path / "new" / "model")
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
-    with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: nothing can be written to {tmp_path}: name"):
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: cannot write to {tmp_path}: name"):
         refuse_existing(tmp_path / "new" / "model")
 
 

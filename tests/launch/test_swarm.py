@@ -220,7 +220,7 @@ def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) ->
         os.kill(victim.pid, signal.SIGKILL)
         assert swarm.end() == 1
         nodes.nothing_left()
-    assert "node 0-1 was ended by signal 9" in swarm.logged()
+    assert "node 0-1 was killed by signal 9" in swarm.logged()
     assert (swarm.dir / "0-1.log").read_text().splitlines()[-1] in swarm.logged(), "the end of its log"
     summary = swarm.summary()
     assert summary["completed"] is False

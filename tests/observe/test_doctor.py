@@ -219,7 +219,7 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert outcome(report) == [("error", "disk")]
-    assert "nothing can be written" in sentences(report)
+    assert "cannot write to" in sentences(report)
 
 
 def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_the_script_is_told_the_values_behind_the_places(run: RecordedRun) -> No
         "Tokens per second",
         "Gradient norm",
         "Learning rate",
-        "Seconds of an outer round",
+        "Seconds per outer round",
         "Spread of the replicas",
         "Bytes per second",
     }

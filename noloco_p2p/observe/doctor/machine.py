@@ -130,7 +130,7 @@ def check_files(report: DoctorReport) -> None:
     """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= FEW_FILES:
-        report.ok("files", f"up to {soft} open files")
+        report.ok("files", f"up to {soft} open files are allowed")
         return
     wanted = max(soft, FEW_FILES if hard == resource.RLIM_INFINITY else min(hard, FEW_FILES))
     add = report.error if soft < TOO_FEW_FILES else report.warning
@@ -156,7 +156,7 @@ def check_time(report: DoctorReport) -> None:
     now = time.time()
     sentence = f"this machine's clock shows {clock(now)} UTC"
     if now < BUILT_AT:
-        report.error("clock", f"{sentence}, which is long past", "set the clock (NTP)")
+        report.error("clock", f"{sentence}, which cannot be right", "set the clock (NTP)")
     else:
         report.ok("clock", sentence)
 

@@ -82,7 +82,7 @@ async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[Joi
             add = report.warning if len(targets) > 1 else report.error
             add("join", reason, advice or ANOTHER_NODE, target.peer_id)
     if len(targets) > 1 and not libp2p.joined:
-        report.error("join", "none of the join addresses answers", ANOTHER_NODE)
+        report.error("join", "no join address answers", ANOTHER_NODE)
 
 
 async def ask_run(
@@ -100,7 +100,7 @@ async def ask_run(
             theirs = manifest_from_json(received)
         except PeerError as error:
             advice = "wait until that node has started, or join another"
-            report.error("run", f"{short_id(peer)} does not say what its run is: {error}", advice, peer)
+            report.error("run", f"{short_id(peer)} does not report its run: {error}", advice, peer)
             continue
         about = f"{plural(theirs.stages, 'stage')}, {plural(theirs.steps, 'step')}, id {theirs.run_id}"
         if manifest is None:
@@ -122,7 +122,7 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
     except ConfigError as error:
         for line in str(error).splitlines():
             sentence = f"these settings are not those of {short_id(peer)}'s run: {line.rpartition(': ')[0]}"
-            report.error("run", sentence, "leave the key out, or join the swarm that you mean", peer)
+            report.error("run", sentence, "leave the key out, or join the swarm that you want", peer)
     else:
         report.ok("run", "the settings given here agree with the swarm's")
 

@@ -127,7 +127,7 @@ class RunRequirements:
                 os.fsync(probe.fileno())
             free = shutil.disk_usage(where).free
         except OSError as error:
-            sentence = f"nothing can be written to {where} ({error.strerror})"
+            sentence = f"cannot write to {where} ({error.strerror})"
             self.report.error("disk", sentence, "free some space, check its permissions, or name another --dir")
             return
         room = f"{where} has {size_text(free)} free"

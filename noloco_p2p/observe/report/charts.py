@@ -137,7 +137,7 @@ class RunCharts:
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
         lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
-        return self._over_time("Seconds of an outer round", lines)
+        return self._over_time("Seconds per outer round", lines)
 
     def by_stage(self, title: str, curve: str, note: str) -> Panel:
         """A curve of every node by step, in the colour of its stage."""
