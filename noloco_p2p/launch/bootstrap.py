@@ -1,4 +1,4 @@
-"""How a node finds its run: it starts the libp2p daemon, links to the peers to join, and gets the manifest from them.
+"""Connects a node to its run: starts the libp2p daemon, links to the peers to join, and gets the manifest from them.
 
 An observer joins a run in the same way, under an identity of its own, but announces nothing and serves nothing.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger("noloco_p2p")
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What the command line asks for."""
+    """The options of a node from its command line."""
 
     join: tuple[str, ...]
     """Addresses, or `@FILE` for a file of addresses."""

@@ -39,7 +39,7 @@ class CollectedReplica:
 
 @dataclass(frozen=True, slots=True)
 class CollectedWeights:
-    """What an export is made from: replicas of every stage, all at the same outer round."""
+    """The input of an export: replicas of every stage, all at the same outer round."""
 
     run_id: str
     """Differs from that of `manifest` if an earlier version wrote the manifest."""

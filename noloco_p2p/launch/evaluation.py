@@ -27,7 +27,7 @@ from noloco_p2p.launch.swarm_summary import perplexity
 
 STDLIB = "stdlib"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder returns for an incomplete character, and for bytes that are not UTF-8."""
+"""Returned by decoders for an incomplete character, and for bytes that are not UTF-8."""
 
 Done = Callable[[], None]
 

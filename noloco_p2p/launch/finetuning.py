@@ -33,7 +33,7 @@ RATE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is fine-tuned."""
+    """The settings of a fine-tuning."""
 
     learning_rate: float | None = None
     """Peak learning rate; None: RATE_SHARE of the run's."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES = ("noloco_p2p.launch.compose", "noloco_p2p.observe.web_page", "typer")
-"""What every node imports in addition to `bootstrap.import_ahead`."""
+"""Modules that every node imports in addition to those of `bootstrap.import_ahead`."""
 READY = b"r"
 """Sent once, when the server can fork."""
 NUMBER = struct.Struct("<i")

@@ -19,7 +19,7 @@ NODE_NAME = re.compile(r"\d+-\d+")
 
 
 class Home(Enum):
-    """What a directory is: a description, and patterns of files, any of which identifies it. The first match counts."""
+    """A kind of directory: its description, and patterns of files, any of which identifies it. The first match wins."""
 
     SWARM = "the directory of a swarm", ("swarm.json", "swarm.lock")
     NODE = "the directory of a node", ("identity.key", "identity.key.lock")
@@ -39,7 +39,7 @@ class Home(Enum):
 
 
 def kind_of(directory: Path) -> Home:
-    """What a directory is; one that does not exist is empty. Raises ConfigError if it cannot be read."""
+    """The kind of a directory; one that does not exist is empty. Raises ConfigError if it cannot be read."""
     try:
         if directory.is_dir():
             names = {path.name for path in directory.iterdir() if path.name[0] != "."} - {MOUNT_POINT}
@@ -56,7 +56,7 @@ def kind_of(directory: Path) -> Home:
 
 
 def require(named: str, directory: Path, *wanted: Home, advice: str = "name another directory") -> Home:
-    """What the directory is, which must be one of `wanted`; the first of these is the kind that the command is for.
+    """The kind of a directory, which must be one of `wanted`; the first of these is the kind that the command is for.
 
     Raises ConfigError, in one line. `named`: how the command line names the directory, such as `--dir `.
     """

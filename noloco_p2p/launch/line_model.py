@@ -30,7 +30,7 @@ PIECE_S, LARGEST_PIECE_BYTES = 0.002, 1 << 16
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """What one connection has waiting at one line."""
+    """The pieces of one connection that wait at one line."""
 
     flow: "OneWay"
     pieces: deque[memoryview]
@@ -72,7 +72,7 @@ class Line:
         self._numbers = itertools.count()
 
     def share_bytes(self, seconds: float) -> float:
-        """What each of the connections now using the line may send in `seconds`, but at least LEAST_BUFFER_PIECES."""
+        """Bytes that each connection now using the line may send in `seconds`: at least LEAST_BUFFER_PIECES pieces."""
         share = self.bytes_per_s * seconds / max(1, len(self._turns) + self.busy)
         return max(share, LEAST_BUFFER_PIECES * self.piece_bytes)
 

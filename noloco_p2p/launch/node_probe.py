@@ -77,7 +77,7 @@ def texts(found: object) -> tuple[str, ...]:
 
 
 def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
-    """What a node wrote about itself to `endpoints.json`; None if the file is missing or incomplete."""
+    """The content of a node's `endpoints.json`; None if the file is missing or incomplete."""
     found = read_json(node_dir / ENDPOINTS)
     if found is None or not found.keys() >= {field.name for field in fields(NodeEndpoints)}:
         return None

@@ -73,7 +73,7 @@ def public_half(key: Ed25519PrivateKey) -> str:
 
 
 def trust_in(manifest: RunManifest) -> RunTrust | None:
-    """What certificates of this run are checked against; None if the run is open."""
+    """The trust root for certificates of this run; None if the run is open."""
     root = manifest.security.root_key
     return None if root is None else RunTrust(manifest.run_id, bytes.fromhex(root))
 
@@ -146,7 +146,7 @@ def with_invited_stage(local: NodeConfig, libp2p: Libp2pDaemon) -> NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node or an observer may do in its run, and by which certificates."""
+    """The rights of a node or an observer in its run, and the certificates that prove them."""
 
     links: Links
     records: MemberRecords | None = None
@@ -196,7 +196,7 @@ class Standing:
         await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
 
     def how_to_join(self, home: Path, joins: Sequence[str]) -> str:
-        """How others join: by the first address, or by the others if they are nearby; or where to get an invitation."""
+        """Instructions for others: the first address, further ones for nearby machines, or how to get an invitation."""
         if self.credentials is None or self.invitation:
             return "\nnearby   ".join(f"noloco-node --join {address}" for address in joins)
         if self.issuer is None:
@@ -261,7 +261,7 @@ async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pD
 
 
 def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocations) -> Issuer | None:
-    """What this node admits others with; None if it may not, or no longer."""
+    """The issuer with which this node admits others; None if it may not, or no longer."""
     try:
         certificate = (home / ISSUER).read_bytes()
         trust.membership(

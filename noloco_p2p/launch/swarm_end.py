@@ -1,4 +1,4 @@
-"""What `noloco swarm` prints at the end: a few lines written by the model, and the commands to try next."""
+"""The last output of `noloco swarm`: a few lines written by the model, and the commands to try next."""
 
 import shlex
 import tempfile

@@ -1,4 +1,4 @@
-"""What `noloco swarm` is to start: a fresh run, or the unfinished run in a directory.
+"""Plans what `noloco swarm` starts: a fresh run, or the unfinished run in a directory.
 
 DIR/swarm.json     the settings of all nodes, used again when the run is resumed; also a valid configuration file
 DIR/swarm.lock     held by the running launcher
@@ -36,7 +36,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class SwarmPlan:
-    """What is to be started."""
+    """The run to start, and its nodes."""
 
     manifest: RunManifest
     local: NodeConfig

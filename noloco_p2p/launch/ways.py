@@ -19,7 +19,7 @@ RELAYED_SHARE = 0.05
 UNMEASURED_MBIT_PER_S = 100.0
 """The assumed upload rate of a line that has neither been measured nor capped."""
 NOT_HERE = "not through this node, which others cannot dial; use the address of another node"
-"""What a node prints in place of a join address if others cannot dial it."""
+"""Printed in place of a join address by a node that others cannot dial."""
 
 
 def open_streams(closing: AsyncExitStack, libp2p: Libp2pDaemon, run_id: str, standing: Standing) -> Streams:

@@ -24,7 +24,7 @@ FREE_SECTION: Key = ("model", "config")
 SUCCESSORS = {("wire_dtype",): "wire.forward, with wire.backward"}
 """Keys of earlier versions → the keys that replace them."""
 UNREADABLE = (yaml.YAMLError, ValueError, RecursionError, AttributeError)
-"""What PyYAML raises for text that is not YAML."""
+"""The exceptions that PyYAML raises for text that is not YAML."""
 SIGNS_AND_DIGITS = list("-+0123456789")
 WITH_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 NO_NUMBER = re.compile(r"^[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)$")

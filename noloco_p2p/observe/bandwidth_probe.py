@@ -25,7 +25,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTransfer:
-    """What was received of one snapshot."""
+    """The part of a snapshot that was received."""
 
     bytes: int
     """Without the first message, the head."""

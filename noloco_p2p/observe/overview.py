@@ -1,4 +1,4 @@
-"""What `noloco top` and the web page show of a swarm: one sentence, findings, stages, nodes. Pure, from reports."""
+"""The content of `noloco top` and the web page: one sentence, findings, stages, nodes. Pure, from nodes' reports."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     # the longest current wait for a peer; without one, the longest wait that holds something up
     "waits_for": lambda status: _in_words(health.longest_wait(status)),
 }
-"""What a node reports about itself; None for a node that does not answer."""
+"""Figures that a node reports about itself; None for a node that does not answer."""
 
 Row = dict[str, Any]
 

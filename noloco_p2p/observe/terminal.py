@@ -1,4 +1,4 @@
-"""What commands print tables with: the console, and tables without ruled lines."""
+"""Printing for commands: the console, and tables without ruled lines."""
 
 import sys
 from collections.abc import Collection, Iterable

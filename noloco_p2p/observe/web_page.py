@@ -1,4 +1,4 @@
-"""What a node serves to browsers: `/`, the view of `noloco top` as one HTML file, and `/swarm`, its figures as JSON.
+"""The pages that a node serves to browsers: `/`, the view of `noloco top` in HTML, and `/swarm`, its figures as JSON.
 
 Neither contains an address: a viewer of a run need not know where its members are. The page's script is the only one
 that its Content-Security-Policy admits, and it inserts whatever nodes say about themselves as text, never as HTML.

@@ -42,7 +42,7 @@ Hop = tuple[PeerId, Purpose | None]
 
 @dataclass(slots=True)
 class WaitPaths:
-    """Where the waits of one node lead, recorded while they are followed."""
+    """The paths along which the waits of one node lead, recorded while they are followed."""
 
     swarm: SwarmView
     empty: Collection[Place | None]

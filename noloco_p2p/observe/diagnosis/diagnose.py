@@ -1,4 +1,4 @@
-"""What is wrong with a swarm, causes first, from the statuses of all its nodes. Pure.
+"""Diagnoses what is wrong with a swarm, causes first, from the statuses of all its nodes. Pure.
 
 findings.py            the values
 swarm_view.py          all nodes of the run, and what the other modules need to know about them
@@ -33,7 +33,7 @@ QUIET = frozenset({"stage-thin", "version", "unreachable"})
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What an observer should know about a swarm."""
+    """All that an observer should know about a swarm."""
 
     findings: tuple[Finding, ...]
     """Everything that is wrong, the worst first, and causes before consequences; empty if nothing is.

@@ -61,7 +61,7 @@ class CallLink:
 
 
 Place = PeerId | AnyReplica | CallLink
-"""Where in a swarm something is wrong: at a node, a stage, or a link."""
+"""The place of a problem in a swarm: a node, a stage, or a link."""
 
 
 @dataclass(frozen=True, slots=True)

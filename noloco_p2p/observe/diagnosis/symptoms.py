@@ -142,7 +142,7 @@ def _clocks(swarm: SwarmView) -> Iterator[Cause]:
 
 
 def wrong_clocks(ahead: Mapping[PeerId, float], close_s: float, bad_s: float) -> list[Finding]:
-    """Whose clock is wrong, given how far each node's clock is ahead of the observer's, seconds.
+    """Findings about wrong clocks, given how far each node's clock is ahead of the observer's, seconds.
 
     Clocks at most `close_s` apart agree, and the time on which most clocks agree counts as right; if no two agree, a
     node's. A clock that is off by more than `bad_s` is an error.

@@ -1,4 +1,4 @@
-"""What other settings of a run would achieve with the same devices and lines, from the nodes' measurements. Pure.
+"""Estimates what other settings would achieve with the same devices and lines, from the nodes' measurements. Pure.
 
 The time of an inner step is estimated as the time of one microbatch through all stages and back with nothing else in
 flight, plus the time that the busiest device or line takes for the remaining microbatches,

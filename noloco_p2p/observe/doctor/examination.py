@@ -91,7 +91,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What all checks of one examination share, and the checks that ask a swarm."""
+    """The context that all checks of an examination share, and the checks that ask a swarm."""
 
     report: DoctorReport
     given: Overrides
@@ -152,7 +152,7 @@ class Examination:
     async def _examine_run(
         self, probe: LinkProbe, me: PeerId, manifest: RunManifest, present: Sequence[Advert], *, answered: bool
     ) -> None:
-        """What the swarm's run needs of this machine, and how fast it would be.
+        """Check what the swarm's run needs of this machine, and how fast it would be.
 
         `answered`: nodes answer this machine over gRPC, so links to them can be measured.
         """

@@ -137,7 +137,7 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
 
 
 def judge_clocks(ahead: Mapping[PeerId, float], ttl_s: float) -> list[Finding]:
-    """Whose clock is wrong, given how far each peer's is ahead of ours; otherwise one finding that all agree. Pure.
+    """Findings about wrong clocks, given how far each peer's is ahead of ours; or one finding that all agree. Pure.
 
     A clock is an error under the same condition as for a joining node: when it is off by more than half an advert's
     lifetime, adverts look expired or live too long.

@@ -1,4 +1,4 @@
-"""What the run needs of this machine: memory, disk, data; and the speed to expect of its links and device.
+"""Checks what the run needs of this machine (memory, disk, data), and the speed to expect of its links and device.
 
 The model of the speed: a stage is as fast as the slowest of its device, its link, and its places, that is, the number
 of its microbatches in flight divided by the time that each is away. Legend: B microbatch, T sequence, D hidden size.

@@ -209,7 +209,7 @@ class RunCharts:
         before_s = self._began_at - self._run.began_at
         note += f" Training began {humanize.duration(before_s)} after the first node started." if before_s else ""
         left_out = len(self._run.nodes) - len(nodes)
-        note += f" {left_out} more nodes are not shown." if left_out else ""
+        note += f" Nodes not shown: {left_out}." if left_out else ""
         return panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
 
     def bytes(self) -> Panel:

@@ -25,7 +25,7 @@ class RecordedRun:
     nodes: list[NodeHistory]
     manifest: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    """What `noloco swarm` wrote at the end, if it covers the whole run; otherwise empty."""
+    """The summary that `noloco swarm` wrote at the end, if it covers the whole run; otherwise empty."""
     running: bool = False
     """Whether one of its nodes is running on this machine."""
 

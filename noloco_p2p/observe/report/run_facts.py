@@ -1,4 +1,4 @@
-"""What the page says about a run in words and numbers: how it stands, its figures, and what was trained with what."""
+"""The words and numbers of the page: how the run stands, its main figures, and what was trained with what."""
 
 from collections import Counter
 
