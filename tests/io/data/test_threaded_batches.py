@@ -1,4 +1,4 @@
-"""The laws of the data: shifted targets, every token once, held-out means held out, exact resumption, clear errors."""
+"""The data pipeline: shifted targets, every token once, a held-out part, exact resumption, clear errors."""
 
 import asyncio
 import bz2
@@ -33,7 +33,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 LINES = 16
-"""Of a block of compressed text."""
+"""Lines per block of compressed text."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def write_packed(folder: Path) -> tuple[str, ...]:
 
 
 def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
-    """Two files of 200 rows, of a kind that pandas or pyarrow write."""
+    """Two files of 200 rows, in a format that pandas or pyarrow writes."""
     for part in range(2):
         rows = datasets.Dataset.from_dict({"text": [f"é{part}:{i}, " * 8 for i in range(200)], "n": list(range(200))})
         if kind == "arrow":
@@ -120,7 +120,7 @@ def values(batch: Batch) -> tuple[bytes, bytes, bytes]:
     return bytes(batch.inputs.data), bytes(batch.targets.data), bytes(batch.mask.data) if batch.mask else b""
 
 
-def test_targets_are_the_inputs_one_ahead(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
+def test_targets_are_the_inputs_shifted_by_one(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
     kind, files = kind_and_files
     batches = make_batches(manifest(kind), NodeConfig(data_files=files), "peer")
     for batch in [*read(batches, 5), *batches.validation()]:
@@ -143,7 +143,7 @@ def test_targets_are_the_inputs_one_ahead(kind_and_files: tuple[str, tuple[str, 
 
 @pytest.mark.parametrize("stop", [290, *soak([1, 7])])
 def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], stop: int) -> None:
-    """290 microbatches are more than one pass over the small corpora."""
+    """290 microbatches are more than one pass over each of the small corpora."""
     kind, files = kind_and_files
     config = NodeConfig(data_files=files)
     whole = make_batches(manifest(kind), config, "peer")
@@ -159,7 +159,7 @@ def test_a_cursor_resumes_bitwise(kind_and_files: tuple[str, tuple[str, ...]], s
 
 
 def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
-    """A checkpoint takes it right after `next`, however far the reading thread has come by then."""
+    """A checkpoint reads the cursor right after `next`, however far ahead the reading thread is."""
     kind, files = kind_and_files
     config = NodeConfig(data_files=files)
     batches = make_batches(manifest(kind), config, "peer")
@@ -179,7 +179,7 @@ def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str,
         expected.append({"units": fresh["units"], **place._asdict()})
     assert cursors == expected
     assert fresh not in cursors
-    assert batches.cursor == cursors[-1], "closing changes nothing"
+    assert batches.cursor == cursors[-1], "closing does not move the cursor"
 
 
 def test_peers_read_different_streams_and_the_same_validation(kind_and_files: tuple[str, tuple[str, ...]]) -> None:
@@ -194,7 +194,7 @@ def test_peers_read_different_streams_and_the_same_validation(kind_and_files: tu
 
 
 def one_pass(kind: str, files: tuple[str, ...]) -> tuple[bytes, bytes]:
-    """All text of a pass, and all held-out text, of a kind that reads text (ids back to bytes, EOS as a line end)."""
+    """All text of one pass and all held-out text of a text corpus, ids decoded to bytes and EOS to a line end."""
     corpus: corpora.Corpus
     tokenizer = tokenizers.BYTES
     if kind in ("c4", "rows"):
@@ -303,7 +303,7 @@ def test_c4_files_named_validation_are_the_held_out_part(tmp_path: Path) -> None
 
 
 class Counting:
-    """A corpus of units of 3 documents of 40 ids, all different."""
+    """A corpus whose units hold 3 documents of 40 ids each; no id occurs twice."""
 
     def __init__(self, share: float, units: int = 5) -> None:
         self.share = share
@@ -326,7 +326,7 @@ def test_every_token_of_a_pass_is_a_target_once() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_place_inside_a_unit_resumes_bitwise(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cursor_inside_a_unit_resumes_bitwise(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "POOL_TOKENS", 70)
     one = samples.SampleStream(Counting(share), manifest("text", microbatch_size=2), "peer")
     whole = [(values(batch), place) for batch, place in itertools.islice(one.batches(samples.StreamPosition()), 60)]
@@ -352,7 +352,7 @@ def test_replicas_take_different_documents_where_there_are_few_units() -> None:
     for peer in ("a", "b"):
         stream = samples.SampleStream(Counting(0.125), one, peer).batches(samples.StreamPosition())
         taken[peer] = [int(array(batch.inputs)[0, 0]) // 40 for batch, _ in itertools.islice(stream, 300)]
-    assert set(taken["a"]) == set(taken["b"]) == set(range(15)), "over many passes each reads all"
+    assert set(taken["a"]) == set(taken["b"]) == set(range(15)), "over many passes each replica reads all documents"
     equal = sum(x == y for x, y in zip(taken["a"], taken["b"], strict=True))
     assert equal < 60, "1 in 15 agrees by chance"
 
@@ -399,7 +399,7 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
         tokenizers.load_tokenizer("some/name", str(tmp_path / "bare"), 384)
 
 
-def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
+def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
     glob = str(tmp_path / "nothing-*.txt")
     cases: list[tuple[RunManifest, NodeConfig, str]] = [
         (manifest("text"), NodeConfig(data_files=(glob,)), "no data file matches .*nothing-"),
@@ -426,8 +426,8 @@ def test_wrong_settings_are_told_in_one_line(tmp_path: Path) -> None:
         ("X.JSONL", '{"b": 7}\n', "Column name|no column 'text'"),
     ],
 )
-def test_rows_without_text_are_told(name: str, text: str, message: str, tmp_path: Path) -> None:
-    """In the words of the installed version of datasets, or in ours."""
+def test_rows_without_text_are_reported(name: str, text: str, message: str, tmp_path: Path) -> None:
+    """The message comes either from the installed version of datasets or from the package."""
     (tmp_path / name).write_text(text)
     with pytest.raises((LocalError, ConfigError), match=message):
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / name),)), "peer")
@@ -451,7 +451,7 @@ def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
         make_batches(manifest("text"), config, "peer", cursor | {"sample": "x"})
 
 
-def test_data_that_breaks_later_ends_next_and_hangs_nothing(tmp_path: Path) -> None:
+def test_data_lost_after_the_start_fails_next_without_a_hang(tmp_path: Path) -> None:
     files = write_text(tmp_path)
     batches = make_batches(manifest("text"), NodeConfig(data_files=files), "peer")
     for path in tmp_path.glob("*.txt"):
@@ -472,13 +472,15 @@ def test_data_that_breaks_later_ends_next_and_hangs_nothing(tmp_path: Path) -> N
         ({"input_ids": [[1, 2]] * 9, "attention_mask": [[1, 1]] * 8 + [None]}, "attention_mask are not whole numbers"),
     ],
 )
-def test_parquet_that_does_not_fit(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
+def test_parquet_with_unsuitable_columns_is_refused(
+    tmp_path: Path, columns: dict[str, list[object]], message: str
+) -> None:
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "x.parquet")
     with pytest.raises(LocalError, match=message):
         make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
 
 
-def test_a_parquet_file_without_a_row_among_others_is_passed_over(tmp_path: Path) -> None:
+def test_an_empty_parquet_file_among_others_is_skipped(tmp_path: Path) -> None:
     config = NodeConfig(data_files=write_rows("parquet", tmp_path))
     expected = [values(batch) for batch in make_batches(manifest("text"), config, "peer").validation()]
     parquet.write_table(parquet.read_table(tmp_path / "0.parquet").slice(0, 0), tmp_path / "2.parquet")
@@ -491,7 +493,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "x.csv"),)), "peer")
 
 
-def test_a_shard_cut_short_is_told(tmp_path: Path) -> None:
+def test_a_truncated_shard_is_reported(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
     write_c4(whole)

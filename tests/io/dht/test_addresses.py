@@ -1,4 +1,4 @@
-"""Join addresses, announced hosts, known peers, clocks and dial allowances: all that needs no network."""
+"""Join addresses, announced hosts, known peers, clocks and dial limits: whatever needs no network."""
 
 import socket
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_join_address_is_read_and_written_back(where: str) -> None:
         (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not an ip6 host"),
     ],
 )
-def test_a_malformed_join_address_is_one_line(text: str, reason: str) -> None:
+def test_a_malformed_join_address_is_reported_in_one_line(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         JoinAddress.parse(text)
     assert "\n" not in str(caught.value)
@@ -75,7 +75,7 @@ def address(number: int) -> JoinAddress:
     return JoinAddress("10.0.0.1", 1 + number, peer_id_of(number.to_bytes(32)))
 
 
-def test_known_peers_are_found_again_and_bounded(tmp_path: Path) -> None:
+def test_known_peers_survive_a_restart_and_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "node" / "known_peers.json"
     known = KnownPeers(path)
     known.load()
@@ -104,8 +104,8 @@ def test_known_peers_take_turns(tmp_path: Path) -> None:
     assert sorted(map(str, dialled)) == sorted(str(address(number)) for number in range(5))
 
 
-def test_a_name_that_was_joined_is_dialled_again_whatever_its_peer_announces(tmp_path: Path) -> None:
-    """A home router gets another IP address at night; the peer behind it was seen at the one of yesterday."""
+def test_a_joined_host_name_is_dialled_again_whatever_its_peer_announces(tmp_path: Path) -> None:
+    """A home router may get a new IP address every night; the peer behind it was seen at yesterday's."""
     joined = JoinAddress.parse(f"/dns4/home.example/tcp/41001/p2p/{PEER}")
     seen = JoinAddress.parse(f"/ip4/8.8.8.8/tcp/41001/p2p/{PEER}")
     known = KnownPeers(tmp_path / "known_peers.json", [joined])
@@ -117,7 +117,7 @@ def test_a_name_that_was_joined_is_dialled_again_whatever_its_peer_announces(tmp
 
 
 @pytest.mark.parametrize("text", ["", "{", "17", '["nonsense", 5, null]', "\0\0"])
-def test_a_spoilt_file_of_known_peers_is_no_obstacle(tmp_path: Path, text: str) -> None:
+def test_a_corrupt_file_of_known_peers_is_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "known_peers.json"
     path.write_text(text)
     known = KnownPeers(path)
@@ -136,7 +136,7 @@ def test_clocks_may_differ_by_half_a_lifetime() -> None:
         check_clock(float("nan"), mine_before=100.0, mine_after=101.0, ttl_s=30.0)
 
 
-def test_strangers_cannot_have_much_dialled() -> None:
+def test_dial_backs_for_strangers_are_rate_limited() -> None:
     allowance = DialRateLimit(at_once=2, per_minute=3)
     assert [allowance.begin(now=0.0) for _ in range(3)] == [True, True, False]
     allowance.end()
@@ -147,7 +147,7 @@ def test_strangers_cannot_have_much_dialled() -> None:
     assert allowance.begin(now=60.0)
 
 
-def test_what_listens_everywhere_is_reached_at_loopback() -> None:
+def test_a_wildcard_listener_is_reached_at_loopback() -> None:
     hosts = ("0.0.0.0", "::", "127.0.0.1", "10.0.0.5", "fd00::3", "node.example")
     assert [from_here(host) for host in hosts] == [
         "127.0.0.1",
@@ -159,7 +159,7 @@ def test_what_listens_everywhere_is_reached_at_loopback() -> None:
     ]
 
 
-def test_an_invitation_is_no_part_of_what_an_address_is_and_is_not_shown(tmp_path: Path) -> None:
+def test_an_invitation_is_neither_part_of_an_addresss_identity_nor_shown(tmp_path: Path) -> None:
     plain = f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER}"
     address = JoinAddress.parse(f"{plain}/invite/2Uw1bpp")
     assert address.invitation == "2Uw1bpp"

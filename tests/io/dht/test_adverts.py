@@ -1,4 +1,4 @@
-"""Signed records: whatever is not a well-formed advert signed by its own subkey is refused."""
+"""Signed records: anything but a well-formed advert signed by the key in its subkey is refused."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ PEER = peer_id_of(bytes(range(32)))
 
 @dataclass(unsafe_hash=True)
 class Raw:
-    """Stands for hivemind's DHTRecord."""
+    """Stands in for hivemind's DHTRecord."""
 
     key: bytes
     subkey: bytes
@@ -82,7 +82,7 @@ def test_every_field_of_an_advert_travels() -> None:
     } | elsewhere
 
 
-def test_an_advert_of_a_version_without_the_later_fields_is_read() -> None:
+def test_an_advert_of_an_older_version_without_the_later_fields_is_read() -> None:
     for payload in (without("libp2p_metrics"), encode(record(advert(libp2p_metrics="")))):
         assert b"libp2p_metrics" not in payload
         assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(libp2p_metrics=""))
@@ -91,26 +91,26 @@ def test_an_advert_of_a_version_without_the_later_fields_is_read() -> None:
         assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(stays=False))
 
 
-def test_a_node_that_moves_nowhere_and_holds_nothing() -> None:
+def test_an_advert_of_a_node_that_neither_moves_nor_holds_checkpoints_travels() -> None:
     made = record(advert(moving_to=None, holds=()))
     assert decode(encode(made), run_id=RUN, stage=0, peer_id=PEER) == made
 
 
-def test_of_many_holdings_the_last_ones_are_announced_and_fit() -> None:
+def test_only_the_last_of_many_holdings_are_announced_so_that_the_advert_fits() -> None:
     holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i) for i in range(50))
     payload = encode(record(advert(addresses=("h" * 80 + ":50000",) * 3, metrics="m" * 100, holds=holds)))
     assert decode(payload, run_id=RUN, stage=0, peer_id=PEER).advert.holds == holds[-8:]
 
 
 @pytest.mark.parametrize("changes", [{"moving_to": 2}, {"holds": (Holding(2, 1, 1),)}])
-def test_an_advert_speaks_only_of_stages_that_there_are(changes: dict[str, object]) -> None:
+def test_an_advert_that_names_a_stage_beyond_the_run_is_a_violation(changes: dict[str, object]) -> None:
     payload = encode(record(advert(**changes)))
     assert decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=3).advert == advert(**changes)
     with pytest.raises(Violation, match="names stage 2 of a run with 2 stages"):
         decode(payload, run_id=RUN, stage=0, peer_id=PEER, stages=2)
 
 
-def test_an_advert_that_nobody_would_accept_is_not_made() -> None:
+def test_an_advert_over_the_size_limit_is_not_encoded() -> None:
     with pytest.raises(ConfigError, match=f"at most {PAYLOAD_LIMIT_BYTES}"):
         encode(
             record(advert(addresses=("x" * 250, "y" * 250, "z" * 250, "w" * 250), metrics="m" * 250, version="v" * 250))
@@ -187,7 +187,7 @@ def test_random_bytes_are_a_violation(payload: bytes) -> None:
         decode(payload, run_id=RUN, stage=0, peer_id=PEER)
 
 
-def test_the_packing_is_hivemind_s() -> None:
+def test_adverts_are_packed_as_hivemind_packs() -> None:
     from hivemind.utils import MSGPackSerializer
 
     for length in (0, 31, 255, 256, PAYLOAD_LIMIT_BYTES):
@@ -213,8 +213,8 @@ def test_a_signed_record_is_valid_for_everybody(tmp_path: Path) -> None:
     other.close()
 
 
-def test_records_that_were_checked_are_remembered_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading brings the same ones again; each lives for minutes, and newer ones come all the time."""
+def test_checked_records_are_remembered_without_their_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read of the directory returns the same records again; each lives for minutes, and new ones keep coming."""
     mine, checks = Identity.open(tmp_path / "mine"), list[str]()
 
     def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
@@ -261,7 +261,7 @@ def test_a_forged_record_is_refused(tmp_path: Path, kind: str) -> None:
     mine.close()
 
 
-def test_what_is_signed_but_not_an_advert_or_lives_too_long_is_refused(tmp_path: Path) -> None:
+def test_a_signed_record_that_is_no_advert_or_lives_too_long_is_refused(tmp_path: Path) -> None:
     mine = Identity.open(tmp_path / "mine")
     validator, good = signed(mine)
     for value, expires in (

@@ -22,7 +22,7 @@ from noloco_p2p.io.dht.join_handshake import MANIFEST_CALL, fetch_manifest
 @pytest.mark.parametrize(
     "ahead", [[], [0.2, -0.1, 14.9], [900.0], [900.0, 0.1], [16.0, -16.0], [900.0, -900.0, 0.0], [20.0, 0.0, 30.0, 0.0]]
 )
-def test_a_clock_is_not_wrong_unless_most_peers_agree_that_it_is(ahead: list[float]) -> None:
+def test_a_clock_is_trusted_unless_most_peers_disagree_with_it(ahead: list[float]) -> None:
     assert wrong_clock(ahead, 30.0) is None
 
 
@@ -34,12 +34,12 @@ def test_a_clock_is_not_wrong_unless_most_peers_agree_that_it_is(ahead: list[flo
         ([3600.0, 0.0, 3600.0], "this machine's clock is 3,600 s behind those of 2 of 3 nodes, "),
     ],
 )
-def test_the_sentence_says_by_how_much_and_what_to_do(ahead: list[float], sentence: str) -> None:
+def test_the_warning_says_by_how_much_and_what_to_do(ahead: list[float], sentence: str) -> None:
     end = "and adverts expire after 30 s: set the clock (for example with NTP)"
     assert wrong_clock(ahead, 30.0) == sentence + end
 
 
-def test_linked_nodes_are_asked_and_a_clock_that_is_set_right_is_forgiven(
+def test_linked_nodes_are_asked_and_a_corrected_clock_clears_the_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock_watch, "PERIOD_S", 0.05)
@@ -75,7 +75,7 @@ def test_linked_nodes_are_asked_and_a_clock_that_is_set_right_is_forgiven(
     run(scenario)
 
 
-def test_a_daemon_that_dies_while_linked_nodes_are_asked_does_not_end_the_watch(tmp_path: Path) -> None:
+def test_a_daemon_that_dies_during_a_check_does_not_end_the_clock_watch(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as mine, daemon(tmp_path / "b", join=mine.join_addresses) as other:
             asked, told = asyncio.Event(), asyncio.Queue[str | None]()

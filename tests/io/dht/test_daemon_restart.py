@@ -1,4 +1,4 @@
-"""A libp2p daemon that dies is started again: the node is the same peer, at the same address, and knows the others."""
+"""A libp2p daemon that dies is restarted: the node keeps its peer id and its address, and still knows the others."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ from noloco_p2p.launch.node_probe import scrape
 
 @dataclass
 class Kept(Node):
-    """A node whose daemon is kept alive; what it tells of its troubles."""
+    """A node whose daemon is restarted when it dies, and the troubles that this task has reported."""
 
     keeping: "asyncio.Task[None]"
     troubles: list[str | None]
@@ -39,7 +39,7 @@ class Kept(Node):
             await asyncio.shield(failed)
 
     async def back(self) -> None:
-        """Until the directory can be read again."""
+        """Wait until the directory can be read again."""
 
         async def readable() -> bool:
             with suppress(Unreachable):
@@ -67,7 +67,7 @@ async def step_seen_by(other: Node, peer: str) -> float | None:
     return next((advert.step for advert in await other.directory.peers() if advert.peer_id == peer), None)
 
 
-def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
+def test_a_node_whose_daemon_was_restarted_is_found_again_and_still_knows_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(daemon_restarts, "RECOVERED_S", 1.0)
@@ -95,7 +95,7 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
             assert a.libp2p.join_addresses == [address]
             await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics", 5.0)
             assert not os.path.exists(before._daemon_listen_maddr["unix"])  # noqa: ASYNC240
-            assert [peer.peer_id for peer in await a.directory.peers()] == both, "what was known is kept"
+            assert [peer.peer_id for peer in await a.directory.peers()] == both, "what the node knew is kept"
             await a.directory.withdraw()
             assert [(p.peer_id, p.state) for p in await b.directory.peers() if p.peer_id == me] == [(me, "left")]
             await a.directory.announce(a.advert(step=9.0), 30.0)
@@ -111,7 +111,7 @@ def test_who_loses_its_daemon_is_found_again_and_still_knows_the_others(
     run(scenario)
 
 
-def test_a_daemon_that_hangs_is_killed_and_started_again(
+def test_a_daemon_that_hangs_is_killed_and_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(daemon_restarts, "RECOVERED_S", 0.5)
@@ -135,7 +135,7 @@ def test_a_daemon_that_hangs_is_killed_and_started_again(
 
 
 def provider_record(peer: bytes) -> bytes:
-    """A message of libp2p's own DHT that has the daemon keep, for a day or two, that this peer has something."""
+    """A message of libp2p's own DHT after which the daemon stores, for a day or two, that this peer provides a key."""
 
     def field(number: int, content: bytes) -> bytes:
         return bytes([number << 3 | 2, len(content)]) + content
@@ -146,7 +146,9 @@ def provider_record(peer: bytes) -> bytes:
     return bytes([len(message) & 127 | 128, len(message) >> 7]) + message
 
 
-def test_a_stranger_fills_no_more_memory_than_a_daemon_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_cannot_make_a_daemon_exceed_its_memory_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def fill(b: Libp2pDaemon, other: str) -> None:
         me = base58.b58decode(b.peer_id)
         while True:
@@ -173,10 +175,10 @@ def test_a_stranger_fills_no_more_memory_than_a_daemon_gets(tmp_path: Path, monk
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # until all of its threads have stopped
 
 
-def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
+def test_a_daemon_that_dies_during_a_call_leaves_no_unhandled_errors(tmp_path: Path) -> None:
     bugs = list[dict[str, Any]]()
 
     async def scenario() -> None:
@@ -198,7 +200,7 @@ def test_what_breaks_with_a_daemon_is_no_bug(tmp_path: Path) -> None:
     assert not bugs
 
 
-def test_a_daemon_that_dies_again_and_again_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_keeps_dying_is_restarted_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
 
     async def scenario() -> None:
@@ -213,7 +215,7 @@ def test_a_daemon_that_dies_again_and_again_is_started_again(tmp_path: Path, mon
 
 
 def listener(a: Kept) -> socket.socket:
-    """One that has the port of a daemon that is dead."""
+    """A socket that occupies the port of the dead daemon."""
     other = socket.socket()
     other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     other.bind(("127.0.0.1", int(a.address.split("/")[4])))
@@ -221,7 +223,9 @@ def listener(a: Kept) -> socket.socket:
     return other
 
 
-def test_a_daemon_that_cannot_start_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_cannot_start_is_given_up_after_a_few_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.3, 1.0))
 
     async def scenario() -> None:
@@ -250,7 +254,7 @@ def test_a_daemon_that_cannot_start_is_tried_a_few_times(tmp_path: Path, monkeyp
     run(scenario)
 
 
-def test_one_that_dies_again_while_it_is_restarted_takes_streams_after_the_next_restart(
+def test_a_daemon_that_dies_during_its_restart_accepts_streams_after_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -276,7 +280,7 @@ def test_one_that_dies_again_while_it_is_restarted_takes_streams_after_the_next_
             await a.restart()
 
             async def linked() -> bool:
-                with suppress(Unreachable):  # b's daemon has met the dead one, and dials it again after a while
+                with suppress(Unreachable):  # b's daemon found a's dead, and dials it again only after a while
                     await b.dial(JoinAddress.parse(a.join_addresses[0]))
                     return True
                 return False

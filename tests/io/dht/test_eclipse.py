@@ -1,4 +1,4 @@
-"""Peers that try to decide what others find in the DHT."""
+"""Eclipse attacks: peers that try to control what others find in the DHT."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ TTL_S = 30.0
 
 @asynccontextmanager
 async def neighbour_of_a_key(home: Path, distance: int, join: list[str]) -> AsyncIterator[Any]:
-    """A DHT node that has put itself next to the key of stage 0, and that forgets what it says that it stores."""
+    """A DHT node that has placed itself next to the key of stage 0, and drops the records that it claims to store."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage
@@ -43,7 +43,7 @@ async def neighbour_of_a_key(home: Path, distance: int, join: list[str]) -> Asyn
 
 @asynccontextmanager
 async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
-    """Two nodes, and `liars` nodes nearest to the key of stage 0 which both of them know."""
+    """Two nodes that both know `liars` more, which are the nearest to the key of stage 0."""
     async with AsyncExitStack() as stack:
         a = await stack.enter_async_context(node(home / "a"))
         b = await stack.enter_async_context(node(home / "b", join=[a.address]))
@@ -57,12 +57,12 @@ async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
         yield a, b
 
 
-def test_linked_peers_are_found_though_a_search_asks_liars_only(
+def test_linked_peers_are_found_even_if_a_search_asks_only_liars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dht_node, "NEIGHBOURS", 5)
-    monkeypatch.setattr(dht_node, "WAIT_TIMEOUT_S", 30.0)  # An honest node would take the place of a slow liar.
-    monkeypatch.setattr(hivemind_directory, "REJOIN_PERIOD_S", 3600.0)  # the test says when
+    monkeypatch.setattr(dht_node, "WAIT_TIMEOUT_S", 30.0)  # otherwise an honest node would replace a slow liar
+    monkeypatch.setattr(hivemind_directory, "REJOIN_PERIOD_S", 3600.0)  # the test rejoins explicitly
 
     async def scenario() -> None:
         async with eclipsed(tmp_path, 5) as (a, b):
@@ -76,7 +76,7 @@ def test_linked_peers_are_found_though_a_search_asks_liars_only(
     run(scenario)
 
 
-def test_a_record_in_the_cache_does_not_stand_in_for_what_is_stored(tmp_path: Path) -> None:
+def test_a_cached_record_does_not_hide_the_stored_ones(tmp_path: Path) -> None:
     from hivemind.dht.routing import DHTID
 
     async def scenario() -> None:
@@ -101,7 +101,7 @@ def test_a_record_in_the_cache_does_not_stand_in_for_what_is_stored(tmp_path: Pa
     run(scenario)
 
 
-def test_a_reply_that_is_to_live_for_ever_does_not_end_a_search() -> None:
+def test_a_reply_that_never_expires_does_not_end_a_search() -> None:
     from hivemind.dht.node import _SearchState
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
@@ -121,7 +121,7 @@ def test_a_reply_that_is_to_live_for_ever_does_not_end_a_search() -> None:
     run(scenario)
 
 
-def test_a_peer_that_names_no_place_in_the_dht_does_not_keep_others_from_rejoining(tmp_path: Path) -> None:
+def test_a_peer_with_an_invalid_dht_id_does_not_keep_others_from_rejoining(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
             liar.directory._node.protocol.node_info.node_id = b"\xff" * 21
@@ -135,7 +135,7 @@ def test_a_peer_that_names_no_place_in_the_dht_does_not_keep_others_from_rejoini
     run(scenario)
 
 
-def test_a_peer_that_names_the_node_that_asks_does_not_keep_it_from_announcing(tmp_path: Path) -> None:
+def test_a_peer_that_returns_the_asking_node_does_not_keep_it_from_announcing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
             table = liar.directory._node.protocol.routing_table
@@ -147,7 +147,7 @@ def test_a_peer_that_names_the_node_that_asks_does_not_keep_it_from_announcing(t
     run(scenario)
 
 
-def test_what_a_reply_says_of_all_its_records_keeps_nobody_from_reading(tmp_path: Path) -> None:
+def test_false_metadata_in_a_reply_does_not_keep_others_from_reading(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             node(tmp_path / "a") as a,
@@ -172,7 +172,7 @@ def test_what_a_reply_says_of_all_its_records_keeps_nobody_from_reading(tmp_path
     run(scenario)
 
 
-def test_a_question_that_names_a_key_again_and_again_is_not_answered(tmp_path: Path) -> None:
+def test_a_request_that_repeats_a_key_is_refused(tmp_path: Path) -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
     from hivemind.proto import dht_pb2
@@ -190,7 +190,7 @@ def test_a_question_that_names_a_key_again_and_again_is_not_answered(tmp_path: P
     run(scenario)
 
 
-def test_a_full_stage_keeps_those_that_are_in() -> None:
+def test_a_full_stage_keeps_its_records() -> None:
     from hivemind.dht.routing import DHTID
 
     store, key, expires = dht_node.record_store(1000), DHTID.generate("key"), dht_time() + TTL_S
@@ -203,7 +203,7 @@ def test_a_full_stage_keeps_those_that_are_in() -> None:
     assert store.store_subkey(DHTID.generate("another"), "second", bytes(1000), expires)
 
 
-def test_an_older_record_that_is_replayed_shortens_no_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_older_record_does_not_shorten_the_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.utils import timed_storage
 
@@ -214,7 +214,7 @@ def test_an_older_record_that_is_replayed_shortens_no_life(monkeypatch: pytest.M
     assert store.get(key).value.get("peer").value == b"new"
 
 
-def test_peers_seen_before_are_read_before_small_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_peers_take_precedence_over_small_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adverts, "ADVERTS_PER_STAGE_LIMIT", 2)
     ids = sorted(peer_id_of(bytes([number]) * 32) for number in range(5))
     identity = Identity.open(tmp_path / "identity.key")

@@ -1,4 +1,4 @@
-"""The directory over a real DHT on loopback: a few libp2p daemons, one event loop."""
+"""The directory over a real DHT on loopback: a few libp2p daemons and one event loop."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
             async def expired() -> bool:
                 return {peer.peer_id for peer in await a.directory.peers()} == {a.libp2p.peer_id, b.libp2p.peer_id}
 
-            await until(expired, 3.0)  # c does not renew, and nobody says so
+            await until(expired, 3.0)  # c stops renewing, without withdrawing
             await b.directory.announce(b.advert(stage=0, state="syncing"), 30.0)
             moved = [peer for peer in await a.directory.peers() if peer.peer_id == b.libp2p.peer_id]
             assert [(peer.stage, peer.state) for peer in moved] == [(0, "syncing")]
@@ -50,9 +50,7 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
             states = {peer.peer_id: peer.state for peer in await a.directory.peers()}
             assert states == {a.libp2p.peer_id: "training", b.libp2p.peer_id: "left"}
             await b.directory.withdraw()
-            await b.directory.announce(
-                b.advert(), 1.0
-            )  # shorter than what it announced before, and renewed all the same
+            await b.directory.announce(b.advert(), 1.0)  # a shorter lifetime than before, and renewed nevertheless
             assert b.libp2p.peer_id in [peer.peer_id for peer in await c.directory.peers()]
             pids = [one.libp2p.p2p._child.pid for one in (a, b, c)]
             assert not any(gone(pid) for pid in pids)
@@ -61,9 +59,9 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
     run(scenario)
 
 
-def test_who_stores_no_record_of_a_node_hears_that_it_left_though_all_that_store_it_leave_too(tmp_path: Path) -> None:
-    """hivemind stores a record at five nodes: of six, all but the one farthest from its key. At the end of a run all
-    may leave before that one has asked them."""
+def test_a_departure_reaches_a_node_without_its_record_though_all_holders_leave_too(tmp_path: Path) -> None:
+    """hivemind stores a record at five nodes: of six nodes, at all but the one farthest from its key. At the end of a
+    run all five may leave before the sixth has asked them."""
     from hivemind.dht.routing import DHTID
 
     key = DHTID.generate(stage_key(RUN, 0))
@@ -101,8 +99,8 @@ def test_who_stores_no_record_of_a_node_hears_that_it_left_though_all_that_store
 
 
 @pytest.mark.parametrize("state", ["left", "finished"])
-def test_an_advert_that_is_announced_again_does_not_outlive_a_newer_one(tmp_path: Path, state: str) -> None:
-    """A node announces itself again when its relays change, whatever it announces just then."""
+def test_a_repeated_announcement_does_not_outlive_a_newer_advert(tmp_path: Path, state: str) -> None:
+    """A node announces itself again when its relays change, even while another announcement is in progress."""
 
     async def scenario() -> None:
         async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
@@ -129,7 +127,7 @@ def test_an_advert_that_is_announced_again_does_not_outlive_a_newer_one(tmp_path
     run(scenario)
 
 
-def test_an_advert_of_somebody_else_is_not_announced(tmp_path: Path) -> None:
+def test_a_node_does_not_announce_adverts_of_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a:
             for wrong in (a.advert(peer_id=STRANGER), a.advert(run_id="ef" * 32), a.advert(stage=2)):
@@ -142,7 +140,7 @@ def test_an_advert_of_somebody_else_is_not_announced(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_directory_that_lost_everything_is_a_failed_read_and_no_empty_swarm(tmp_path: Path) -> None:
+def test_a_directory_that_lost_everything_fails_to_read_instead_of_showing_an_empty_swarm(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a:
             await a.directory.announce(a.advert(), 30.0)
@@ -177,7 +175,7 @@ def test_forged_records_are_refused_by_storing_and_by_reading_nodes(tmp_path: Pa
             assert await mallory.call_store(b.libp2p.p2p.peer_id, [key], [poisoned], [expires]) == [False]
             assert STRANGER not in victim.storage.get(key).value
 
-            # Mallory's own storage answers readers with a forgery: the reader drops it and keeps what is honest.
+            # Mallory's own storage answers readers with a forgery: the reader drops it and keeps the honest records.
             mallory.storage.store(key, forged, expires, subkey=STRANGER)
             assert [peer.peer_id for peer in await b.directory.peers()] == honest
 
@@ -197,7 +195,7 @@ def test_a_restarted_node_outbids_its_earlier_advert(tmp_path: Path) -> None:
 
 
 def test_adverts_are_renewed_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that was hours ahead is set right: what was announced before must not stand in the way for hours."""
+    """When a clock that was hours ahead is corrected, earlier adverts must not block new ones for hours."""
     ahead_s, clock = 7_200.0, time.time
     monkeypatch.setattr(time, "time", lambda: clock() + ahead_s)
 
@@ -244,7 +242,7 @@ def test_a_restarted_bootstrap_node_rejoins_its_swarm(tmp_path: Path) -> None:
 def test_an_advert_that_expired_while_the_machine_slept_is_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has lost its relays meanwhile, and says at once which ones it has now."""
+    """It has lost its relays meanwhile, and immediately announces the ones that it has now."""
     slept_s, clock = 0.0, time.time
     monkeypatch.setattr(time, "time", lambda: clock() + slept_s)
 
@@ -260,7 +258,7 @@ def test_an_advert_that_expired_while_the_machine_slept_is_announced_again(
     run(scenario)
 
 
-def test_an_isolated_node_finds_its_swarm_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolated_node_finds_its_swarm_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.REJOIN_PERIOD_S", 2.0)
 
     async def scenario() -> None:
@@ -304,9 +302,7 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_node_that_is_pinged_while_it_starts_has_no_place_yet_and_no_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ping_during_the_start_of_a_node_causes_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.proto import dht_pb2
 
@@ -334,7 +330,7 @@ def test_a_node_that_is_pinged_while_it_starts_has_no_place_yet_and_no_bug(
     assert not bugs
 
 
-def test_a_search_that_takes_too_long_is_no_bug(
+def test_a_search_that_times_out_leaves_no_unhandled_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.STORE_TIMEOUT_S", 0.5)

@@ -1,4 +1,4 @@
-"""The identity: libp2p's file form, the peer id as public key, signatures, and one process per key."""
+"""The identity: libp2p's file format, the peer id as public key, signatures, and one process per key."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ def test_the_peer_id_is_the_public_key(public_key: bytes) -> None:
     assert public_key_of(peer_id) == public_key
 
 
-def test_the_peer_id_is_the_specification_s() -> None:
-    """Test vector of libp2p's peer id specification (Ed25519 key)."""
+def test_the_peer_id_matches_the_specification() -> None:
+    """A test vector from libp2p's peer id specification (Ed25519 key)."""
     private_key = bytes.fromhex(
         "080112407e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"
         "1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
@@ -46,7 +46,7 @@ def test_only_one_spelling_of_a_peer_id_is_accepted(spelling: str) -> None:
     assert public_key_of(right[:-1] + "0") is None
 
 
-def test_a_new_key_is_private_and_found_again(tmp_path: Path) -> None:
+def test_a_new_key_is_private_and_loaded_again(tmp_path: Path) -> None:
     path = tmp_path / "node" / "identity.key"
     first = Identity.open(path)
     data = path.read_bytes()
@@ -95,7 +95,7 @@ def test_a_second_process_with_the_same_identity_is_refused(tmp_path: Path) -> N
         (lambda data: data[:40] + bytes(28), "damaged"),
     ],
 )
-def test_a_spoilt_key_is_refused_and_the_lock_given_back(tmp_path: Path, spoil: object, message: str) -> None:
+def test_a_corrupt_key_is_refused_and_the_lock_released(tmp_path: Path, spoil: object, message: str) -> None:
     path = tmp_path / "identity.key"
     Identity.open(path).close()
     good = path.read_bytes()
@@ -115,7 +115,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
         Identity.open(path)
 
 
-def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LocalError, match="choose another directory") as caught:
         Identity.open(tmp_path / "file" / "identity.key")

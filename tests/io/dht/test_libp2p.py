@@ -1,4 +1,4 @@
-"""The libp2p daemon on loopback: joining and its errors, the manifest, the dial-back, the end."""
+"""The libp2p daemon on loopback: joining and its errors, the manifest, the dial-back, shutting down."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ from noloco_p2p.io.dht.p2p_daemon import SOCKETS_MIN_AGE_S, sweep_stale_sockets
 from noloco_p2p.launch.node_probe import scrape
 
 
-def test_bad_join_addresses_each_have_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_bad_join_address_has_its_own_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert libp2p_module.DIAL_TIMEOUT_S <= 5.0
     monkeypatch.setattr("noloco_p2p.io.dht.libp2p.DIAL_TIMEOUT_S", 1.0)
     monkeypatch.setattr("noloco_p2p.io.dht.hivemind_directory.BOOTSTRAP_TIMEOUT_S", 1.0)
@@ -82,7 +82,7 @@ def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", metrics_port=0) as b:
             assert a.metrics_port is None
             found = None
-            while found is None:  # the daemon opens the port of its metrics a little after the others
+            while found is None:  # the daemon opens its metrics port a little after the others
                 await asyncio.sleep(0.1)
                 with suppress(Unreachable):
                     found = await asyncio.to_thread(scrape, f"http://127.0.0.1:{b.metrics_port}/metrics", 5.0)
@@ -105,7 +105,9 @@ def test_it_is_no_relay_for_strangers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_dies_at_its_start_is_reported_with_the_reason(
+    ready: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hivemind.p2p import P2P
 
     read = P2P._read_outputs
@@ -127,7 +129,7 @@ def test_what_ended_a_daemon_that_starts_is_told(ready: bool, tmp_path: Path, mo
     run(scenario)
 
 
-def test_a_start_that_is_cancelled_leaves_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_start_leaves_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hivemind.p2p import P2P
 
     async def scenario() -> None:
@@ -180,7 +182,7 @@ def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> 
     run(scenario)
 
 
-def test_an_answer_that_cannot_be_read_is_a_violation(tmp_path: Path) -> None:
+def test_an_unreadable_answer_is_a_violation(tmp_path: Path) -> None:
     async def nonsense(request: bytes, caller: object) -> bytes:
         return b"\xff"
 
@@ -193,7 +195,7 @@ def test_an_answer_that_cannot_be_read_is_a_violation(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_an_answer_to_a_call_that_is_given_up_at_that_moment_makes_nobody_deaf(tmp_path: Path) -> None:
+def test_an_answer_that_arrives_as_its_call_is_cancelled_does_not_break_later_calls(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             asked, may_answer = asyncio.Event(), asyncio.Event()
@@ -212,7 +214,9 @@ def test_an_answer_to_a_call_that_is_given_up_at_that_moment_makes_nobody_deaf(t
             await answering
             await asyncio.sleep(0)  # a's answer is written
             reader = b.p2p._client.control._read_task.get_coro().cr_frame.f_locals["reader"]
-            select.select([reader._transport.get_extra_info("socket")], [], [], 10.0)  # it stalls until it is here
+            select.select(
+                [reader._transport.get_extra_info("socket")], [], [], 10.0
+            )  # blocks the loop until the answer has arrived
             calling.cancel()
             with suppress(asyncio.CancelledError):
                 await calling
@@ -221,7 +225,7 @@ def test_an_answer_to_a_call_that_is_given_up_at_that_moment_makes_nobody_deaf(t
     run(scenario)
 
 
-def test_a_peer_that_uses_the_id_of_a_call_to_it_makes_nobody_deaf(
+def test_a_peer_that_reuses_a_call_id_does_not_break_later_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hivemind.p2p.p2p_daemon_bindings import control
@@ -258,7 +262,7 @@ def test_a_peer_that_uses_the_id_of_a_call_to_it_makes_nobody_deaf(
     run(scenario)
 
 
-def test_nothing_is_left_of_a_call_whose_caller_gave_up(tmp_path: Path) -> None:
+def test_a_cancelled_call_leaves_nothing_at_the_callee(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             asked, ended = asyncio.Event(), asyncio.Event()
@@ -307,7 +311,7 @@ def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_only_sockets_that_nobody_listens_on_are_swept(tmp_path: Path) -> None:
+def test_only_sockets_without_a_listener_are_swept(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as live:
         dead.bind(str(tmp_path / "hivemind-p2pd-dead.sock"))
         live.bind(str(tmp_path / "hivemind-p2pd-live.sock"))

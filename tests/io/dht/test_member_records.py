@@ -1,4 +1,4 @@
-"""Records of a members-only run: who is no member is not kept, not counted, not read."""
+"""Records of a members-only run: a non-member's record is neither stored, nor counted, nor read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +27,13 @@ from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.revocations import Revocations
 
 REPLY_LIMIT_BYTES = 4 << 20
-"""What hivemind's daemon lets through as one answer."""
+"""The largest answer that hivemind's daemon passes on."""
 TTL_S = 30.0
 EVE = peer_id_of(bytes(range(32)))
 
 
 def raw(validator: AdvertValidator, identity: Identity, certificate: bytes, ttl_s: float = TTL_S) -> Raw:
-    """A signed record of a node, with a certificate of whomever."""
+    """A signed record of a node, with any certificate."""
     made = record(advert(peer_id=identity.peer_id, run_id="ab" * 32))
     made = AdvertRecord(made.advert, NOW, (), certificate.decode())
     plain = Raw(b"key of stage 0", packed_text(identity.peer_id), packed_bytes(encode(made)), NOW + ttl_s)
@@ -69,14 +69,14 @@ OUTSIDERS: dict[str, Callable[[Club, Identity, Identity], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", OUTSIDERS)
-def test_the_record_of_who_is_no_member_is_not_kept(club: Club, kind: str) -> None:
+def test_a_non_members_record_is_not_stored(club: Club, kind: str) -> None:
     me, other = identity_of(club, "me"), identity_of(club, "other")
     mine = validator(club, me)
     assert mine.validate(raw(mine, me, club.chain(me.peer_id)))
     assert not mine.validate(raw(mine, me, OUTSIDERS[kind](club, me, other)))
 
 
-def test_an_open_run_knows_no_certificates(club: Club) -> None:
+def test_an_open_run_accepts_no_certificates(club: Club) -> None:
     me = identity_of(club, "me")
     mine = validator(club, me, members=False)
     assert mine.validate(raw(mine, me, b""))
@@ -99,7 +99,7 @@ def test_issuers_are_known_by_their_own_certificates(club: Club) -> None:
 
 
 @pytest.mark.parametrize("who", ["the peer", "its issuer"])
-def test_the_records_of_the_revoked_count_no_more_and_are_soon_not_kept_either(club: Club, who: str) -> None:
+def test_records_of_a_revoked_peer_count_as_left_and_are_later_refused(club: Club, who: str) -> None:
     gone = identity_of(club, "gone")
     named = gone.peer_id if who == "the peer" else peer_id_of(public(club.door))
 
@@ -116,12 +116,12 @@ def test_the_records_of_the_revoked_count_no_more_and_are_soon_not_kept_either(c
     assert records.read([shown], libp2p_addresses) == [shown]
     assert records.revoked.adopt(club.revoking(int(NOW), named))
     assert [(one.advert.state, one.advert.step) for one in records.read([shown], libp2p_addresses)] == [("left", 0.0)]
-    # It may have been stored before: refused, it would take the rest of the answer with it that brings it.
+    # The record may have been stored earlier. If it were refused, a reader would lose the whole answer that holds it.
     assert mine.validate(stored)
     mine, records = believing(club.revoking(int(NOW) - 61, named))
     assert not mine.validate(stored)
     assert records.revoked.adopt(club.revoking(int(NOW) - 60, EVE))
-    assert mine.validate(stored), "what was checked before is checked anew"
+    assert mine.validate(stored), "an earlier verdict is not reused after a new list"
 
 
 def largest(club: Club, peer_id: str) -> bytes:
@@ -139,7 +139,7 @@ def largest(club: Club, peer_id: str) -> bytes:
     return payload
 
 
-def test_a_certificate_is_no_room_for_anything_else(club: Club) -> None:
+def test_a_certificate_field_cannot_carry_other_data(club: Club) -> None:
     peer_id = identity_of(club, "me").peer_id
     payload = largest(club, peer_id)
     with pytest.raises(Violation, match="at most"):

@@ -1,4 +1,4 @@
-"""A port of a home router: real UPnP in network namespaces, with every answer that routers give."""
+"""Port mappings of a home router: real UPnP in network namespaces, with every answer that routers give."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ MORE_CASES: list[Case] = [
 
 @in_namespaces
 @pytest.mark.parametrize(("how", "printed", "added", "deleted"), [*CASES, *soak(MORE_CASES)])
-def test_a_port_is_mapped_renewed_and_given_back(
+def test_a_port_is_mapped_renewed_and_released(
     how: str, printed: list[str], added: list[tuple[str, str, int]], deleted: list[tuple[str, str, None]]
 ) -> None:
     with internet() as net:
@@ -78,7 +78,7 @@ def test_a_port_is_mapped_renewed_and_given_back(
 
 
 class FoundRouter:
-    """What miniupnpc says of a router: the machine's address in its network, as of the search."""
+    """A router as miniupnpc returns it, with this machine's address in its network as of the discovery."""
 
     def __init__(self, lanaddr: str, mapped: list[tuple[str, int]]) -> None:
         self.lanaddr, self._mapped = lanaddr, mapped
@@ -93,7 +93,7 @@ class FoundRouter:
         self._mapped.append((host, port))
 
 
-def test_a_machine_with_another_address_in_its_network_has_its_ports_mapped_to_that_one(
+def test_after_a_change_of_the_local_address_ports_are_mapped_to_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mapped = list[tuple[str, int]]()
@@ -105,15 +105,15 @@ def test_a_machine_with_another_address_in_its_network_has_its_ports_mapped_to_t
         router = HomeRouter()
         await router.map(5001)
         await router.renew()
-        assert mapped == [("127.0.0.1", 5001)] * 2, "it is searched for once"
-        first.lanaddr = "192.0.2.7"  # as if this machine had had that address, and has it no more
+        assert mapped == [("127.0.0.1", 5001)] * 2, "the router is discovered only once"
+        first.lanaddr = "192.0.2.7"  # an address that this machine no longer has
         await router.renew()
         assert mapped[2:] == [("127.0.0.2", 5001)]
 
     asyncio.run(scenario())
 
 
-def test_a_mapping_that_is_not_renewed_costs_no_other_its_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_that_fails_to_renew_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = list[tuple[str, int]]()
     monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", mapped))
     add = FoundRouter.addportmapping
@@ -149,7 +149,7 @@ def test_a_mapping_that_is_not_renewed_costs_no_other_its_renewal(monkeypatch: p
         ("localhost", False),
     ],
 )
-def test_only_a_node_at_a_private_address_asks(host: str, behind: bool) -> None:
+def test_only_a_node_at_a_private_address_asks_the_router(host: str, behind: bool) -> None:
     assert is_behind_router(host) == behind
 
 
@@ -166,7 +166,7 @@ def test_only_a_node_at_a_private_address_asks(host: str, behind: bool) -> None:
         (False, True, "/ip4/8.8.8.8/tcp/1/p2p/{}", False),
     ],
 )
-def test_an_open_run_within_one_network_is_not_opened_to_the_internet(
+def test_the_ports_of_an_open_run_within_one_network_are_not_mapped(
     upnp: bool, members: bool, join: str, asked: bool
 ) -> None:
     joins = [JoinAddress.parse(join.format(PEER))] if join else []

@@ -1,4 +1,4 @@
-"""Which addresses that strangers name are dialled: hole 14."""
+"""Which of the addresses that strangers name are dialled ("What a stranger can do", hole 14)."""
 
 import asyncio
 import socket
@@ -57,7 +57,7 @@ def test_scopes() -> None:
         "",
     ],
 )
-def test_what_is_no_host_and_port_is_none(text: str) -> None:
+def test_text_that_is_not_a_host_and_port_yields_none(text: str) -> None:
     assert endpoint(text) is None
 
 
@@ -96,7 +96,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["unknown.example"], {"8.8.8.8", "both.example"}),
     ],
 )
-def test_private_hosts_are_dialled_where_the_owners_own_ones_are_private(
+def test_private_hosts_are_dialled_if_the_owner_named_private_ones(
     own: list[str], dialled: set[str], names: list[str]
 ) -> None:
     hosts = ["8.8.8.8", "10.0.0.1", "127.0.0.9", "169.254.169.254", "0.0.0.0", *NAMES, "nobody.example"]
@@ -107,12 +107,12 @@ def test_private_hosts_are_dialled_where_the_owners_own_ones_are_private(
         assert set(found) == dialled
         assert found.get("inside.example", "10.0.0.7") == "10.0.0.7"
         if "127.0.0.1" not in own:
-            assert found["both.example"] == "8.8.8.8", "the one that is allowed"
+            assert found["both.example"] == "8.8.8.8", "the only address that may be dialled"
 
     asyncio.run(scenario())
 
 
-def test_a_name_is_asked_for_once_a_minute_and_its_address_is_dialled(
+def test_a_name_is_resolved_once_a_minute_and_its_address_is_dialled(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -120,18 +120,18 @@ def test_a_name_is_asked_for_once_a_minute_and_its_address_is_dialled(
         advert = Advert(STRANGER, "run", 0, ("both.example:4102",))
         for _ in range(3):
             [found] = await reach.within([advert])
-            assert found.addresses == ("8.8.8.8:4102",), "gRPC asks for no name again"
+            assert found.addresses == ("8.8.8.8:4102",), "gRPC does not resolve the name again"
         assert names == ["both.example"]
         monkeypatch.setitem(NAMES, "both.example", ["10.0.0.9"])
         monkeypatch.setattr(reaching, "KEPT_S", -1.0)
         [found] = await reach.within([advert])
-        assert found.addresses == (), "a name that leads elsewhere now"
+        assert found.addresses == (), "the name now resolves to a forbidden address"
 
     asyncio.run(scenario())
 
 
-def test_a_look_up_that_fails_forgets_no_address(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A laptop that wakes, or a router that dials in again at night, has no network for a moment."""
+def test_a_failed_look_up_keeps_the_known_address(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop that wakes up, or a router that reconnects at night, has no network for a moment."""
 
     async def scenario() -> None:
         reach = Reach(["inside.example"])
@@ -148,7 +148,7 @@ def test_a_look_up_that_fails_forgets_no_address(names: list[str], monkeypatch: 
     asyncio.run(scenario())
 
 
-def test_names_that_take_long_delay_a_reading_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_names_delay_a_read_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reaching, "LOOKUP_S", 0.1)
 
     async def scenario() -> None:
@@ -168,8 +168,8 @@ def test_names_that_take_long_delay_a_reading_by_a_bounded_time(monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_adverts_in_the_directory_lead_nowhere_inside(tmp_path: Path) -> None:
-    """Over loopback: so these may be dialled, and nothing else that is private."""
+def test_adverts_cannot_make_a_node_dial_its_private_network(tmp_path: Path) -> None:
+    """The nodes meet over loopback, so loopback addresses may be dialled but no other private ones."""
     bad = ("unix:/run/docker.sock", "dns:///localhost:22", "10.0.0.1:22", "169.254.169.254:80")
 
     async def scenario() -> None:
@@ -186,7 +186,7 @@ def test_adverts_in_the_directory_lead_nowhere_inside(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_dial_back_leads_nowhere_inside(tmp_path: Path) -> None:
+def test_a_dial_back_does_not_reach_the_private_network(tmp_path: Path) -> None:
     dialled = list[str]()
 
     async def probe(address: str, peer: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a node answers to a microbatch that is not for it, on the header alone: in a simulated swarm that trains."""
+"""What a node in a training simulated swarm answers to a microbatch that is not for it, on the header alone."""
 
 import asyncio
 from dataclasses import replace
@@ -38,7 +38,7 @@ WRONG = {
 
 
 class NoBody:
-    """The body of what is refused is not received."""
+    """A body that must not be read, because its microbatch is refused."""
 
     received = 0
 
@@ -54,7 +54,7 @@ body = NoBody()
 
 @pytest.mark.parametrize("call", ["propagate", "evaluate"])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, call: str) -> None:
+def test_a_microbatch_that_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, call: str) -> None:
     header, kind, expected = WRONG[case]
     swarm = SimSwarm(SimPlan(MANIFEST, (1, 1), seed=2))
     heard: list[BaseException | None] = []
@@ -64,7 +64,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
         assert node.state.advert.state == "training"
         serve = node.handler.propagate if call == "propagate" else node.handler.evaluate
         try:
-            await serve("s0r0", header, body)  # who is announced is heard
+            await serve("s0r0", header, body)  # the calls of an announced peer are accepted
         except PeerError as error:
             heard.append(error)
 
@@ -82,7 +82,7 @@ def test_what_is_not_for_this_node_is_refused_and_leaves_no_trace(case: str, cal
     assert not any(one.microbatch.peer == "stranger" for one in last.linear_stage.counted)
 
 
-def test_nobody_sends_to_stage_0() -> None:
+def test_stage_0_accepts_no_activations() -> None:
     swarm = SimSwarm(SimPlan(MANIFEST, (1, 1), seed=2))
     heard: list[str] = []
 

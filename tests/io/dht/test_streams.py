@@ -1,4 +1,4 @@
-"""gRPC over libp2p streams on loopback: to a peer that keeps a link, through a relay, and who may not."""
+"""gRPC over libp2p streams on loopback: to a peer with an open link, through a relay, and who is refused."""
 
 import asyncio
 import os
@@ -39,12 +39,12 @@ from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
 
 BODY = (1, 512, 512)
-"""1 MiB: more than all buffers on the way hold."""
+"""1 MiB: more than all buffers along the path hold."""
 
 
 @dataclass
 class Peer:
-    """A member that serves gRPC at a port which nobody is told."""
+    """A member that serves gRPC at a port that it does not announce."""
 
     libp2p: Libp2pDaemon
     streams: Streams
@@ -57,7 +57,7 @@ class Peer:
         return self.libp2p.peer_id
 
     async def reaches(self, other: "Peer", *addresses: str) -> None:
-        """An activation there, and its gradient back."""
+        """Check that an activation gets there and its gradient comes back."""
         sent = activation(BODY, run_id=RUN)
         head = sent.header
         mine = head.microbatch._replace(peer=self.id), replace(head.origin, peer=self.id)
@@ -66,7 +66,7 @@ class Peer:
         assert (await self.transport.propagate(peer, sent)).grad.data == sent.hidden.data
 
     async def circuit(self, relay: "Peer", target: PeerId) -> str:
-        """What a relay says to the wish for a stream to a target; Unreachable: nothing."""
+        """The relay's answer to a request for a stream to a target; raises Unreachable if it does not answer."""
         stream = await self.libp2p.open_stream(relay.id, RELAY_STREAMS)
         await say(stream, target)
         answer = await hear(stream)
@@ -129,7 +129,7 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
             hidden = {b.id, s.id}
 
             async def links_of_a(libp2p: Libp2pDaemon) -> set[PeerId]:
-                """Over loopback libp2p dials whom it hears of."""
+                """The links of a, without the hidden ones: on loopback libp2p dials every peer that it hears of."""
                 return await links(libp2p) - (hidden if libp2p is a.libp2p else set())
 
             monkeypatch.setattr(Libp2pDaemon, "links", links_of_a)
@@ -155,7 +155,7 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
                 await r.reaches(b, f"relay/{r.id}")
             assert not await b.ways.find_relays(), "both are renewed"
             assert folders
-            assert not any(os.path.exists(one.name) for one in folders), "a node that is killed leaves none behind"  # noqa: ASYNC240
+            assert not any(os.path.exists(one.name) for one in folders), "nothing is left behind even if the node is killed"  # noqa: ASYNC240
 
             await s.libp2p.close()
 
@@ -171,7 +171,7 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
     run(scenario)
 
 
-def test_a_stream_that_broke_before_a_word_is_unreachable() -> None:
+def test_a_stream_that_breaks_before_any_message_is_unreachable() -> None:
     async def scenario() -> None:
         here, there = socket.socketpair()
         stream = Stream(*await asyncio.open_connection(sock=here))
@@ -184,7 +184,7 @@ def test_a_stream_that_broke_before_a_word_is_unreachable() -> None:
     asyncio.run(scenario())
 
 
-def test_a_relay_serves_members_that_have_reserved_and_none_takes_all_of_it(
+def test_a_relay_serves_members_with_a_reservation_up_to_a_limit_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     club = Club(tmp_path, RUN)
@@ -227,18 +227,20 @@ def test_a_relay_serves_members_that_have_reserved_and_none_takes_all_of_it(
             await say(live, b.id)
             assert await hear(live) == ""
             revoked.adopt(club.revoking(int(time.time()), a.id))
-            assert await live.reader.read() == b"", "circuits end with a revocation"
+            assert await live.reader.read() == b"", "a revocation ends circuits"
             with pytest.raises(Declined, match="only members of its run"):
                 await a.streams.reserve(r.id)
-            assert not await b.ways.find_relays(), "who still belongs reserves again"
+            assert not await b.ways.find_relays(), "a peer that is still a member renews its reservation"
             stray = await a.libp2p.open_stream(b.id, RELAYED_STREAMS)
-            assert await stray.reader.read() == b"", "only relays that it has chosen bring it streams"
+            assert await stray.reader.read() == b"", (
+                "a node accepts relayed streams only from relays that it has chosen"
+            )
             stray.writer.close()
 
     run(scenario)
 
 
-def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
+def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None:
     club, rate = Club(tmp_path, RUN), 2e6
 
     async def scenario() -> None:
@@ -252,7 +254,9 @@ def test_a_relay_passes_on_what_its_owner_lets_it(tmp_path: Path) -> None:
             there_and_back = 4 * 4 * 512 * 512
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
             b.transport._line._acked.follow(clock() + COUNT_S)
-            assert not b.transport.line.up._counts, "what its server sends to the end of a stream has not left yet"
+            assert not b.transport.line.up._counts, (
+                "bytes that the server hands to its end of a stream have not left yet"
+            )
 
     run(scenario)
 
@@ -271,7 +275,7 @@ def test_only_members_relay_unless_their_owner_decides_otherwise(tmp_path: Path)
     run(scenario)
 
 
-def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_path: Path) -> None:
+def test_a_node_that_cannot_be_dialled_learns_at_its_start_whether_streams_reach_it(tmp_path: Path) -> None:
     reaches = {"p2p"}
 
     async def probe(address: str, peer: PeerId) -> str | None:
@@ -290,7 +294,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
             assert "open TCP port" in found.advice
             found_ways = await reachability.find(b, Streams(b, RUN), ListenSettings(), "192.168.1.2", 9)
             assert found_ways is not None
-            assert found_ways.addresses() == ("p2p", "192.168.1.2:9"), "its own network reaches it at the last one"
+            assert found_ways.addresses() == ("p2p", "192.168.1.2:9"), "the last one is for peers in its own network"
             assert b.asks_only
             reaches.clear()
             with pytest.raises(LocalError, match=r"nor over libp2p: nothing accepts .*: open TCP port 9, "):
@@ -302,7 +306,7 @@ def test_who_cannot_be_dialled_learns_at_the_start_whether_streams_reach_it(tmp_
 
 
 @pytest.mark.parametrize("answer", [b"[" * 4096, *soak([b"\xff", b'{"reason": 1}'])])
-def test_a_joined_peer_whose_dial_back_makes_no_sense_keeps_nobody_from_starting(tmp_path: Path, answer: bytes) -> None:
+def test_a_nonsensical_dial_back_answer_does_not_keep_a_node_from_starting(tmp_path: Path, answer: bytes) -> None:
     async def nonsense(caller: PeerId, request: bytes) -> bytes:
         return answer
 

@@ -1,4 +1,4 @@
-"""Invitations, those who use them, and certificates that are renewed before they end."""
+"""Invitations, the peers that use them, and certificates that are renewed before they expire."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from noloco_p2p.io.security.revocations import Revocations
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 NOBODY = cast(Libp2pDaemon, None)
-"""The daemon of a node that asks nobody."""
+"""In place of the daemon of a node that makes no calls."""
 
 
 def invitation(club: Club, **changes: Any) -> Invitation:
@@ -50,7 +50,7 @@ def asked(**what: str) -> bytes:
 
 
 @pytest.mark.parametrize("stage", [None, 0, 7])
-def test_an_invitation_survives_its_text(tmp_path: Path, stage: int | None) -> None:
+def test_an_invitation_survives_its_text_form(tmp_path: Path, stage: int | None) -> None:
     club = Club(tmp_path)
     made = invitation(club, stage=stage)
     assert Invitation.parse(made.text) == made
@@ -59,7 +59,7 @@ def test_an_invitation_survives_its_text(tmp_path: Path, stage: int | None) -> N
     made.check(club.trust, club.now)
 
 
-def test_what_is_mistyped_is_said_to_be(tmp_path: Path) -> None:
+def test_a_mistyped_invitation_is_reported_as_such(tmp_path: Path) -> None:
     text = invitation(Club(tmp_path)).text
     for wrong in ("", text[:-2], text + "11", "0" + text[1:], "é"):
         with pytest.raises(ConfigError, match="mistyped or cut off"):
@@ -70,7 +70,7 @@ def test_what_is_mistyped_is_said_to_be(tmp_path: Path) -> None:
         Invitation.parse(changed).check(club.trust, club.now)
 
 
-def test_who_may_not_come_in_is_told_why_in_a_line(tmp_path: Path) -> None:
+def test_a_refused_peer_receives_the_reason_in_one_line(tmp_path: Path) -> None:
     club = Club(tmp_path)
     mine = issuer(club)
     cases = {
@@ -92,7 +92,7 @@ def test_who_may_not_come_in_is_told_why_in_a_line(tmp_path: Path) -> None:
             mine.answer(ANN, request)
 
 
-def test_uses_are_counted_by_peer_and_over_restarts(tmp_path: Path) -> None:
+def test_uses_are_counted_per_peer_and_across_restarts(tmp_path: Path) -> None:
     club = Club(tmp_path)
     request = asked(invitation=invitation(club).text, role="member")
     book = club.home / "book"
@@ -128,24 +128,24 @@ def test_a_use_is_on_disk_before_its_certificate_is_made(tmp_path: Path, monkeyp
     other = asked(invitation=invitation(club).text, role="member")
     with pytest.raises(LocalError, match="No space left"):
         mine.answer(BOB, other)
-    assert len(written) == 1, "no certificate without a note"
+    assert len(written) == 1, "no certificate without a recorded use"
 
 
-def test_a_book_that_cannot_be_read_is_not_begun_anew(tmp_path: Path) -> None:
+def test_an_unreadable_book_of_uses_is_not_replaced(tmp_path: Path) -> None:
     for broken in (b"", b"[1]", b'{"a": 1}'):
         (tmp_path / "book").write_bytes(broken)
         with pytest.raises(LocalError, match="book of invitations"):
             UseBook(tmp_path / "book")
 
 
-def test_looking_costs_no_use(tmp_path: Path) -> None:
+def test_observers_do_not_use_up_an_invitation(tmp_path: Path) -> None:
     club = Club(tmp_path)
     mine, request = issuer(club), asked(invitation=invitation(club, uses=1).text, role="observer")
     assert {club.trust.membership(mine.answer(peer, request)).role for peer in (ANN, BOB, EVE)} == {"observer"}
     assert not (club.home / "book").exists()
 
 
-def test_what_has_expired_leaves_the_book(tmp_path: Path) -> None:
+def test_expired_invitations_are_dropped_from_the_book(tmp_path: Path) -> None:
     club, later = Club(tmp_path), [0.0]
     mine = issuer(club, lambda: club.now + later[0])
     for hours in (1.0, 5.0):
@@ -155,7 +155,7 @@ def test_what_has_expired_leaves_the_book(tmp_path: Path) -> None:
     assert len(json.loads((club.home / "book").read_bytes())) == 1
 
 
-def test_a_certificate_is_renewed_for_its_own_peer_while_it_is_good(tmp_path: Path) -> None:
+def test_a_valid_certificate_is_renewed_for_its_own_peer_only(tmp_path: Path) -> None:
     club, later = Club(tmp_path), [3 * certificates.DAY_S]
     mine = issuer(club, lambda: club.now + later[0])
     held = club.chain(ANN).decode()
@@ -170,7 +170,7 @@ def test_a_certificate_is_renewed_for_its_own_peer_while_it_is_good(tmp_path: Pa
         mine.answer(ANN, asked(certificate=held))
 
 
-def test_an_issuer_s_end_is_the_end_of_what_it_issues(tmp_path: Path) -> None:
+def test_a_certificate_expires_no_later_than_its_issuers(tmp_path: Path) -> None:
     club = Club(tmp_path)
     mine = issuer(club, lambda: club.now + certificates.ISSUER_S - HOUR_S)
     assert club.trust.membership(mine.issue(ANN, "member")).until == pytest.approx(
@@ -178,7 +178,7 @@ def test_an_issuer_s_end_is_the_end_of_what_it_issues(tmp_path: Path) -> None:
     )
 
 
-def test_a_member_renews_over_libp2p_and_a_newcomer_is_let_in(tmp_path: Path) -> None:
+def test_over_libp2p_a_member_renews_and_a_newcomer_is_admitted(tmp_path: Path) -> None:
     async def test() -> None:
         club = Club(tmp_path)
         for name in ("a", "b", "c"):
@@ -220,7 +220,7 @@ def test_a_member_renews_over_libp2p_and_a_newcomer_is_let_in(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("first", ["says nonsense", *soak(["ends soon"])])
-def test_an_issuer_that_cannot_renew_for_longer_leaves_it_to_the_next(tmp_path: Path, first: str) -> None:
+def test_if_an_issuer_cannot_renew_for_longer_the_next_one_is_asked(tmp_path: Path, first: str) -> None:
     async def nonsense(caller: PeerId, request: bytes) -> bytes:
         return b"no certificate"
 
@@ -249,7 +249,7 @@ def test_an_issuer_that_cannot_renew_for_longer_leaves_it_to_the_next(tmp_path: 
     run_daemons(test)
 
 
-def test_an_issuer_whose_own_certificate_has_ended_says_so_and_ends_with_it(
+def test_an_issuer_warns_of_the_end_of_its_own_certificate_and_stops_at_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     club, later = Club(tmp_path), [certificates.ISSUER_S - certificates.DAY_S]
@@ -275,7 +275,7 @@ def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
     return Credentials(club.trust, identity, chain)
 
 
-def test_an_issuer_renews_itself_at_half_of_its_certificate_s_life(tmp_path: Path) -> None:
+def test_an_issuer_renews_its_membership_at_half_of_its_lifetime(tmp_path: Path) -> None:
     club, later = Club(tmp_path), [0.0]
     mine = issuer(club, lambda: club.now + later[0])
     credentials = club.credentials("mine", clock=lambda: club.now + later[0])
@@ -295,8 +295,8 @@ def test_an_issuer_renews_itself_at_half_of_its_certificate_s_life(tmp_path: Pat
     assert credentials.chain != before
 
 
-def test_a_certificate_made_by_a_clock_that_was_ahead_is_replaced_when_the_clock_is_right(tmp_path: Path) -> None:
-    """Until its time comes nobody would take a call by it."""
+def test_a_certificate_from_a_fast_clock_is_replaced_once_the_clock_is_right(tmp_path: Path) -> None:
+    """Until the certificate becomes valid, every peer would refuse its calls."""
     club, ahead = Club(tmp_path), [30 * certificates.DAY_S]
     mine = issuer(club, lambda: club.now + ahead[0])
     credentials = club.credentials("mine", clock=lambda: club.now + ahead[0])
@@ -317,14 +317,14 @@ def test_a_certificate_made_by_a_clock_that_was_ahead_is_replaced_when_the_clock
     assert credentials.leaf()[1].endswith(credentials.chain)
 
 
-def test_a_certificate_by_an_issuer_whose_clock_is_ahead_is_not_adopted(tmp_path: Path) -> None:
+def test_a_certificate_from_an_issuer_with_a_fast_clock_is_not_adopted(tmp_path: Path) -> None:
     club = Club(tmp_path)
     credentials = club.credentials("mine", clock=lambda: club.now)
     assert not credentials.is_renewed_by(club.chain(credentials.peer_id, now=club.now + 2 * HOUR_S))
     assert credentials.is_renewed_by(club.chain(credentials.peer_id, now=club.now + HOUR_S / 2))
 
 
-def test_without_any_issuer_a_member_stays_until_the_last_moment_and_then_says_what_to_do(
+def test_without_an_issuer_a_member_stays_to_the_end_of_its_certificate_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     club, later = Club(tmp_path), [4 * certificates.DAY_S]
@@ -343,7 +343,7 @@ def test_without_any_issuer_a_member_stays_until_the_last_moment_and_then_says_w
 
 
 @pytest.mark.parametrize("what", ["disk is full", "daemon has died"])
-def test_a_member_tries_again_to_renew_if_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_member_retries_the_renewal_if_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(admission, "LOOK_S", 0.0)
     kept: list[bytes] = []
     reason = "no space left" if what == "disk is full" else "p2pd"

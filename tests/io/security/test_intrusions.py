@@ -1,10 +1,11 @@
-"""Who is not whom he says, and what he tries: what he holds, what he does with it, and which layer refuses him.
+"""Impersonation: what the attacker holds, what he tries with it, and which layer refuses him.
 
-`tls`: the handshake fails, so that no code of ours sees the call. `handler`: TLS accepts the certificate and our check
-of the caller does not; at the `door` it does not even read it. `itself`: the call is served, as one of the peer whose
-certificate it is, whatever it says.
+`tls`: the handshake fails, so none of our code sees the call. `handler`: TLS accepts the certificate, but our check of
+the caller does not. `door`: our check refuses the call without even reading the certificate. `itself`: the call is
+served, as a call of the peer that the certificate belongs to, whatever the call claims.
 
-In an open run everybody holds the root's key, and so can be admitted under any name; but not sign with another's.
+In an open run everybody holds the root's key, so anyone can be admitted under any name, but not sign with another
+peer's key.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -38,12 +39,12 @@ from noloco_p2p.io.transport.peer_links import Links
 
 OTHER = peer_id_of(bytes(range(32)))
 Shown = tuple[bytes, bytes] | None
-"""What an attacker shows: (private key, chain from leaf to issuer), PEM; None: no certificate."""
+"""What an attacker presents: (private key, chain from leaf to issuer) as PEM, or None for no certificate."""
 
 
 @dataclass
 class Mallory:
-    """A member of the run who does not keep to the rules, and whom he would like to be."""
+    """A member of the run that breaks the rules, and the victim that it impersonates."""
 
     club: Club
 
@@ -56,17 +57,17 @@ class Mallory:
         self.victims_name = self.club.trust.name_of(self.victim.peer_id, "member")
 
     def shows(self, *sans: x509.GeneralName, chain: bytes | None = None, **changes: Any) -> Shown:
-        """A leaf with these names, under his certificate or another chain."""
+        """A leaf with these names, below his own certificate or another chain."""
         cert = forged(self.leaf_key.public_key(), changes.pop("signer", self.key), *sans, **changes)
         return private(self.leaf_key), cert + (self.chain if chain is None else chain)
 
     def elsewhere(self, run_id: str, root: Ed25519PrivateKey) -> Club:
-        """Another run, which has admitted him too."""
+        """Another run that has admitted him too."""
         return Club(self.club.home, run_id, root, is_open=self.club.is_open)
 
 
 def words(value: object) -> str:
-    """What a case is called."""
+    """The id of a test case: its texts."""
     return value if isinstance(value, str) else ""
 
 
@@ -95,19 +96,19 @@ def signing(length: int | None) -> tuple[x509.ExtensionType, bool]:
 
 
 def self_made(m: Mallory, name: str) -> Shown:
-    """A whole chain of the right form below a root of his own."""
+    """A whole, well-formed chain below a root of his own."""
     own = Club(m.club.home, m.club.run_id)
     return m.shows(dns(name), chain=own.chain(m.peer_id))
 
 
 def self_made_whole(m: Mallory, name: str) -> Shown:
-    """The same with that root in the chain."""
+    """The same, with that root in the chain."""
     own = Club(m.club.home, m.club.run_id)
     return m.shows(dns(name), chain=own.chain(m.peer_id) + own.trust.anchor)
 
 
 def with_the_anchor_forged(m: Mallory, name: str) -> Shown:
-    """An issuer signed by a root that has the true root's name and key, and a signature of Mallory's."""
+    """A chain that ends with a root of the true root's name and key, signed by Mallory."""
     return m.shows(dns(name), chain=m.chain + m.club.trust.anchor)
 
 
@@ -140,7 +141,7 @@ def issuer_of_another_run(m: Mallory) -> Shown:
 
 
 def observer(m: Mallory, role: certificates.Role) -> Shown:
-    """He has an observer's certificate, and shows a name of this role."""
+    """He holds an observer's certificate, and presents a name of this role."""
     chain = m.club.chain(m.peer_id, "observer")
     return m.shows(dns(m.club.trust.name_of(m.peer_id, role)), chain=chain)
 
@@ -170,7 +171,7 @@ def friend_below(m: Mallory) -> Shown:
 
 
 def admitted(m: Mallory, *sans: x509.GeneralName) -> Shown:
-    """By himself, as a member whose names nobody limits."""
+    """He admits himself (in an open run), as a member without name constraints."""
     mine = forged(m.key.public_key(), m.club.door, subject="member", issuer="issuer", more=[signing(0)])
     issuer = forged(m.club.door.public_key(), m.club.root, subject="issuer", issuer="root", more=[signing(1)])
     return m.shows(*sans, chain=mine + issuer)
@@ -304,7 +305,7 @@ def transport(links: Links) -> GrpcTransport:
 async def honest(
     club: Club, node: Node, credentials: Credentials | None = None
 ) -> AsyncIterator[tuple[GrpcTransport, Advert]]:
-    """A member that serves, and its advert."""
+    """The transport of a member that serves, and its advert."""
     credentials = credentials or club.credentials("honest")
     mine = transport(Links(credentials))
     await mine.serve(node)
@@ -323,7 +324,7 @@ def channel(club: Club, peer: Advert, shown: Shown) -> Any:
 
 
 @pytest.mark.parametrize(("is_open", "holds", "tries", "made", "layer"), ALL_CALLERS, ids=words)
-def test_a_caller_who_is_not_whom_he_says(
+def test_a_caller_cannot_impersonate_another_peer(
     tmp_path: Path, is_open: bool, holds: str, tries: str, made: Callable[[Mallory], Shown], layer: str
 ) -> None:
     club, node = Club(tmp_path, is_open=is_open), Node(echo)
@@ -358,7 +359,7 @@ def test_a_caller_who_is_not_whom_he_says(
 
 
 @pytest.mark.parametrize(("is_open", "holds", "tries", "made"), ALL_SERVERS, ids=words)
-def test_a_server_who_is_not_the_one_that_is_called(
+def test_a_server_cannot_impersonate_another_peer(
     tmp_path: Path, is_open: bool, holds: str, tries: str, made: Callable[[Mallory], Shown]
 ) -> None:
     club = Club(tmp_path, is_open=is_open)
@@ -400,7 +401,7 @@ def test_a_server_who_is_not_the_one_that_is_called(
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_without_tls_nobody_is_heard(tmp_path: Path, is_open: bool) -> None:
+def test_calls_without_tls_are_refused(tmp_path: Path, is_open: bool) -> None:
     club, node = Club(tmp_path, is_open=is_open), Node(echo)
 
     async def ask() -> None:
@@ -438,7 +439,7 @@ def test_members_train_and_are_known_by_their_certificates(tmp_path: Path) -> No
 
 
 def label(header: Header, microbatch: dict[str, Any] | None = None, **origin: Any) -> Header:
-    """The header with another id or origin under the signature that it has."""
+    """The header with another id or origin, under its old signature."""
     changed = header.microbatch._replace(**microbatch or {})
     return replace(header, microbatch=changed, origin=replace(header.origin, **origin))
 
@@ -459,7 +460,7 @@ LABELS: list[tuple[str, str, Callable[[Header], Header], str]] = [
 
 
 @pytest.mark.parametrize(("holds", "tries", "made", "why"), LABELS, ids=words)
-def test_a_microbatch_that_its_origin_has_not_begun(
+def test_only_microbatches_that_their_origin_has_signed_are_passed_on(
     tmp_path: Path, holds: str, tries: str, made: Callable[[Header], Header], why: str
 ) -> None:
     club, node, later = Club(tmp_path), Node(echo), [0.0]
@@ -475,7 +476,7 @@ def test_a_microbatch_that_its_origin_has_not_begun(
             sending = middle.propagate(peer, replace(plain, header=made(replace(signed, stage=2))))
             if not why:
                 assert (await sending).tokens == 7
-                assert node.calls[0][1].label == signed.label, "it goes on as it came"
+                assert node.calls[0][1].label == signed.label, "the label is passed on unchanged"
             else:
                 with pytest.raises(Violation, match=why):
                     await sending
@@ -485,7 +486,7 @@ def test_a_microbatch_that_its_origin_has_not_begun(
     run(ask())
 
 
-def test_an_observer_may_look_and_nothing_else(tmp_path: Path) -> None:
+def test_an_observer_may_only_read(tmp_path: Path) -> None:
     club, node = Club(tmp_path), Node(echo)
 
     async def ask() -> None:
@@ -502,7 +503,7 @@ def test_an_observer_may_look_and_nothing_else(tmp_path: Path) -> None:
     run(ask())
 
 
-def test_a_connection_that_lives_on_ends_with_the_certificate(tmp_path: Path) -> None:
+def test_an_open_connection_is_refused_once_the_certificate_has_expired(tmp_path: Path) -> None:
     club, node, later = Club(tmp_path), Node(echo), [0.0]
 
     async def ask() -> None:
@@ -520,7 +521,7 @@ def test_a_connection_that_lives_on_ends_with_the_certificate(tmp_path: Path) ->
     run(ask())
 
 
-def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: Path) -> None:
+def test_a_leaf_is_replaced_at_half_of_its_lifetime_without_a_restart(tmp_path: Path) -> None:
     club, node, later = Club(tmp_path), Node(echo), [0.0]
 
     async def ask() -> None:
@@ -539,7 +540,7 @@ def test_a_leaf_is_replaced_at_half_of_its_life_and_without_a_restart(tmp_path: 
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["members", "open"])
-def test_calls_go_on_beyond_the_life_of_the_leaf_that_a_connection_began_with(tmp_path: Path, is_open: bool) -> None:
+def test_calls_outlive_the_leaf_with_which_their_connection_was_opened(tmp_path: Path, is_open: bool) -> None:
     club, node, later = Club(tmp_path, is_open=is_open), Node(echo), [0.0]
 
     def clock() -> float:
@@ -595,7 +596,7 @@ MISUSED: list[tuple[str, str, Callable[[Mallory], bytes]]] = [
 
 
 @pytest.mark.parametrize(("holds", "tries", "made"), MISUSED, ids=words)
-def test_a_chain_that_does_not_make_a_member(
+def test_an_invalid_chain_proves_no_membership(
     tmp_path: Path, holds: str, tries: str, made: Callable[[Mallory], bytes]
 ) -> None:
     mallory = Mallory(Club(tmp_path))
@@ -604,7 +605,7 @@ def test_a_chain_that_does_not_make_a_member(
         mallory.club.trust.membership(made(mallory))
 
 
-def test_an_observer_s_chain_says_so(tmp_path: Path) -> None:
+def test_an_observers_chain_states_its_role(tmp_path: Path) -> None:
     club = Club(tmp_path)
     observer_id = peer_id_of(bytes(range(32)))
     found = club.trust.membership(club.chain(observer_id, "observer"))
@@ -612,7 +613,7 @@ def test_an_observer_s_chain_says_so(tmp_path: Path) -> None:
     assert found.until - club.now == pytest.approx(certificates.LIFETIME_S["observer"], abs=1)
 
 
-def test_credentials_are_those_of_their_own_key(tmp_path: Path) -> None:
+def test_credentials_do_not_adopt_another_peers_chain(tmp_path: Path) -> None:
     club = Club(tmp_path)
     mine, other = club.credentials("mine"), club.credentials("other")
     with pytest.raises(Violation, match="not to this node"):
@@ -620,7 +621,7 @@ def test_credentials_are_those_of_their_own_key(tmp_path: Path) -> None:
     assert mine.membership.peer_id == mine.peer_id
 
 
-def test_the_anchor_is_of_the_root_s_key(tmp_path: Path) -> None:
+def test_the_anchor_holds_the_roots_key(tmp_path: Path) -> None:
     club = Club(tmp_path)
     assert x509.load_pem_x509_certificate(club.trust.anchor).public_key() == club.root.public_key()
     assert x509.load_pem_x509_certificate(club.issuer).public_bytes(Encoding.PEM) == club.issuer

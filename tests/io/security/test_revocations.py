@@ -1,4 +1,4 @@
-"""Peers that do not belong to a run any more: the list of them, how it spreads, and what ends with it."""
+"""Revoked peers: the list that names them, how it spreads, and what it ends."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ from noloco_p2p.io.transport.peer_links import Links
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 
 
-def test_a_list_survives_its_bytes_and_only_the_root_makes_one(tmp_path: Path) -> None:
+def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: Path) -> None:
     club = Club(tmp_path)
     data = club.revoking(7, ANN, BOB, ANN)
     found = DenyList.read(data, club.trust)
@@ -71,7 +71,7 @@ def test_a_list_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
     assert len(found.signed) < 33 << 10
 
 
-def test_an_older_list_never_replaces_a_newer_one_not_after_a_restart_either(tmp_path: Path) -> None:
+def test_an_older_list_never_replaces_a_newer_one_even_after_a_restart(tmp_path: Path) -> None:
     club, path, told = Club(tmp_path), tmp_path / "revoked", [0]
     mine = Revocations(club.trust, path)
     assert not mine.names(ANN, BOB, EVE)
@@ -92,7 +92,7 @@ def test_an_older_list_never_replaces_a_newer_one_not_after_a_restart_either(tmp
         Revocations(club.trust, path)
 
 
-def test_two_lists_of_one_number_end_up_the_same_everywhere(tmp_path: Path) -> None:
+def test_of_two_lists_with_one_number_every_node_ends_up_with_the_same(tmp_path: Path) -> None:
     club = Club(tmp_path)
     both = [club.revoking(5, ANN), club.revoking(5, BOB)]
     held = []
@@ -104,7 +104,7 @@ def test_two_lists_of_one_number_end_up_the_same_everywhere(tmp_path: Path) -> N
     assert held[0] == held[1]
 
 
-def test_a_list_that_cannot_be_written_holds_and_is_written_later(tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_written_applies_and_is_written_later(tmp_path: Path) -> None:
     club, path, told = Club(tmp_path), tmp_path / "gone" / "revoked", list[int]()
     mine = Revocations(club.trust, path)
     mine.listen(lambda: told.append(mine.held.number))
@@ -121,7 +121,7 @@ def test_a_list_that_cannot_be_written_holds_and_is_written_later(tmp_path: Path
 
 @asynccontextmanager
 async def two(club: Club, node: Node) -> AsyncIterator[tuple[Credentials, Credentials, GrpcTransport, Advert]]:
-    """A member that serves and one that calls: what each believes, the caller's transport, the server's advert."""
+    """A serving and a calling member: the credentials of both, the caller's transport, the server's advert."""
     server, caller = club.credentials("server"), club.credentials("caller")
     serving, calling = transport(Links(server)), transport(Links(caller))
     await serving.serve(node)
@@ -135,7 +135,7 @@ async def two(club: Club, node: Node) -> AsyncIterator[tuple[Credentials, Creden
 @pytest.mark.parametrize(
     ("at", "who"), [("the server", "the peer"), ("the server", "its issuer"), ("the caller", "the peer")]
 )
-def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at: str, who: str) -> None:
+def test_a_call_in_progress_ends_when_the_other_end_is_revoked(tmp_path: Path, at: str, who: str) -> None:
     club, node = Club(tmp_path), Node(hang)
 
     async def ask() -> None:
@@ -157,13 +157,13 @@ def test_a_call_under_way_ends_when_the_other_end_is_revoked(tmp_path: Path, at:
             with pytest.raises(PeerError, match="revoked"):
                 await soon(calling.describe(peer))
             assert believer.revoked.adopt(club.revoking(2, EVE))
-            assert (await soon(calling.describe(peer))).step == 7.5, "who is no more on the list is heard"
+            assert (await soon(calling.describe(peer))).step == 7.5, "a peer that is no longer on the list is served"
 
     run(ask())
 
 
 @pytest.mark.parametrize("method", ["Propagate", "FetchSnapshot", "FetchState"])
-def test_a_call_that_begins_when_its_caller_is_revoked_is_no_bug(
+def test_a_call_of_a_revoked_caller_is_refused_without_a_logged_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     club = Club(tmp_path)
@@ -186,7 +186,7 @@ def test_a_call_that_begins_when_its_caller_is_revoked_is_no_bug(
     assert not caplog.records
 
 
-def test_others_go_on_when_somebody_is_revoked(tmp_path: Path) -> None:
+def test_a_revocation_does_not_affect_other_peers(tmp_path: Path) -> None:
     club, node = Club(tmp_path), Node(hang)
 
     async def ask() -> None:
@@ -199,7 +199,7 @@ def test_others_go_on_when_somebody_is_revoked(tmp_path: Path) -> None:
     run(ask())
 
 
-def test_no_issuer_admits_or_renews_whoever_is_revoked(tmp_path: Path) -> None:
+def test_no_issuer_admits_or_renews_a_revoked_peer(tmp_path: Path) -> None:
     club = Club(tmp_path)
     identity = Identity.open(tmp_path / "issuer.key")
     own = certificates.issuer_certificate(club.root, club.trust, identity.peer_id, club.now)
@@ -224,7 +224,7 @@ def test_no_issuer_admits_or_renews_whoever_is_revoked(tmp_path: Path) -> None:
 
 @dataclass
 class Member:
-    """A node of a run over libp2p, as far as lists of revoked peers go."""
+    """The parts of a node that deal with lists of revoked peers, over libp2p."""
 
     libp2p: Libp2pDaemon
     records: MemberRecords
@@ -240,7 +240,7 @@ class Member:
         return asyncio.create_task(revocations.keep(self.libp2p, held.revoked, lambda: held.ahead, lambda: [self.me]))
 
     async def look(self) -> dict[PeerId, Advert]:
-        """Announce this node, and read who else is there."""
+        """Announce this node, and read the adverts of all."""
         await self.directory.announce(Advert(self.me, RUN, 0, ("127.0.0.1:5000",), state="training", step=3.5), 30.0)
         return {one.peer_id: one for one in await self.directory.peers()}
 
@@ -262,7 +262,9 @@ async def member(club: Club, home: Path, *join: str) -> AsyncIterator[Member]:
 
 
 @pytest.mark.parametrize("what", ["disk is full", "daemon has died"])
-def test_a_node_goes_on_while_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_node_keeps_looking_for_new_lists_while_its(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     monkeypatch.setattr(revocations, "LOOK_S", 0.0)
 
     async def test() -> None:
@@ -290,9 +292,7 @@ def test_a_node_goes_on_while_its(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run_daemons(test)
 
 
-def test_a_list_comes_to_all_by_their_adverts_and_to_whoever_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_spreads_by_adverts_and_reaches_newcomers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revocations, "LOOK_S", 0.1)
 
     async def test() -> None:
@@ -304,7 +304,7 @@ def test_a_list_comes_to_all_by_their_adverts_and_to_whoever_joins(
                 keeping = [node.keep() for node in nodes]
                 while min([len(await node.look()) for node in nodes]) < 3:  # noqa: ASYNC110  other processes
                     await asyncio.sleep(0.1)
-                # What noloco revoke writes.
+                # As `noloco revoke` does.
                 (a.home / "revoked").write_bytes(club.revoking(1, c.me))
                 while not all(node.records.revoked.names(c.me) for node in nodes):
                     for node in (a, b):
