@@ -36,7 +36,7 @@ NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
 """Warn about non-finite microbatches if they are at least this share of all and at least this many."""
 DISTRUSTED_SHARE, DISTRUSTED_LEAST = 0.01, 3
 """The same for refused vectors, as a share of the outer rounds: in honest runs none is refused (METHOD.md)."""
-SET_CLOCK = "set the clock of that machine (for example by NTP); it must agree within half of directory.ttl_s"
+SET_CLOCK = "set the clock of that machine (for example with NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
 """Upper limit on the troubles reported per node."""
 _SERIOUS = ("clock", "disk", "libp2p")
