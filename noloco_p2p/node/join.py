@@ -201,22 +201,24 @@ class Joining:
                     self._report(f"waiting for a node with weights of stage {node.index}")
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
-                elif source.kind == "peer" or (source.peer and node.now() - began < TRANSFER_DEADLINE_S):
+                elif source.kind == "peer":
                     broke_at = node.now()
+                elif source.kind == "guardian" and broke_at is None:  # strangers may claim to be one
+                    broke_at = began
             await self._membership_loop.next_reading()
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float, broke_at: float | None) -> bool:
         """Whether a node with trained weights of this stage may still turn up, although it does not answer now or has
         no live advert. Before the first outer round the initial weights are as good as any, unless a replica has
-        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node,
-        and as long again for one whose transfer broke off."""
+        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node;
+        for one that answered, or whose transfer broke off, as long as a transfer may take."""
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         mates = members.of_stage(node.index, membership.TRAINED)
         waited_s = node.now() - (began if broke_at is None else broke_at)
-        if self._swarm.inquiry.answering(mates, membership.TRAINED):
+        if broke_at is not None or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        held = broke_at is not None or any(held.stage == node.index for a in others for held in a.holds)
+        held = any(held.stage == node.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
         return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
 

@@ -75,12 +75,12 @@ def test_a_lost_stage_goes_on_from_its_guardian_though_its_weights_travel_longer
     assert outcome.trace.of("resumed")[0].at_s > wiped.ends_s + 40.0
 
 
-@pytest.mark.parametrize("kind", ["mute", "hang"])
-def test_a_newcomer_whose_donor_falls_silent_in_the_middle_of_its_copy_waits_for_it(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "for_s"), [("mute", 28.0), ("hang", 100.0)])
+def test_a_newcomer_whose_donor_falls_silent_in_the_middle_of_its_copy_waits_for_it(kind: str, for_s: float) -> None:
     """The copy had taken longer than a newcomer waits for peers that it only knows from adverts, and guardians
     cannot get the weights over such lines. So it began with the initial ones at once. When the donor was back, it
     was behind, and copied these: nothing of what the stage had learnt was left."""
-    down = Fault(40.0, kind, ("s1r0",), 28.0)
+    down = Fault(40.0, kind, ("s1r0",), for_s)
     cut = swarm(Fault(8.0, "arrive", ("s1r1",)), down, replicas=(1, 1), steps=200, state_s=60.0, weights_s=60.0)
     outcome = check(cut)
     (broken, *_) = outcome.trace.of("warning", "s1r1")
