@@ -42,6 +42,7 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["generate", "model", "--prompt", "a", "--seed", "9" * 20], "--seed"),
         (["sim", "--seed", "9" * 20], "--seed"),
         (["bench", "churn", "--seed", "9" * 20], "--seed"),
+        (["bench", "pipeline", "--seconds", "inf"], "--seconds"),
         (["invite", "--dir", "run", "--for", "100000d"], "give 1 to 99999 minutes, hours or days"),
         (["nope"], "nope"),
     ],
