@@ -165,6 +165,7 @@ def bench_churn(
 
     sets = tuple(set or ())
     plan = churn.ChurnPlan(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
+    plan.check()
     _report(lambda: churn.run(plan), as_json, 0.0 if steps else 2 * seeds * minutes * 60, says=True)
 
 

@@ -8,8 +8,10 @@ from random import Random
 
 import pytest
 from processes import SMALL, wait_until, working_below
+from typer.testing import CliRunner
 from warm_start import SharedServer
 
+from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench import churn, churn_figures, churn_schedule, churn_watch, node_fleet
 from noloco_p2p.lab.bench.churn_figures import WeightsSource, loss_ratio, rounds_lost
@@ -52,6 +54,25 @@ def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> N
         lives = [BEGINNING, WeightsSource(10.0, source)]
         assert churn_figures.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
         assert churn_figures.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "bd")), lives) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--nodes", "3x1"], "--nodes 3x1"),
+        (["--nodes", "1x3", "--kill-last"], "--nodes 1x3 --kill-last"),
+        (["--seed", str(2**63 - 1), "--seeds", "2"], "--set seed"),
+        (["--set", "stages=4"], "--set stages"),
+    ],
+)
+def test_what_would_be_known_to_fail_minutes_later_is_refused_at_once(
+    options: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(churn, "run", lambda plan: {})
+    result = CliRunner().invoke(app, ["bench", "churn", *options])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith(named)
+    assert not result.output, "nothing is promised before"
 
 
 def test_stalls_are_counted_from_the_disturbance() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import cpu_seconds
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.node_process import NodeProcess
@@ -113,6 +113,8 @@ class Fleet:
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
         self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
         self._plan = make_plan(read(None, {}, (*own, *settings)), None)
+        if (self._plan.manifest.stages, self._plan.manifest.start_replicas) != shape:
+            raise ConfigError("--set stages, --set start_replicas: give --nodes instead")
         self._server = ForkServerProcess()
         self._read: dict[Path, int] = {}
         self._wakers: list[subprocess.Popen[bytes]] = []
