@@ -139,7 +139,7 @@ class LocalSwarm:
             while any(node.running for node in self._nodes) and not self._must_end():
                 self._show(pool)
                 time.sleep(TICK_S)
-        self._must_end()
+        self._must_end()  # records a node that failed last
 
     def _show(self, pool: Executor | None = None) -> None:
         """Update the display if it is due. With a `pool`, the nodes' metrics are read first."""
@@ -175,7 +175,7 @@ class LocalSwarm:
         return f"waiting for stage {', '.join(missing)}" if missing else "waiting for the first inner step"
 
     def _must_end(self) -> bool:
-        """Whether somebody asked to stop, or a node or the relay has failed."""
+        """Whether somebody asked to stop, or a node or the relay has failed, which is recorded for the exit code."""
         self._failed = self._failed or next((c for c in self._nodes if c.exit_code not in (None, 0)), None)
         self._cut_off = self._cut_off or not (self._relay is None or self._relay.running)
         return self._failed is not None or bool(self._signals) or self._cut_off
