@@ -117,9 +117,11 @@ def test_another_experiments_directory_is_refused() -> None:
     _run(TOY, quick=True)
     with pytest.raises(ConfigError, match="quick run of toy"):
         _run(TOY)
-    Path("out", "results.json").write_text("no JSON")
-    with pytest.raises(ConfigError, match="not a results file"):
-        _run(TOY)
+    for text in ("no JSON", "[]", '"text"', '{"experiment": "toy", "quick": false}'):
+        Path("out", "results.json").write_text(text)
+        with pytest.raises(ConfigError, match="not a results file"):
+            _run(TOY)
+        assert Path("out", "results.json").read_text() == text
 
 
 @light

@@ -101,14 +101,14 @@ class ResultsFile:
             return 0
         try:
             old = json.loads(self.path.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{self.path} is not a results file ({error}); give another --out") from error
-        if (old.get("experiment"), old.get("quick")) != (self.experiment.name, self.quick):
-            kind = "quick" if old.get("quick") else "full"
-            raise ConfigError(f"{self.path} is from a {kind} run of {old.get('experiment')}; give another --out")
-        if old["code"] != self.code:
+            name, quick, code = old["experiment"], old["quick"], old["code"]
+            kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path} is not a results file of noloco; give another --out") from error
+        if (name, quick) != (self.experiment.name, self.quick):
+            raise ConfigError(f"{self.path} is from a {'quick' if quick else 'full'} run of {name}; give another --out")
+        if code != self.code:
             return 0
-        kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
         while known := [case for case in self.missing() if case.name in kept]:
             self.found |= {case.name: Result(case, kept[case.name], walls[case.name]) for case in known}
         return len(self.found)
