@@ -83,4 +83,5 @@ def test_the_report_names_what_it_compares() -> None:
     results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
     page = "\n".join(map(str, EXPERIMENT.report(results)))
     assert "tree (paper)" in page
+    assert "the later pull of a pair takes 20 ms; the all-reduces" in page
     assert "('bandwidth-bound', 'butterfly', '0 of 1 cases', 1.45" in page.replace("[", "(")
