@@ -12,8 +12,8 @@ from noloco_p2p.node.state import NodeState
 DISTRUST = "gradients"
 """Name of the trouble that a node reports while a peer is set aside for its gradients; it outlives a move."""
 DESERTED_S = 2.0
-"""Seconds after which a stage that nobody serves is reported. When a whole swarm ends, the last nodes end within this
-time and need not report the others."""
+"""Seconds after which a stage that nobody serves is reported: when a whole swarm ends, its last nodes usually end
+sooner."""
 
 
 class Membership:
@@ -154,7 +154,7 @@ class Membership:
         return any(not self.members.anybody(stage) for stage in self._later_deserted())
 
     def cut_short(self) -> bool:
-        """Whether this node is to pause although what it has sent cannot come back: then it does not wait for it."""
+        """Whether this node is to pause while nothing that it has sent can come back: then it does not wait for it."""
         return self._node.pausing and self.nobody_there()
 
     async def until_served(self) -> bool:

@@ -41,7 +41,7 @@ class Pull:
 
 
 class VectorPuller:
-    """Pulls for one replica."""
+    """Pulls vectors for one replica."""
 
     def __init__(self, node: NodeState, transport: Transport) -> None:
         self._node = node
