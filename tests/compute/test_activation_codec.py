@@ -196,7 +196,7 @@ def test_another_length_or_codec_is_a_violation() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("name", "codec"), CODED)
-def test_a_gpu_decodes_what_the_processor_does(name: str, codec: str) -> None:
+def test_a_gpu_decodes_what_a_cpu_does(name: str, codec: str) -> None:
     one, values = make(codec, name), normal()
     wire = one.encode(values.cuda())
     assert torch.equal(one.decode(wire).cpu(), one.decode(wire.cpu()))

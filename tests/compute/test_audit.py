@@ -77,7 +77,7 @@ def test_initial_weights_are_on_record(tmp_path: Path) -> None:
     assert all(torch.equal(record[name], initial[name]) for name in initial)
 
 
-def test_a_node_that_moves_does_not_write_over_the_weights_that_it_began_with(tmp_path: Path) -> None:
+def test_a_node_that_moves_does_not_overwrite_its_first_weights(tmp_path: Path) -> None:
     began, _ = [
         make_torch_stage(make_manifest(), index, "me", audit=AuditSettings(dir=str(tmp_path)), self_test=False)
         for index in (1, 0)

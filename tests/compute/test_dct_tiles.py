@@ -177,7 +177,7 @@ def test_rounds_are_the_formulas_and_slow_weights_are_equal_bit_for_bit(dtype: s
     assert all(np.abs(phi - reference.m[name]).max() > 1e-3 for name, phi in references[0].phi.items())
 
 
-def test_where_all_coefficients_travel_it_is_heavy_ball_momentum_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_all_coefficients_travel_it_is_heavy_ball_momentum_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("noloco_p2p.core.tiles.KEPT", 4096)
     replicas = make_replicas("float64")
     phi, momentum = theta_of(replicas[0][0]), dict.fromkeys(theta_of(replicas[0][0]), np.zeros(()))
@@ -192,7 +192,7 @@ def test_where_all_coefficients_travel_it_is_heavy_ball_momentum_over_all(monkey
             assert np.allclose(theta_of(replicas[0][0])[name], phi[name], rtol=0, atol=1e-12)
 
 
-def test_who_does_not_count_merges_what_the_others_do_and_stays_equal() -> None:
+def test_a_replica_that_does_not_count_merges_what_the_others_do_and_stays_equal() -> None:
     replicas = make_replicas("float32")
     for seed, stages in enumerate(replicas):
         train(stages, seed)
@@ -227,7 +227,7 @@ def test_a_vector_weighs_16_times_less_than_all_of_delta_or_better(shapes: list[
     assert kept_of(4096) == 32
 
 
-def test_what_travels_comes_to_what_was_frozen() -> None:
+def test_what_travels_decodes_to_what_was_frozen() -> None:
     stage = make_replicas("float32", "a")[0]
     train(stage, 1)
     frozen = stage[0].snapshot(1, 2)
@@ -258,7 +258,7 @@ def with_first(sent: Snapshot, at: int, *values: float) -> Snapshot:
         (0, (np.inf,), "not finite in vector"),
     ],
 )
-def test_what_is_no_sparse_vector_is_refused(at: int, values: tuple[float, ...], said: str) -> None:
+def test_an_invalid_sparse_vector_is_refused(at: int, values: tuple[float, ...], said: str) -> None:
     stage = make_replicas("float32", "a")[0][0]
     frozen = stage.snapshot(1, 2)
     sent = with_first(stage.encode(frozen, SnapshotRequest(0), "b"), at, *values)

@@ -311,7 +311,7 @@ def test_make_stage_that_fails_leaves_no_thread() -> None:
         assert not thread.is_alive()
 
 
-def test_the_memory_of_the_device_is_that_of_all_who_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_used_memory_of_the_device_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.memory_meter("cpu") is None
     monkeypatch.setattr(hardware, "pick_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {1: (30, 100)}[device.index])

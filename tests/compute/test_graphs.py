@@ -99,14 +99,14 @@ def test_on_cuda_graphs_and_messages_lie_in_different_memories(clock: Clock, mon
     assert (kept.places, again.places) == (3 + 5, 3 + 40)
 
 
-def test_where_nothing_is_held_nothing_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_microbatches_hold_no_memory_there_is_no_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "free_host_bytes", lambda: 0)
     memory = memory_of("cpu", keeps=False, body_bytes=0)
     memory.look(0)
     assert memory.places is None
 
 
-def test_where_the_system_does_not_say_one_follows_the_other(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_free_memory_is_unknown_there_is_one_place(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "free_host_bytes", lambda: None)
     memory = memory_of("cpu")
     memory.look(0)
@@ -155,7 +155,7 @@ def growth_bytes(stage: TorchStage, hidden: HostTensor, count: int) -> int:
     return rss_bytes() - before
 
 
-def test_a_graph_holds_what_the_process_grows_by_and_next_to_nothing_when_it_is_made_again() -> None:
+def test_a_graph_is_as_large_as_the_growth_of_the_process_and_next_to_nothing_if_it_is_rebuilt() -> None:
     count = 12
     kept, hidden = large_middle_stage(recompute=False)
     grown = growth_bytes(kept, hidden, count)
@@ -168,7 +168,7 @@ def test_a_graph_holds_what_the_process_grows_by_and_next_to_nothing_when_it_is_
     assert growth_bytes(again, hidden, count) < 0.15 * count * measured
 
 
-def test_a_node_that_makes_graphs_again_has_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_rebuilds_graphs_has_more_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "free_host_bytes", lambda: 1 << 30)
     places = []
     for recompute in (False, True):
@@ -191,7 +191,7 @@ def test_a_node_that_makes_graphs_again_has_more_places(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("wire", ["float32", "int4", *soak(["bfloat16"])])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_graphs_that_are_made_again_change_no_bit(family: str, wire: Any) -> None:
+def test_rebuilt_graphs_change_no_bit(family: str, wire: Any) -> None:
     manifest = make_manifest(family, 3, dtype="float32", wire={"forward": wire, "backward": wire})
     kept, again = make_stages(manifest), make_stages(manifest, recompute=True)
     for step in range(2):

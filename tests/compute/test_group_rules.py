@@ -113,7 +113,7 @@ def test_a_difference_shows_in_the_digest() -> None:
 
 
 @pytest.mark.parametrize("tokens", [-1.0, 0.5])
-def test_gradients_of_a_number_of_tokens_that_makes_no_sense_are_refused(tokens: float) -> None:
+def test_gradients_with_an_invalid_number_of_tokens_are_refused(tokens: float) -> None:
     stages = [of_peer[0] for of_peer in replicas_of(rule="sync").values()]
     mine, theirs = (stage.snapshot(1, 1) for stage in stages[:2])
     request = SnapshotRequest(0)
@@ -124,7 +124,7 @@ def test_gradients_of_a_number_of_tokens_that_makes_no_sense_are_refused(tokens:
         stages[0].decode(mine, request, sent)
 
 
-def test_a_replica_without_a_token_of_its_own_takes_the_gradients_of_many() -> None:
+def test_a_replica_without_tokens_of_its_own_accepts_the_gradients_of_many() -> None:
     stages, others = (of_peer for of_peer in list(replicas_of(rule="sync").values())[:2])
     for number in range(65):
         run_microbatch(others, make_batch(number, ignored=0), microbatch(number))

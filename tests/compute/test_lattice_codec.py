@@ -124,7 +124,7 @@ def test_a_decoded_value_is_less_than_a_step_off(
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_two_of_a_pair_move_by_opposite_amounts(bits: int, dtype: torch.dtype) -> None:
+def test_both_replicas_of_a_pair_move_by_opposite_amounts(bits: int, dtype: torch.dtype) -> None:
     """Even if their own bounds differ, and if some chunks had to be requested again."""
     mine, theirs = make_pair(bits, dtype=dtype)
     theirs.bounds[0] += 1
@@ -197,7 +197,7 @@ def test_both_of_a_pair_find_the_same_chunks_wrong(bits: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), narrower=st.integers(3, 12), far=st.sampled_from([1.0, 30.0, 1e4]))
-def test_what_a_bound_that_is_too_small_decodes_is_found_wrong(
+def test_what_is_decoded_with_too_small_a_bound_is_found_wrong(
     bits: int, dtype: torch.dtype, seed: int, narrower: int, far: float
 ) -> None:
     """Planted: bounds too narrow for all chunks, and single values far away. No wrong value is ever accepted."""
@@ -221,7 +221,7 @@ def test_what_a_bound_that_is_too_small_decodes_is_found_wrong(
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_wrong_chunks_are_asked_for_wider_alone_and_plain_in_the_end(bits: int) -> None:
+def test_wrong_chunks_are_requested_again_alone_wider_and_finally_plain(bits: int) -> None:
     mine, theirs = make_pair(bits)
     theirs.vector[CHUNK + 5] += 1e4
     theirs.vector[-1] -= 0.05
@@ -298,7 +298,7 @@ def answer_to(bits: int, **changes: object) -> tuple[LatticeCodec, LatticePull, 
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_answers_that_were_not_asked_for_are_violations(bits: int) -> None:
+def test_answers_that_do_not_match_the_request_are_violations(bits: int) -> None:
     _, pulled, good = answer_to(bits)
     bounds_at = 4 * 4 + 4 * CHUNK
     for bad in (good[:-1], torch.cat((good, good[:1])), good.view(torch.int8), good[:0]):
@@ -334,7 +334,7 @@ def test_answers_that_were_not_asked_for_are_violations(bits: int) -> None:
         ([0], [0], "is invalid"),
     ],
 )
-def test_requests_that_make_no_sense_are_violations(chunks: list[int], bounds: list[int], message: str) -> None:
+def test_invalid_requests_are_violations(chunks: list[int], bounds: list[int], message: str) -> None:
     theirs = make_pair(4)[1]
     with pytest.raises(Violation, match=message):
         LatticeCodec(4, SIZE, torch.float32).encode(

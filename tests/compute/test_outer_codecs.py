@@ -92,7 +92,7 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", LATTICES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_chunks_asked_for_again_bring_no_sample(monkeypatch: pytest.MonkeyPatch, codec: str, dtype: str) -> None:
+def test_chunks_requested_again_bring_no_sample(monkeypatch: pytest.MonkeyPatch, codec: str, dtype: str) -> None:
     monkeypatch.setattr(lattice_pull, "SAFETY", 1e-3)
     mine, other = (make_replica(peer, codec, seed=seed, dtype=dtype) for seed, peer in enumerate(("a", "b")))
     frozen, others = mine.snapshot(1, 10), other.snapshot(1, 10)
@@ -118,7 +118,7 @@ def test_a_request_in_another_codec_is_a_violation(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", LATTICES)
-def test_an_answer_that_was_not_asked_for_is_a_violation(codec: str) -> None:
+def test_an_answer_that_does_not_match_the_request_is_a_violation(codec: str) -> None:
     mine, other = (make_replica(peer, codec, seed=seed) for seed, peer in enumerate(("a", "b")))
     frozen, request = mine.snapshot(1, 10), SnapshotRequest(0, lattice=mine.snapshot(1, 10).lattice)
     answer = other.encode(other.snapshot(1, 10), request, "a")

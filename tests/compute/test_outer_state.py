@@ -152,7 +152,7 @@ def test_a_state_captured_during_a_round_is_that_of_a_round_still_due() -> None:
     assert theta_bytes(twin[0]) == theta_bytes(mine[0])
 
 
-def test_what_is_frozen_stays_as_it_is() -> None:
+def test_a_frozen_round_does_not_change() -> None:
     stages = make_stages(make_manifest())
     train(stages, 1)
     frozen = stages[0].snapshot(1, 10)

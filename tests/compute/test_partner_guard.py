@@ -96,7 +96,7 @@ def test_what_is_out_of_all_proportion_is_refused_from_the_first_round_on(rule: 
         acquainted(stage, other)
 
 
-def test_two_that_agree_with_each_other_and_not_with_me_are_taken() -> None:
+def test_two_that_agree_with_each_other_but_not_with_this_replica_are_taken() -> None:
     stage, other, third = replicas("noloco", "me", "other", "third")
     acquainted(stage, other)
     assert pulled(stage, other, 9, 0.08)[1].verdict == "refused"
@@ -115,7 +115,7 @@ def test_two_that_differ_or_lead_far_away_are_refused_however_often_they_come() 
         assert pulled(stage, one, 9, change)[1].verdict == "refused"
 
 
-def test_an_ordinary_one_in_between_makes_two_that_are_far_no_pair() -> None:
+def test_two_far_vectors_with_an_ordinary_one_between_them_are_no_pair() -> None:
     stage, other, third = replicas("noloco", "me", "other", "third")
     acquainted(stage, other)
     verdicts = [

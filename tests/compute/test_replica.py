@@ -122,7 +122,7 @@ def test_a_restored_replica_shares_nothing_with_the_state() -> None:
     assert contents(twin[0].capture(1, 4.5, 4)) == contents(state)
 
 
-def test_the_step_under_way_is_not_captured_and_its_microbatches_count_again() -> None:
+def test_the_current_step_is_not_captured_and_its_microbatches_count_again() -> None:
     """An id that is captured is spent for the restored replica; an id of the current step is not."""
     mine, twin = make_stages(manifest_of()), make_stages(manifest_of())
     train(mine, 1, 2)
@@ -136,7 +136,7 @@ def test_the_step_under_way_is_not_captured_and_its_microbatches_count_again() -
 
 
 @pytest.mark.parametrize("again", ["restore", "adopt"])
-def test_other_weights_forget_the_step_under_way_and_its_graphs(again: str) -> None:
+def test_with_other_weights_the_current_step_and_its_graphs_are_forgotten(again: str) -> None:
     stages = make_stages(manifest_of())
     train(stages, 1, 1)
     state, snapshot = stages[0].capture(0, 1.0, 1), weights_of(stages[0], 0, 1)
@@ -254,7 +254,7 @@ def test_restored_ids_are_forgotten_by_the_same_rules() -> None:
     assert microbatch(8) not in spent
 
 
-def test_a_closed_stage_frees_its_memory_without_the_collector_of_cycles() -> None:
+def test_a_closed_stage_frees_its_memory_without_the_cycle_collector() -> None:
     """Weights, gradients and graphs of a stage that a node leaves must be gone before it makes the next one."""
 
     async def run() -> None:

@@ -26,7 +26,7 @@ def flat(stage: TorchStage) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_weights_come_in_the_element_type_that_is_asked_for(dtype: str) -> None:
+def test_weights_come_in_the_requested_element_type(dtype: str) -> None:
     stage = moved("me", 0.001)
     sent = stage.encode(stage.snapshot(3, 30), SnapshotRequest(0, weights=dtype), "other")
     assert (sent.peer, sent.round, sent.step) == ("me", 3, 30)

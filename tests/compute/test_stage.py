@@ -214,7 +214,7 @@ def test_scales_that_are_not_finite_are_a_violation_and_keep_the_graph() -> None
     assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
 
 
-def test_with_codes_too_what_is_not_finite_leaves_no_trace() -> None:
+def test_non_finite_values_leave_no_trace_in_the_integer_codecs_either() -> None:
     stages, batch = make_stages(make_manifest(stages=3, wire={"forward": "int4", "backward": "int4"})), make_batch(1)
     run_microbatch(stages, batch, microbatch(1))
     before = gradients(stages)

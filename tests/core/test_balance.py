@@ -92,7 +92,7 @@ def test_ties_go_to_the_fewest_replicas_then_to_the_first_stage() -> None:
     assert choose_stage(new, trainers("a", "b"), 2) == 0
 
 
-def test_every_python_adds_capacities_up_to_the_same() -> None:
+def test_capacities_are_the_same_in_every_python() -> None:
     slow = [replace(one, microbatches_per_s=0.1) for one in trainers("abcdefghij")]
     assert capacities(slow, 1).of_stage == (0.9999999999999999,), "one tenth after the other"
 
@@ -178,7 +178,7 @@ BUSY: dict[str, tuple[Advert, str]] = {
 
 
 @pytest.mark.parametrize("what", BUSY)
-def test_nobody_moves_while_another_one(what: str) -> None:
+def test_nobody_moves_while_another_node(what: str) -> None:
     other, reason = BUSY[what]
     adverts = [*trainers("abcd", "x"), other]
     for peer in "abcdx":

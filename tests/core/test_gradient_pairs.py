@@ -98,7 +98,7 @@ def test_a_liar_is_found_at_any_stage_and_nobody_else(liar: str) -> None:
     assert numbers[-1] <= 60
 
 
-def test_who_lies_and_names_another_as_the_cause_blames_only_itself() -> None:
+def test_a_liar_that_names_another_as_the_cause_is_blamed_alone() -> None:
     for seed in SEEDS:
         assert set(judged_routes("a3", seed, framed="b5")) == {"a3"}, seed
 
@@ -123,12 +123,12 @@ def test_nobody_is_blamed_for_outliers_with_fewer_than_three_others() -> None:
             assert audit.observe(("honest",), (liar,), sqrt(2)) == (True, None)
 
 
-def test_who_lies_now_and_then_is_not_found() -> None:
+def test_an_occasional_liar_is_not_found() -> None:
     """A known limit: a replica that lies in a tenth of its replies gets away with it."""
     assert not any("p0" in judged(8, 1, seed, lies=0.1) for seed in SEEDS)
 
 
-def test_what_counts_as_far_grows_with_what_is_usual() -> None:
+def test_what_counts_as_an_outlier_grows_with_the_usual_distance() -> None:
     audit = GradientPairs(0)
     for one, other in list(combinations("abcdefgh", 2)):
         audit.observe((one,), (other,), 0.5)
@@ -136,7 +136,7 @@ def test_what_counts_as_far_grows_with_what_is_usual() -> None:
     assert audit.observe(("a",), ("b",), inf)[0]
 
 
-def test_one_in_a_hundred_goes_out_twice_and_more_at_first_and_after_an_outlier() -> None:
+def test_one_in_a_hundred_is_sent_twice_and_more_at_first_and_after_an_outlier() -> None:
     ids = [MicrobatchId("me", 7, number) for number in range(20_000)]
     audit = GradientPairs(3)
     assert sum(map(audit.repeats, ids)) == pytest.approx(EARLY * len(ids), rel=0.1)
@@ -151,7 +151,7 @@ def test_one_in_a_hundred_goes_out_twice_and_more_at_first_and_after_an_outlier(
     assert [one for one in ids if audit.repeats(one)] == calm
 
 
-def test_which_ones_is_a_function_of_the_secret_and_of_the_id() -> None:
+def test_which_data_is_sent_twice_depends_on_the_secret_and_the_id() -> None:
     ids = [MicrobatchId(peer, start, number) for peer in "ab" for start in (1, 2) for number in range(2000)]
     drawn = {secret: [one for one in ids if GradientPairs(secret).repeats(one)] for secret in (1, 2)}
     assert drawn[1] == [one for one in ids if GradientPairs(1).repeats(one)] != drawn[2]

@@ -38,7 +38,7 @@ def test_few_distances_or_no_learning_rate_tell_nothing() -> None:
     assert usual(*[(1.0,)] * FEWEST, learning_rate=0.0).radii(1.0) == ()
 
 
-def test_what_begins_equal_may_be_as_far_as_what_moves_it_can_bring_it() -> None:
+def test_slow_weights_may_be_as_far_apart_as_the_momentum_can_move_them() -> None:
     """Under `averaged`, φ is equal at first and after a round with the partner. δ moves it by up to δ / (1 − α)."""
     pairs = usual((0.0, 1.0, 2.0, 3.0), (0.0, 2.0, 2.0, 3.0), (1.0, 3.0, 2.0, 3.0))
     assert pairs.radii(1.0) == (0.0, 2 * RADIUS, 2 * RADIUS, 3 * RADIUS)
@@ -47,7 +47,7 @@ def test_what_begins_equal_may_be_as_far_as_what_moves_it_can_bring_it() -> None
     assert moved_by((), 2.0) == ()
 
 
-def test_who_is_far_is_clipped_to_the_radius_and_who_is_much_too_far_refused() -> None:
+def test_a_far_vector_is_clipped_to_the_radius_and_one_much_too_far_is_refused() -> None:
     assert factors((1.0, 2.0), (2.0, 2.0)) == (1.0, 1.0)
     assert factors((1.0, 4.0), (2.0, 2.0)) == (1.0, 0.5)
     assert factors((2 * REFUSED,), (2.0,)) == (1 / REFUSED,)
@@ -64,7 +64,7 @@ def test_a_minority_of_liars_moves_no_radius() -> None:
     assert pairs.radii(1.0) == (RADIUS,)
 
 
-def test_where_all_have_come_to_be_far_the_radius_grows() -> None:
+def test_the_radius_grows_if_all_partners_are_far_away() -> None:
     """As after a partition: the merged vectors are clipped at first, but soon no longer."""
     pairs, rounds = usual(*[(1.0,)] * 16), 0
     while (found := factors((30.0,), pairs.radii(1.0))) != (1.0,):

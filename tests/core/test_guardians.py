@@ -56,7 +56,7 @@ def test_stages_and_runs_have_guardians_of_their_own() -> None:
     assert len({guardians_of(stage, adverts, seed) for stage in (0, 1) for seed in range(10)}) > 15
 
 
-def test_who_comes_or_goes_changes_no_other_guardian() -> None:
+def test_a_node_that_comes_or_goes_changes_no_other_guardian() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         adverts = [advert("w", 0), *(advert(f"p{rng.getrandbits(32):x}", 1) for _ in range(rng.randrange(1, 9)))]

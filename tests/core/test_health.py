@@ -67,7 +67,7 @@ def test_no_inner_step_for_ten_times_the_median(since_s: float | None, median_s:
     assert (found is not None and found.key == "step") == late
 
 
-def test_the_line_names_what_leads_on_and_no_idle_wait() -> None:
+def test_the_line_names_the_wait_that_leads_on_and_no_idle_one() -> None:
     line = problem_line(replace(WELL, since_step_s=42.0))
     assert line == (
         "no inner step for 42 s, the median is 1 s: waited 4 s (at most 10 s) for gradient from 12D3other "

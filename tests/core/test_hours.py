@@ -37,7 +37,7 @@ def at(time: str) -> datetime:
         ("09:00-09:00", "03:00", None),
     ],
 )
-def test_until_when_the_machine_is_its_owners(spans: str, time: str, until: str | None) -> None:
+def test_until_when_the_machine_belongs_to_its_owner(spans: str, time: str, until: str | None) -> None:
     assert closed_until(spans.split(), at(time)) == until
 
 
@@ -45,7 +45,7 @@ times = st.integers(0, 1439)
 
 
 @given(st.lists(st.tuples(times, times), min_size=1, max_size=4), times)
-def test_what_is_said_to_come_comes_and_nothing_before_it(ends: list[tuple[int, int]], minute: int) -> None:
+def test_the_span_that_is_announced_is_the_next_to_begin(ends: list[tuple[int, int]], minute: int) -> None:
     spans = ["-".join(f"{end // 60:02}:{end % 60:02}" for end in span) for span in ends]
     now = MIDNIGHT + timedelta(minutes=minute)
     until = closed_until(spans, now)
@@ -67,7 +67,7 @@ def test_what_is_said_to_come_comes_and_nothing_before_it(ends: list[tuple[int, 
         ((2026, 7, 1), "22:00-07:00", 540),
     ],
 )
-def test_hours_are_those_of_the_clock_on_the_wall(day: tuple[int, int, int], span: str, open_minutes: int) -> None:
+def test_hours_follow_the_wall_clock(day: tuple[int, int, int], span: str, open_minutes: int) -> None:
     zone = ZoneInfo("Europe/Berlin")
     begin, end = (datetime(*day, tzinfo=zone) + timedelta(days=days) for days in (0, 1))
     seconds = range(int(begin.timestamp()), int(end.timestamp()), 60)

@@ -63,7 +63,7 @@ def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
     assert intake.ready, "and took no place in the target"
 
 
-def test_another_way_takes_no_second_place() -> None:
+def test_another_route_takes_no_second_place() -> None:
     intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=2)
     for digest in (1, 2):
@@ -76,7 +76,7 @@ def test_another_way_takes_no_second_place() -> None:
     assert intake.ready
 
 
-def test_another_way_is_let_in_although_the_target_is_reached() -> None:
+def test_another_route_is_admitted_although_the_target_is_reached() -> None:
     intake: Intake[str] = Intake(lambda: 4)
     intake.open(0, target=1)
     assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -126,7 +126,7 @@ def test_a_struck_slot_is_not_waited_for() -> None:
     assert intake.ready
 
 
-def test_close_flushes_the_line_and_hears_nothing_new() -> None:
+def test_close_flushes_the_line_and_admits_nothing_new() -> None:
     intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
@@ -177,7 +177,7 @@ def test_bodies_of_the_next_step_come_while_this_one_drains() -> None:
     assert intake.open(1, target=5) == [key("a", number) for number in range(5, 9)]
 
 
-def test_places_that_memory_gives_or_takes_count_at_once() -> None:
+def test_places_gained_or_lost_with_memory_count_at_once() -> None:
     places = 1
     intake: Intake[str] = Intake(lambda: places)
     intake.open(0, target=9)
@@ -366,14 +366,14 @@ class MicrobatchServer(RuleBasedStateMachine):
             self.intake.leave(probe)
 
 
-class BalancedDoor(MicrobatchServer):
+class BalancedServer(MicrobatchServer):
     """The same under `balanced`: slots instead of arrival order."""
 
     balanced = True
 
 
 TestDoor = MicrobatchServer.TestCase
-TestBalancedDoor = BalancedDoor.TestCase
+TestBalancedDoor = BalancedServer.TestCase
 TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=80, stateful_step_count=60)
 
 

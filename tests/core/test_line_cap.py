@@ -85,7 +85,7 @@ def test_a_full_line_passes_its_rate() -> None:
     assert RATE * 10 <= passed <= RATE * (10 + HELD_S) + 50_000
 
 
-def test_late_looks_lose_nothing_that_the_bucket_holds() -> None:
+def test_a_late_check_loses_nothing_that_the_bucket_holds() -> None:
     cap, passed = LineCap(RATE), 0
     for number in range(1000):
         cap.ask(LineTurn(OTHER, (number, 0), 20_000, lambda: None))
@@ -129,7 +129,7 @@ def test_no_kind_starves(sizes: list[int], kinds: set[Precedence]) -> None:
 
 
 @given(asked, st.data())
-def test_what_is_withdrawn_never_goes_and_holds_nobody_up(wanted: list[Asked], data: st.DataObject) -> None:
+def test_a_withdrawn_message_is_never_sent_and_holds_nothing_up(wanted: list[Asked], data: st.DataObject) -> None:
     world = World()
     turns = [world.ask(kind, age, nbytes) for _, kind, age, nbytes in wanted]
     dropped = data.draw(st.sets(st.sampled_from(range(len(turns)))))
@@ -140,7 +140,7 @@ def test_what_is_withdrawn_never_goes_and_holds_nobody_up(wanted: list[Asked], d
     assert world.cap.free_at() is None
 
 
-def test_what_was_charged_too_much_is_given_back() -> None:
+def test_an_overcharge_is_refunded() -> None:
     world = World()
     world.cap.charge(500_000, 0.0)
     world.ask(OTHER, 0, 1000)

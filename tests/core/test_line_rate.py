@@ -97,7 +97,7 @@ def test_the_systems_own_counts_replace_what_writes_suggest() -> None:
     assert (line.bytes_per_s, line.measured_at) == (RATE, 2.0)
 
 
-def test_what_is_broken_off_counts_with_what_of_it_has_moved() -> None:
+def test_an_aborted_transfer_counts_with_the_bytes_that_moved() -> None:
     line = LineRate(0.75)
     began = line.began(0.0)
     line.ended(began, 0, 5.0)
@@ -127,13 +127,13 @@ def test_a_body_is_announced_when_it_takes_longer_than_half_a_round_trip() -> No
     assert line.sending("p", SMALL_BYTES, 2.0, fits=False) is Sending.ASKED
 
 
-def test_what_goes_to_a_far_peer_at_once_goes_over_several_connections() -> None:
+def test_a_body_sent_to_a_far_peer_at_once_uses_several_connections() -> None:
     far = line_of(rate=1e9, round_trip_s=0.2)
     assert far.sending("p", PART_BYTES - 1, 2.0, fits=True) is Sending.WHOLE
     assert far.sending("p", PART_BYTES, 2.0, fits=True) is Sending.AT_ONCE
 
 
-def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
+def test_where_nothing_is_measured_a_body_is_announced_and_so_measured() -> None:
     assert asks(MeasuredLine(), SMALL_BYTES + 1, 0.0)
     fast = line_of(rate=1e9)
     assert not asks(fast, 100_000)
@@ -142,7 +142,7 @@ def test_what_is_not_known_is_asked_for_and_so_measured() -> None:
     assert asks(fast, 100_000, 2.0 + STALE_S)
 
 
-def test_a_round_trip_is_the_shortest_of_the_last_and_peers_are_forgotten() -> None:
+def test_a_round_trip_is_the_shortest_recent_one_and_peers_are_forgotten() -> None:
     line = MeasuredLine()
     for seconds in (0.3, 0.05, 4.0):
         line.answered("p", seconds)

@@ -39,7 +39,7 @@ def test_every_state_and_event(state: str, event: str) -> None:
             next_state(state, event)
 
 
-def test_an_empty_reading_wipes_nothing_and_a_missing_peer_goes_once_its_advert_has_expired() -> None:
+def test_an_empty_reading_removes_nobody_and_a_missing_peer_goes_once_its_advert_has_expired() -> None:
     members = Members("me", ttl_s=30)
     read(members, [advert("a"), advert("b"), advert("me")], now=0)
     read(members, [], now=1)
@@ -74,7 +74,7 @@ def test_an_older_record_of_the_stage_that_a_peer_has_moved_from_is_not_believed
     assert members.get("a") is None
 
 
-def test_who_says_that_it_left_is_gone_at_once() -> None:
+def test_a_peer_that_announces_that_it_left_is_gone_at_once() -> None:
     members = Members("me", ttl_s=30)
     read(members, [advert("a")], now=0)
     read(members, [advert("a", state="left")], now=1)
@@ -115,7 +115,7 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
     assert list(members.usable(1, now=0.6, without={"b"})) == ["a"]
 
 
-def test_who_is_distrusted_is_set_aside_for_an_hour_whatever_it_answers() -> None:
+def test_a_distrusted_peer_is_set_aside_for_an_hour_whatever_it_answers() -> None:
     members = Members("me", 30)
     read(members, [advert("a"), advert("b")], now=10)
     members.distrust("a", now=10.0)
@@ -172,7 +172,7 @@ def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> N
     assert used(members, now=26.0) == ["a", "b"], "after an answer its time starts at a second again"
 
 
-def test_a_failed_peer_that_has_gone_on_since_is_used_at_once() -> None:
+def test_a_failed_peer_that_has_changed_its_state_since_is_used_at_once() -> None:
     members = Members("me", 30)
     read(members, [advert("a", state="syncing"), advert("b")], now=0)
     for now in (5.0, 10.0, 15.0, 20.0):
@@ -212,7 +212,7 @@ def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
     assert members.deserted(3, 0) == [1]
 
 
-def test_the_furthest_clock_of_who_left_stage_0_is_known() -> None:
+def test_the_furthest_clock_of_those_that_left_stage_0_is_known() -> None:
     members = Members("me", ttl_s=30.0)
     read(members, [advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
     assert members.left_at_step == 0.0

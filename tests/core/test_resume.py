@@ -51,7 +51,7 @@ def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first:
     assert ("peer", "b") in kinds(found), "in case the checkpoint is damaged"
 
 
-def test_a_lost_stage_is_taken_up_from_the_newest_that_anybody_has() -> None:
+def test_a_lost_stage_resumes_from_the_newest_weights_that_anybody_has() -> None:
     guards = [advert("f", 0, round=20, holds=held(1, 18)), advert("g", 2, round=20, holds=(*held(0, 19), *held(1, 19)))]
     assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES)) == [
         ("guardian", "g"),
@@ -64,7 +64,7 @@ def test_a_lost_stage_is_taken_up_from_the_newest_that_anybody_has() -> None:
     assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES, mine))[0] == ("guardian", 20)
 
 
-def test_the_last_words_of_a_replica_count_even_beyond_the_round_of_the_others() -> None:
+def test_the_last_weights_of_a_replica_count_even_beyond_the_round_of_the_others() -> None:
     guard = advert("g", 0, round=20, holds=held(1, 21))
     assert kinds(restore_sources(ME, [*OTHERS, guard], (), STAGES))[0] == ("guardian", "g")
 
@@ -91,13 +91,13 @@ def test_the_next_checkpoint_after_a_damaged_one_is_the_nearest() -> None:
     assert kinds(found) == [("shard", 6), ("guardian", "g"), ("fresh", "")]
 
 
-def test_stages_of_which_nobody_has_anything_do_not_count() -> None:
+def test_stages_without_any_weights_do_not_count() -> None:
     assert common_round([], STAGES) is None
     assert common_round([advert("a", 0, "waiting", holds=held(0, 7)), advert("b", 1, "waiting")], STAGES) == 7
     assert common_round([advert("a", 0, "waiting", holds=held(9, 1)), *OTHERS], STAGES) == 20, "there is no stage 9"
 
 
-def test_who_has_nothing_waits_for_a_mate_that_has() -> None:
+def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
     mate = advert("b", 1, "waiting", holds=held(1, 8, 9))
     rest = [advert("a", 0, "waiting", holds=held(0, 9)), advert("z", 2, "waiting", holds=held(2, 9))]
     assert kinds(restore_sources(ME, [mate, *rest], (), STAGES)) == [("wait", "")]
@@ -105,7 +105,7 @@ def test_who_has_nothing_waits_for_a_mate_that_has() -> None:
     assert kinds(restore_sources(ME, [mate, *rest], held(1, 8), STAGES))[0] == ("shard", 8)
 
 
-def test_fresh_weights_are_what_is_left_when_there_is_nothing() -> None:
+def test_fresh_weights_are_the_last_resort() -> None:
     assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
 
 

@@ -81,7 +81,7 @@ def test_the_clock_never_goes_back_and_never_beyond_the_end(
         assert after == pytest.approx(step + 1 + (median - step - 0.5) / 4)
 
 
-def test_equal_clocks_go_on_by_one_and_apart_they_come_together() -> None:
+def test_equal_clocks_advance_by_one_and_different_ones_converge() -> None:
     assert advance(7.0, 7.5, 100, True) == 8.0
     slow, fast = 10.0, 30.0
     for _ in range(20):

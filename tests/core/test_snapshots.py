@@ -67,6 +67,6 @@ def test_the_estimate_of_the_variance_is_unbiased() -> None:
     assert error < 0.01 * exact
 
 
-def test_bytes_are_counted_by_what_is_asked_for() -> None:
+def test_bytes_are_counted_by_kind_of_request() -> None:
     assert SnapshotRequest(1, 4).kind == "snapshot"
     assert SnapshotRequest(1, 4, weights="bfloat16").kind == "weights"

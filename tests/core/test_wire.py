@@ -110,7 +110,7 @@ def test_any_change_of_the_stream_is_refused(tensors: list[HostTensor], rng: ran
 
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=4), st.data(), st.randoms(use_true_random=False))
-def test_any_order_gives_the_tensors_and_goes_on_where_it_was(
+def test_frames_in_any_order_are_reassembled_and_a_stream_resumes(
     sizes: list[int], data: st.DataObject, rng: random.Random
 ) -> None:
     """Everything after the place from which the stream is requested again arrives twice."""
@@ -138,7 +138,7 @@ def test_any_order_gives_the_tensors_and_goes_on_where_it_was(
     assert [(one.spec, bytes(one.data)) for one in got] == [(one.spec, bytes(one.data)) for one in sent]
 
 
-def test_who_has_let_go_of_everything_may_begin_anew() -> None:
+def test_a_discarded_stream_may_begin_anew() -> None:
     sent = [tensor(f"t{i}", "uint8", (100,), seed=i) for i in range(3)]
     into = Assembler([one.spec for one in sent], LIMIT_BYTES, digest)
     for frame in stream(sent)[:3]:
