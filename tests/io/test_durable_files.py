@@ -1,4 +1,4 @@
-"""What is on the disk at each moment of writing a file, and of making directories."""
+"""The order of flushes and renames when files are written and directories created."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ Steps = list[tuple[str, Path]]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """What is flushed, and what gets its name, in this order."""
+    """Records flushes and renames, in order."""
     seen: Steps = []
     fsync, replace = os.fsync, Path.replace
 
@@ -36,14 +36,14 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 def lasts(steps: Steps, path: Path) -> bool:
-    """Its bytes were flushed before it got its name, and its directory afterwards."""
+    """Whether the bytes were flushed before the file got its name, and its directory afterwards."""
     at = steps.index(("name", path))
     before, after = steps[:at], steps[at + 1 :]
     fresh = [one for what, one in before if what == "flush" and one.parent == path.parent and one != path.parent]
     return bool(fresh) and ("flush", path.parent) in after
 
 
-def test_a_file_has_its_name_on_the_disk_when_it_is_written(tmp_path: Path, steps: Steps) -> None:
+def test_a_written_file_and_its_name_are_on_the_disk(tmp_path: Path, steps: Steps) -> None:
     write_whole(tmp_path / "a", b"1")
     assert lasts(steps, tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == b"1"
@@ -54,8 +54,8 @@ def test_a_key_and_its_new_directories_outlive_a_loss_of_power(tmp_path: Path, s
     home = tmp_path / "runs" / "node-1"
     Identity.open(home / "identity.key").close()
     assert lasts(steps, home / "identity.key")
-    assert ("flush", tmp_path) in steps, "which names runs"
-    assert ("flush", tmp_path / "runs") in steps, "which names node-1"
+    assert ("flush", tmp_path) in steps, "the directory with the entry `runs`"
+    assert ("flush", tmp_path / "runs") in steps, "the directory with the entry `node-1`"
 
 
 def test_run_files_outlive_a_loss_of_power(tmp_path: Path, steps: Steps) -> None:

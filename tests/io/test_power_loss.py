@@ -1,8 +1,9 @@
-"""Power that fails at any point of what a node writes: its key, its run, its checkpoints, whom it has admitted.
+"""Power that fails at any point while a node writes: its key, its run, its checkpoints, the peers it has admitted.
 
-One process writes for real, once, and every flush, name and removal is noted with what was in the files then. From
-these notes each disk that a loss of power can leave is made: names and bytes are there from their flush on; before
-that they may be, or may not be, or bytes in part. POWER_LOSS_CUTS in the environment is the number of such parts.
+One process writes for real, once, and every flush, rename and removal is recorded with the contents of the files at
+that moment. From this record every disk that a loss of power can leave is built: names and bytes are certain from their
+flush on; before that they may be present or absent, and bytes present in part. POWER_LOSS_CUTS in the environment is
+the number of such partial states.
 """
 
 import asyncio
@@ -26,19 +27,19 @@ CUTS = int(os.environ.get("POWER_LOSS_CUTS", "6"))
 ROUNDS, KEPT, VALUES = 4, 2, 64
 ANN, BOB = (peer_id_of(bytes([i]) * 32) for i in (1, 2))
 Tree = dict[str, int]
-"""Names of files, below the disk, and which file each is."""
+"""Path below the root of the disk → number of the file."""
 
 
 @dataclass
 class Disk:
-    """What is written below a directory, and what of it has been flushed."""
+    """What has been written below a directory, and how much of it has been flushed."""
 
     root: Path
     points: list[tuple[Tree, Tree, dict[int, bytes], dict[int, bytes], int]] = field(default_factory=list)
-    """At each point: names now, names flushed, bytes now, bytes flushed, and how many promises had been made."""
+    """At each point: names now, names flushed, bytes now, bytes flushed, and the number of promises made so far."""
     promises: int = 0
     _files: dict[int, int] = field(default_factory=dict)
-    """Inode → which file, for an inode is used again."""
+    """Inode → number of the file, because inodes are reused."""
     _made: int = 0
     _flushed: dict[int, bytes] = field(default_factory=dict)
     _names: Tree = field(default_factory=dict)
@@ -74,13 +75,13 @@ class Disk:
         self.point()
 
     def forget(self, path: Path) -> None:
-        """Its inode may soon be that of another file."""
+        """The inode of this file may soon be reused for another."""
         if path.exists():
             self.look()
             del self._files[path.stat().st_ino]
 
     def left(self) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """What may be left: the promises made before, and names with bytes."""
+        """Every disk that may be left: the number of promises made before, and the files by name."""
         for now, flushed_names, held, flushed, promises in self.points:
             for names in (now, flushed_names):
                 yield promises, {name: held[which] for name, which in names.items()}
@@ -127,7 +128,7 @@ def checkpoint(number: int) -> Checkpoint:
 
 
 class Written:
-    """All that a node writes, one thing after the other; each is promised once its call has returned."""
+    """Everything that a node writes, in turn; each file is promised to last once its call has returned."""
 
     def __init__(self, home: Path, club: Club) -> None:
         self.home, self.club, self.key = home, club, ""
@@ -154,7 +155,7 @@ class Written:
         identity.close()
 
     def check(self, home: Path, promised: list[str]) -> None:
-        """After a loss of power: all that was promised is there, and nothing is damaged."""
+        """Check that, after a loss of power, everything promised is there and nothing is damaged."""
         if (home / "identity.key").exists():
             identity = Identity.open(home / "identity.key")
             identity.close()
@@ -199,8 +200,8 @@ def test_whatever_a_loss_of_power_leaves_is_whole(disk: Disk, tmp_path: Path, mo
     assert len(left) >= 100, f"{len(left)} disks of {len(disk.points)} points"
 
 
-def test_the_notes_find_what_is_not_flushed(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that gets its name before its bytes are on the disk is found damaged."""
+def test_the_record_finds_a_missing_flush(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that gets its name before its bytes are flushed is found damaged."""
     fresh, path = disk.root / "fresh", disk.root / "identity.key"
     fresh.write_bytes(b"whole")
     fresh.replace(path)

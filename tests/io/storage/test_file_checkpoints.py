@@ -1,4 +1,4 @@
-"""What is saved is read back bitwise; what is torn, corrupt or another's is passed over; the old ones stay."""
+"""Checkpoints read back bitwise; torn, corrupt and foreign ones are skipped; older ones survive a failed save."""
 
 import asyncio
 import errno
@@ -49,7 +49,7 @@ def _checkpoint(round: int, stage: int = 1, *, dtype: str = "float32", peer: Pee
     shapes = {"a.weight": (3, 5), "a.bias": (1,), "none": (0, 4), "b": (2, 2, 2)}
     tensors = [_tensor(f"{kind}/{name}", dtype, shapes[name], chance) for kind in KINDS for name in shapes]
     spent = [MicrobatchId(p, 2**63 + n, c) for c in range(20) for p, n in (("z", 1), ("a", 5), ("z", 2)) if c % 3 or n]
-    chance.gauss(0, 1)  # leaves a half of a pair behind, which is a part of the state
+    chance.gauss(0, 1)  # leaves the second value of a pair behind, which is part of the state
     state = ReplicaState(
         peer=peer,
         stage=stage,
@@ -88,7 +88,7 @@ def _load(store: Checkpoints, held: Holding) -> Checkpoint | None:
 
 
 def _newest(store: Checkpoints) -> Checkpoint | None:
-    """As a node that restarts: the newest that can be read."""
+    """The newest readable checkpoint, as a restarting node loads it."""
     for held in reversed(_held(store)):
         found = _load(store, held)
         if found is not None:
@@ -96,10 +96,10 @@ def _newest(store: Checkpoints) -> Checkpoint | None:
     return None
 
 
-# --- the laws of the port, in both worlds -----------------------------------------------------------------------------
+# --- the contract of the port, real and simulated ---------------------------------------------------------------------
 
 Open = Callable[[], Checkpoints]
-"""Opens the same store again, as another process of the node would; it keeps 3."""
+"""Opens the same store again, as another process of the node would; the store keeps 3 checkpoints."""
 
 
 @pytest.fixture(params=["files", "simulated"])
@@ -126,8 +126,8 @@ def test_a_checkpoint_comes_back_bitwise_in_another_process(reopen: Open, dtype:
     assert _load(reopen(), Holding(stage, 11, 100)) is None
 
 
-def test_a_pinned_one_stays_until_another_one_is_pinned(reopen: Open) -> None:
-    """Also in later processes, though it is the oldest or another one of its round is written."""
+def test_a_pinned_checkpoint_stays_until_another_is_pinned(reopen: Open) -> None:
+    """In later processes too, even if it is the oldest, or another checkpoint of its round is written."""
 
     def rounds_after(*numbers: int, pin: bool = False) -> list[int]:
         for number in numbers:
@@ -135,7 +135,7 @@ def test_a_pinned_one_stays_until_another_one_is_pinned(reopen: Open) -> None:
             run_virtually(save, limit_s=60.0) if isinstance(reopen(), SimCheckpoints) else asyncio.run(save)
         return [held.round for held in _held(reopen())]
 
-    assert rounds_after(5, pin=True) == [5], "there was none before it"
+    assert rounds_after(5, pin=True) == [5], "there was no earlier checkpoint"
     assert rounds_after(10, pin=True) == [5, 10]
     assert rounds_after(15, 20, 25) == [5, 15, 20, 25]
     assert rounds_after(5, 30) == [5, 25, 30]
@@ -143,7 +143,7 @@ def test_a_pinned_one_stays_until_another_one_is_pinned(reopen: Open) -> None:
     assert rounds_after(40, 45, 50) == [30, 40, 45, 50]
 
 
-def test_the_newest_are_kept_also_after_a_step_back(reopen: Open) -> None:
+def test_the_most_recently_saved_are_kept_even_after_a_step_back(reopen: Open) -> None:
     saved = {round: _checkpoint(round) for round in (5, 10, 15, 20)}
     _save(reopen(), *saved.values())
     assert [held.round for held in _held(reopen())] == [10, 15, 20]
@@ -154,7 +154,7 @@ def test_the_newest_are_kept_also_after_a_step_back(reopen: Open) -> None:
     assert _load(reopen(), Holding(1, 15, 150)) == saved[15]
 
 
-def test_a_round_saved_again_takes_the_place_of_the_former_one(reopen: Open) -> None:
+def test_a_round_saved_again_replaces_its_former_checkpoint(reopen: Open) -> None:
     first, other = _checkpoint(5), _checkpoint(10)
     later = replace(first, state=replace(first.state, step=55.5, adam_steps=54))
     same_name = replace(later, state=replace(later.state, adam_steps=53))
@@ -180,7 +180,7 @@ def two(tmp_path: Path) -> tuple[Checkpoint, Path, Path]:
 
 
 def _swept(tmp_path: Path) -> list[str]:
-    """Save one more, and list what is there then."""
+    """Save one more checkpoint, and list the files that are there afterwards."""
     _save(FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(15))
     return sorted(path.name[:20] for path in tmp_path.glob("checkpoints/*/*"))
 
@@ -190,7 +190,7 @@ ONLY_5_AND_15 = ["stage-1-round-000005"] * 2 + ["stage-1-round-000015"] * 2
 
 @pytest.mark.parametrize("what", ["manifest", "tensors"])
 @pytest.mark.parametrize("left", [None, 0.0, 0.5, 0.999])
-def test_a_torn_file_is_detected_and_the_one_before_is_used(
+def test_a_torn_file_is_detected_and_the_previous_checkpoint_is_used(
     two: tuple[Checkpoint, Path, Path], tmp_path: Path, what: str, left: float | None
 ) -> None:
     older, *files = two
@@ -205,7 +205,7 @@ def test_a_torn_file_is_detected_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize("what", ["manifest", "tensors"])
-def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_is_used(
+def test_a_flipped_bit_anywhere_is_detected_and_the_previous_checkpoint_is_used(
     two: tuple[Checkpoint, Path, Path], tmp_path: Path, what: str
 ) -> None:
     older, *files = two
@@ -217,10 +217,10 @@ def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_is_used(
         path.write_bytes(flipped)
         store = FileCheckpoints(tmp_path, RUN, PEER, 3)
         assert _newest(store) == older, f"byte {place}: {whole[place : place + 1]!r}"
-        assert _held(store) == [Holding(1, 5, 50)], "what turned out damaged is not announced any more"
+        assert _held(store) == [Holding(1, 5, 50)], "a checkpoint found damaged is no longer announced"
 
 
-def test_a_damaged_one_does_not_count_among_those_kept(
+def test_a_damaged_checkpoint_does_not_count_towards_those_kept(
     two: tuple[Checkpoint, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     older, _, path = two
@@ -234,11 +234,11 @@ def test_a_damaged_one_does_not_count_among_those_kept(
 
 
 class _Killed(BaseException):
-    """The process is gone here."""
+    """Stands for the end of the process."""
 
 
 def _failing_at(call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its `call`-th step to the disk on, all fail: 4 flushes and 2 renamings a save."""
+    """Fail all flushes and renames from number `call` on; a save does 4 flushes and 2 renames."""
     done: Iterator[int] = iter(range(100))
 
     def step(real: Callable[..., object]) -> Callable[..., object]:
@@ -254,7 +254,7 @@ def _failing_at(call: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("call", range(7))
-def test_a_node_killed_while_it_writes_has_the_whole_one_or_the_one_before(
+def test_a_node_killed_while_it_saves_has_the_whole_new_checkpoint_or_the_previous_one(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newer = _checkpoint(5), _checkpoint(10)
@@ -278,7 +278,7 @@ def test_a_node_killed_while_it_writes_has_the_whole_one_or_the_one_before(
 # --- full disks, other nodes ------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_and_the_old_ones_stay(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path: Path) -> None:
     store, older = FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(5)
     _save(store, older)
     before = sorted(tmp_path.glob("checkpoints/*/*"))
@@ -299,7 +299,7 @@ def test_a_full_disk_is_told_and_the_old_ones_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", range(6))
-def test_a_disk_that_fails_on_the_way_leaves_the_old_ones(
+def test_a_disk_that_fails_during_a_save_leaves_older_checkpoints(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, older = FileCheckpoints(tmp_path, RUN, PEER, 3), _checkpoint(5)
@@ -313,7 +313,7 @@ def test_a_disk_that_fails_on_the_way_leaves_the_old_ones(
     assert not list(tmp_path.glob("checkpoints/*/*.new"))
 
 
-def test_a_directory_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_or_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     with pytest.raises(LocalError, match=f"{tmp_path}/checkpoints/.*Not a directory"):
@@ -322,7 +322,7 @@ def test_a_directory_that_cannot_be_made_or_read_is_named(tmp_path: Path) -> Non
     assert stored_checkpoints(tmp_path / "absent") == []
 
 
-def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_previous_format_is_read(tmp_path: Path) -> None:
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     _save(store, _checkpoint(5))
     (path,) = (shard.path for shard in stored_checkpoints(tmp_path))
@@ -335,7 +335,7 @@ def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [float("inf"), float("nan"), -1.0])
-def test_a_checkpoint_at_a_step_that_there_is_not_is_passed_over(tmp_path: Path, step: float) -> None:
+def test_a_checkpoint_at_an_impossible_step_is_skipped(tmp_path: Path, step: float) -> None:
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     _save(store, _checkpoint(5), _checkpoint(10))
     path = stored_checkpoints(tmp_path)[-1].path
@@ -346,8 +346,8 @@ def test_a_checkpoint_at_a_step_that_there_is_not_is_passed_over(tmp_path: Path,
     assert [shard.manifest.round for shard in stored_checkpoints(tmp_path)] == [5]
 
 
-def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: Path) -> None:
-    """All in one folder: run and peer have equal ends and beginnings."""
+def test_other_runs_nodes_and_formats_are_skipped_and_left_alone(tmp_path: Path) -> None:
+    """All in one folder: the ids of runs and peers share prefixes and suffixes."""
     foreign = [FileCheckpoints(tmp_path, RUN[:-1] + "c", PEER, 3), FileCheckpoints(tmp_path, RUN, "Q" + PEER[-12:], 3)]
     for store in foreign:
         _save(store, _checkpoint(5))
@@ -371,7 +371,7 @@ def test_other_runs_nodes_and_formats_are_passed_over_and_left_alone(tmp_path: P
 # --- without a node ---------------------------------------------------------------------------------------------------
 
 
-def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
+def test_the_shards_of_a_whole_swarm_can_be_read_without_a_node(tmp_path: Path) -> None:
     peers = ("12D3KooWonex", "12D3KooWtwox")
     for node, peer in enumerate(peers):
         store = FileCheckpoints(tmp_path / f"node-{node}", RUN, peer, 3)
@@ -398,7 +398,7 @@ def test_anybody_can_read_the_shards_of_a_whole_swarm(tmp_path: Path) -> None:
         read_tensors(found[3])
 
 
-def test_the_disk_does_not_need_torch() -> None:
+def test_checkpoints_do_not_import_torch() -> None:
     code = "import noloco_p2p.io.storage.file_checkpoints, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

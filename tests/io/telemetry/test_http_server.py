@@ -1,4 +1,4 @@
-"""The HTTP server of a node: what its pages say, and that it answers despite a stuck loop or a bad client."""
+"""The HTTP server of a node: the contents of its pages, and that it answers despite a stuck loop or a bad client."""
 
 import asyncio
 import gzip
@@ -64,7 +64,7 @@ class Asker:
         self.port = port
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Code, headers and body of the answer."""
+        """The status code, headers and body of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request(method, path, headers=headers)
@@ -74,7 +74,7 @@ class Asker:
             connection.close()
 
     def line(self, path: str) -> tuple[int, str]:
-        """Code and text of the answer."""
+        """The status code and text of the answer."""
         code, _, body = self.ask(path)
         return code, body.decode()
 
@@ -99,16 +99,20 @@ def sample(telemetry: PrometheusTelemetry, metric: str, /, **labels: str) -> flo
     return telemetry.registry.get_sample_value(f"noloco_{metric}", labels)
 
 
-def test_before_there_is_a_node_it_says_that_it_starts(telemetry: PrometheusTelemetry, asker: Asker) -> None:
+def test_before_the_node_exists_the_server_says_that_it_is_starting(
+    telemetry: PrometheusTelemetry, asker: Asker
+) -> None:
     assert asker.line("/health") == (503, f"{http_server.STARTING}\n")
     code, text = asker.line("/status")
     assert (code, json.loads(text)) == (503, {"health": http_server.STARTING})
-    assert asker.line("/sd")[0] == 503, "Prometheus keeps the targets that it had"
+    assert asker.line("/sd")[0] == 503, "on an error Prometheus keeps its targets"
     assert asker.ask("/metrics")[0] == 200
     assert sample(telemetry, "healthy") == 0
 
 
-def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path) -> None:
+def test_health_is_ok_or_one_line_of_what_is_wrong(
+    telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path
+) -> None:
     now = [status()]
     telemetry.watch(lambda: now[0], tmp_path)
     assert asker.line("/health") == (200, "ok\n")
@@ -121,7 +125,7 @@ def test_health_is_ok_or_one_line(telemetry: PrometheusTelemetry, asker: Asker, 
     assert sample(telemetry, "healthy") == 0
 
 
-def test_whoever_asks_from_outside_a_run_for_members_learns_no_address(
+def test_clients_outside_a_members_only_run_see_no_addresses(
     telemetry: PrometheusTelemetry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trouble = "join address /ip4/192.0.2.9/tcp/4101/p2p/12D3: nobody at far.example:4102, [2001:db8::9]:4102, 192.0.2.8"
@@ -147,7 +151,7 @@ def test_whoever_asks_from_outside_a_run_for_members_learns_no_address(
     ("127.0.0.1", False), ("::1", False), ("10.1.2.3", False), ("::ffff:192.168.1.2", False), ("fe80::1%eth0", False),
     ("8.8.8.8", True), ("2606:4700::1", True), ("::ffff:8.8.8.8", True),
 ])  # fmt: skip
-def test_outside_is_whoever_has_a_public_address(host: str, public: bool) -> None:
+def test_a_client_with_a_public_address_is_outside(host: str, public: bool) -> None:
     assert http_server._is_public(host) is public
 
 
@@ -193,23 +197,23 @@ def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: Pr
     ]
 
 
-def test_a_newcomer_that_has_seen_nobody_yet_lists_nobody(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+def test_a_newcomer_that_has_seen_no_peer_lists_no_targets(asker: Asker, telemetry: PrometheusTelemetry) -> None:
     now = [replace(status(), advert=replace(advert(0), state="starting"), seen=())]
     telemetry.watch(lambda: now[0], Path())
     assert asker.line("/sd") == (503, f"{http_server.STARTING}\n")
     now[0] = replace(now[0], seen=(SeenPeer(advert(1)),))
     assert len(json.loads(asker.ask("/sd")[2])) == 2
     now[0] = replace(status(), seen=())
-    assert len(json.loads(asker.ask("/sd")[2])) == 1, "the first node, that waits for others"
+    assert len(json.loads(asker.ask("/sd")[2])) == 1, "the first node, which waits for others"
 
 
-def test_what_is_made_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
+def test_metrics_that_are_computed_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
     waits = (Wait("orders", Resource.OWNER, 500.0, None, idle=True), Wait("gradient", "P", 3.0, 60.0))
     troubles = tuple(Trouble(f"trouble {number}", "bad", 1.0) for number in range(100))
     telemetry.watch(lambda: replace(status(), waits=waits, troubles=troubles), tmp_path)
     telemetry.measure_memory(lambda: (7, 9))
     assert sample(telemetry, "run_steps") == 1000
-    assert sample(telemetry, "longest_wait_seconds") == 3.0, "nothing waits for what is idle"
+    assert sample(telemetry, "longest_wait_seconds") == 3.0, "idle waits do not count"
     assert sample(telemetry, "trouble", name="trouble 0") == 1
     assert [sample(telemetry, "device_memory_bytes", kind=kind) for kind in ("used", "total")] == [7, 9]
     assert (sample(telemetry, "disk_free_bytes") or 0) > 0
@@ -238,7 +242,7 @@ def test_a_bug_in_the_status_is_reported_and_leaves_the_metrics(telemetry: Prome
 def test_a_stuck_loop_is_reported(
     telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop itself sleeps; another thread asks meanwhile, and once more after it has come back."""
+    """The event loop is blocked while another thread asks, which asks once more after the loop has recovered."""
     longest_s = at_most(0.5)
     monkeypatch.setattr("noloco_p2p.core.health.LONGEST_SILENCE_S", longest_s)
     telemetry.watch(status, tmp_path)
@@ -255,7 +259,7 @@ def test_a_stuck_loop_is_reported(
     async def life() -> None:
         telemetry.event("lag", seconds=0.0)
         stuck.set()
-        assert asked.wait(longest_s + 10)  # blocks the loop: that is what the test is about
+        assert asked.wait(longest_s + 10)  # blocks the loop on purpose
         telemetry.event("lag", seconds=0.6)
 
     observer = threading.Thread(target=ask)
@@ -271,7 +275,7 @@ def test_a_stuck_loop_is_reported(
     assert asker.line("/health") == (200, "ok\n")
 
 
-def test_the_usual_manners(asker: Asker, telemetry: PrometheusTelemetry) -> None:
+def test_paths_methods_and_compression_follow_http(asker: Asker, telemetry: PrometheusTelemetry) -> None:
     telemetry.watch(lambda: status(100), Path())
     code, headers, body = asker.ask("/")
     assert code == 200
@@ -288,7 +292,7 @@ def test_the_usual_manners(asker: Asker, telemetry: PrometheusTelemetry) -> None
     assert gzip.decompress(packed) == asker.ask("/sd")[2]
 
 
-def test_metrics_speak_the_format_that_is_asked_for(asker: Asker) -> None:
+def test_metrics_come_in_the_requested_format(asker: Asker) -> None:
     _, headers, body = asker.ask("/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
@@ -304,8 +308,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_slow_clients_hold_nothing(asker: Asker) -> None:
-    """Three times as many as there are places connect and say nothing; all others are answered all the same."""
+def test_slow_clients_do_not_hold_places(asker: Asker) -> None:
+    """Three times as many silent clients as there are places connect; other requests are answered nevertheless."""
     before = threading.active_count()
     slow = [socket.create_connection(("127.0.0.1", asker.port)) for _ in range(3 * http_server.REQUESTS_LIMIT)]
     try:
@@ -319,8 +323,10 @@ def test_slow_clients_hold_nothing(asker: Asker) -> None:
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then resets every timeout of the socket, but not the deadline of the request."""
+def test_a_client_that_sends_too_slowly_is_cut_off_at_the_deadline(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then resets the timeouts of the socket, but not the deadline of the request."""
     monkeypatch.setattr(http_server, "DEADLINE_S", 0.5)
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", asker.port), timeout=0.05) as drip:
@@ -341,7 +347,7 @@ def test_a_client_that_drips_is_cut_off_in_time(asker: Asker, monkeypatch: pytes
 @pytest.mark.parametrize(
     "sent", [b"\r\n\r\n", b"GET\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"\xff\x00" * 50 + b"\r\n", b"A" * 70_000]
 )
-def test_nonsense_is_refused_and_the_next_one_answered(asker: Asker, sent: bytes) -> None:
+def test_a_malformed_request_is_refused_and_the_next_one_answered(asker: Asker, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", asker.port), timeout=5) as client:
         client.sendall(sent)
         client.shutdown(socket.SHUT_WR)
@@ -359,11 +365,11 @@ def test_a_closed_server_is_gone(telemetry: PrometheusTelemetry) -> None:
     telemetry.close()
     with pytest.raises(ConnectionRefusedError):
         Asker(port).ask("/health")
-    assert telemetry.serve("127.0.0.1", port) == port, "it can be opened again at once"
+    assert telemetry.serve("127.0.0.1", port) == port, "the port can be opened again at once"
     telemetry.close()
 
 
-def test_an_address_that_is_not_ours_is_named(telemetry: PrometheusTelemetry) -> None:
+def test_an_address_of_another_machine_is_named(telemetry: PrometheusTelemetry) -> None:
     with pytest.raises(LocalError, match=r"metrics: 192\.0\.2\.1 port 0 cannot be opened .*listen\.metrics_port"):
         telemetry.serve("192.0.2.1", 0)
 
@@ -375,8 +381,8 @@ def test_256_peers_fit_into_200_kb(asker: Asker, telemetry: PrometheusTelemetry,
     assert len(json.loads(asker.ask("/sd")[2])) == 257
 
 
-def test_a_host_that_asks_all_the_time_cuts_off_its_own_requests_only() -> None:
-    """Hole 17: 320 connections a second from one host, and every scrape from another was cut off before its answer."""
+def test_a_host_that_floods_cuts_off_only_its_own_requests() -> None:
+    """Hole 17: one host opened 320 connections a second, and every scrape from another was cut off unanswered."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(query: str, accept: str) -> HttpResponse:
@@ -400,7 +406,7 @@ def test_a_host_that_asks_all_the_time_cuts_off_its_own_requests_only() -> None:
         assert asked.wait(60)
         for _ in range(5 * REQUESTS_LIMIT):
             flood.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
-        # The first ones have been cut off for those that came later.
+        # The earlier connections have been cut off in favour of later ones.
         assert flood[0].recv(1) == b""
         assert flood[2 * REQUESTS_LIMIT].recv(1) == b""
         answer.set()
@@ -419,8 +425,8 @@ def test_discovery_lists_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPat
     assert named == [advert(number).peer_id for number in range(4)], "this node is among them"
 
 
-def test_a_host_gets_a_share_of_the_cpu_and_others_do_not_wait_for_it() -> None:
-    """One that asked for page after page took 0.9 of a core."""
+def test_a_host_gets_a_share_of_the_cpu_and_does_not_delay_others() -> None:
+    """A host that requested page after page used 90 % of a core."""
     page_s, pages = 0.02, 5
 
     def costly(query: str, accept: str) -> HttpResponse:
@@ -442,10 +448,10 @@ def test_a_host_gets_a_share_of_the_cpu_and_others_do_not_wait_for_it() -> None:
         other = http.client.HTTPConnection("127.0.0.1", port, timeout=60, source_address=("127.0.0.2", 0))
         other.request("GET", "/")
         assert other.getresponse().read() == b"ok"
-        assert waiting[0].recv(1) == b"", "the place that it had"
+        assert waiting[0].recv(1) == b"", "its earlier place"
         other.close()
     finally:
         server.close()
     for one in waiting[1:]:
-        assert one.recv(1) == b"", "none waits for its turn any more"
+        assert one.recv(1) == b"", "no connection waits for its turn any more"
         one.close()

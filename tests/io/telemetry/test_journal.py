@@ -1,4 +1,4 @@
-"""The journal: what is in it, that it stays small, and that nothing that happens to its files hurts the node."""
+"""The journal: its contents, its bounded size, and that no fault of its files harms the node."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ MINUTE, HOUR, WEEK = 60.0, 3_600.0, 7 * 86_400.0
 
 
 class Clock:
-    """A clock that stays where it is until it is set."""
+    """A clock that moves only when it is set."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -36,7 +36,7 @@ class Clock:
 
 
 class Lines:
-    """A journal in memory, and the clocks it reads."""
+    """A journal in memory, and the clocks that it reads."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -82,7 +82,7 @@ def size_of(directory: Path) -> int:
 # === what is in it ====================================================================================================
 
 
-def test_a_line_of_progress_has_the_node_s_progress_and_every_count_since_its_start(lines: Lines) -> None:
+def test_a_progress_line_holds_the_nodes_progress_and_every_count_since_its_start(lines: Lines) -> None:
     lines.note("state", state="training", reason="synced")
     for loss in (6.0, 4.0):
         lines.step(loss)
@@ -117,7 +117,7 @@ def test_a_line_of_progress_has_the_node_s_progress_and_every_count_since_its_st
     }
 
 
-def test_the_loss_is_the_mean_since_the_line_before_and_the_counts_go_on(lines: Lines) -> None:
+def test_the_loss_is_the_mean_since_the_previous_line_while_counts_accumulate(lines: Lines) -> None:
     for loss in (6.0, 2.0):
         lines.step(loss)
         lines.clock.at += 1.0
@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_since_the_line_before_and_the_counts_go_on(lines: 
     ]
 
 
-def test_the_end_writes_what_is_not_yet_written_and_nothing_comes_after_it(lines: Lines) -> None:
+def test_the_end_writes_pending_progress_and_is_the_last_line(lines: Lines) -> None:
     lines.journal.start(peer_id="Q", name="tiny", stage=None)
     lines.step(3.0)
     lines.journal.end()
@@ -138,7 +138,7 @@ def test_the_end_writes_what_is_not_yet_written_and_nothing_comes_after_it(lines
     assert "stage" not in lines.of("start")[0]
 
 
-def test_membership_and_deserted_stages_have_a_line_when_they_change_only(lines: Lines) -> None:
+def test_membership_and_deserted_stages_are_written_only_when_they_change(lines: Lines) -> None:
     for count in (2, 2, 3, 3, 2):
         lines.note("membership", counts={(0, "training"): count, (1, "waiting"): 1})
     for stages in ({}, {1: 0.0}, {1: 5.0}, {}, {}):
@@ -147,14 +147,14 @@ def test_membership_and_deserted_stages_have_a_line_when_they_change_only(lines:
     assert [list(line["stages"]) for line in lines.of("deserted")] == [["1"], []]
 
 
-def test_a_text_of_a_peer_stays_one_bounded_line(lines: Lines) -> None:
+def test_a_peers_text_stays_one_bounded_line(lines: Lines) -> None:
     lines.note("warning", message="first\nsecond \x1b[31m" + "x" * 10_000)
     (line,) = lines.of("warning")
     assert "\n" not in lines.raw[0]
     assert len(line["message"]) == MOST_CHARACTERS
 
 
-def test_one_warning_again_and_again_is_one_line_and_a_count(lines: Lines) -> None:
+def test_a_repeated_warning_is_one_line_and_a_count(lines: Lines) -> None:
     for _ in range(50):
         lines.note("warning", message="no snapshot")
     lines.clock.at += 1.0
@@ -168,7 +168,7 @@ def test_the_period_of_progress_grows_with_the_age(age_s: float, expected: float
     assert period_s(age_s) == pytest.approx(expected)
 
 
-def test_a_week_has_about_7400_lines_of_progress_and_no_round_is_lost_to_the_count(lines: Lines) -> None:
+def test_a_week_has_at_most_7500_progress_lines_and_counts_every_round(lines: Lines) -> None:
     rounds = 0
     while lines.clock.at < WEEK:
         lines.clock.at += 7.0
@@ -176,7 +176,7 @@ def test_a_week_has_about_7400_lines_of_progress_and_no_round_is_lost_to_the_cou
         lines.note("outer_round", round=rounds, result="partner", reason="drawn", partner="Q", seconds=1.0, bytes=9)
     lines.journal.end()
     progress = lines.of("progress")
-    assert 5_000 < len(progress) < 7_500  # an event comes every seven seconds only
+    assert 5_000 < len(progress) < 7_500  # events come only every seven seconds
     assert progress[-1]["rounds"] == {"partner": rounds}
     assert len(lines.of("outer_round")) < 4.1 * 7_500
     assert sum(map(len, lines.raw)) < 10_000_000
@@ -186,7 +186,7 @@ def test_a_week_has_about_7400_lines_of_progress_and_no_round_is_lost_to_the_cou
 
 
 def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) -> None:
-    """Many processes, one after the other, each with its burst of every kind: what a node that keeps failing writes."""
+    """What a node that keeps failing writes: many processes in turn, each with a burst of every kind of event."""
     files = EventFiles(tmp_path, file_bytes=20_000, files=8)
     clock, largest, events = Clock(), 0, 0
     for life in range(100):
@@ -212,7 +212,7 @@ def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) ->
     assert times == sorted(times)
 
 
-def test_a_node_that_was_killed_within_a_line_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_a_node_killed_within_a_line_continues_on_the_next(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b'{"event":"start"}\n{"event":"prog')
     files = EventFiles(tmp_path)
     files.write('{"event":"start","second":true}')
@@ -226,7 +226,7 @@ def full_disk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> None:
+def test_a_full_disk_loses_lines_until_there_is_room_again(full_disk: Path) -> None:
     clock = Clock()
     files = EventFiles(full_disk, now=clock)
     files.write("lost")
@@ -240,7 +240,7 @@ def test_a_full_disk_costs_lines_until_there_is_room_again(full_disk: Path) -> N
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond that: a line that goes over it is written in part."""
+    """Limit the file size of this process: a line that exceeds it is written in part."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -249,7 +249,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_line_for_which_there_was_only_room_in_part_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_a_line_written_in_part_does_not_spoil_the_next(tmp_path: Path) -> None:
     clock = Clock()
     files = EventFiles(tmp_path, now=clock)
     with files_of_at_most(10):
@@ -262,7 +262,7 @@ def test_a_line_for_which_there_was_only_room_in_part_does_not_spoil_the_next(tm
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists the open files of a process")
-def test_a_disk_that_is_full_within_a_line_takes_no_descriptor_at_each_try(tmp_path: Path) -> None:
+def test_retries_on_a_full_disk_leak_no_descriptors(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b'{"event":"prog')
     clock = Clock()
     files = EventFiles(tmp_path, now=clock)
@@ -277,7 +277,7 @@ def test_a_disk_that_is_full_within_a_line_takes_no_descriptor_at_each_try(tmp_p
     assert (tmp_path / NAME).read_bytes().splitlines() == [b'{"event":"prog', b"written"]
 
 
-def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_used(tmp_path: Path) -> None:
+def test_a_removed_directory_does_no_harm_and_is_used_again_when_it_is_back(tmp_path: Path) -> None:
     clock, directory = Clock(), tmp_path / "node"
     directory.mkdir()
     files = EventFiles(directory, now=clock)
@@ -294,7 +294,7 @@ def test_a_directory_that_is_removed_hurts_nobody_and_one_that_comes_back_is_use
 
 
 def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
-    """The file is a pipe that nobody reads: opening it for both, the thread hangs once it is full."""
+    """The file is a pipe that nobody reads, so the writing thread hangs once it is full."""
     os.mkfifo(tmp_path / NAME)
     journal = FileJournal(tmp_path, RunCounters(2))
     journal.open(peer_id="Q")
@@ -307,7 +307,7 @@ def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
         os.close(reader)
 
 
-def test_telemetry_hands_every_event_and_phase_to_the_journal_and_survives_its_faults(tmp_path: Path) -> None:
+def test_telemetry_passes_every_event_and_phase_to_the_journal_and_survives_its_faults(tmp_path: Path) -> None:
     telemetry = PrometheusTelemetry(2)
     journal = FileJournal(tmp_path, telemetry.counters)
     journal.open(peer_id="Q", name="tiny")

@@ -1,4 +1,4 @@
-"""Rates and a node's present figures: right for a stream, for lumps far apart, and for what has stopped."""
+"""Rates and a node's current figures: right for a steady stream, for sparse lumps, and for a stream that has ended."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from noloco_p2p.launch import run_files
 
 
 def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
-    """Amounts every `gap_s` seconds; the time of the last."""
+    """Add an amount every `gap_s` seconds until then; returns the time of the last."""
     now = 0.0
     while now + gap_s <= until:
         now += gap_s
@@ -26,13 +26,13 @@ def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
 @settings(max_examples=60)
 @given(st.floats(0.01, 100.0), st.floats(0.0, 1.0))
 def test_a_steady_stream_has_its_rate_at_any_moment(gap_s: float, phase: float) -> None:
-    """Whether amounts come a hundred times a second or every 100 s, and just after a lump as well as just before."""
+    """Whether amounts come a hundred times a second or every 100 s, just after an amount as well as just before."""
     rate = RateMeter()
     last = stream(rate, gap_s, 7.0, 30 * max(gap_s, 1.0))
     assert rate.per_s(last + phase * gap_s) == pytest.approx(7.0 / gap_s, rel=0.3 if gap_s > 3 else 0.15)
 
 
-def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
+def test_a_fluctuating_stream_has_its_mean_over_ten_seconds() -> None:
     rate = RateMeter()
     found = []
     for second in range(60):
@@ -42,7 +42,7 @@ def test_what_goes_up_and_down_has_its_mean_over_ten_seconds() -> None:
     assert all(18.0 < each < 22.5 for each in found[20:]), found[20:]
 
 
-def test_it_follows_a_change_within_about_ten_seconds() -> None:
+def test_a_rate_follows_a_change_within_about_ten_seconds() -> None:
     rate = RateMeter()
     last = stream(rate, 0.1, 1.0, 100.0)
     for step in range(1, 121):
@@ -51,7 +51,7 @@ def test_it_follows_a_change_within_about_ten_seconds() -> None:
 
 
 @pytest.mark.parametrize("gap_s", [0.01, 1.0, 20.0])
-def test_what_has_stopped_goes_to_nothing(gap_s: float) -> None:
+def test_the_rate_of_a_stopped_stream_decays_to_zero(gap_s: float) -> None:
     rate = RateMeter()
     last = stream(rate, gap_s, 3.0, 50 * gap_s)
     found = [rate.per_s(last + seconds) for seconds in (0.0, 6.0, 12.0, 61.0, 1000.0)]
@@ -60,7 +60,7 @@ def test_what_has_stopped_goes_to_nothing(gap_s: float) -> None:
     assert found[-2:] == ([0.0, 0.0] if gap_s < 20 else [found[-2], 0.0])
 
 
-def test_nothing_and_one_lump_have_no_rate() -> None:
+def test_there_is_no_rate_before_the_second_amount() -> None:
     rate = RateMeter()
     assert rate.per_s(5.0) == 0.0
     rate.add(6.0, 100.0)
@@ -88,11 +88,11 @@ def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     assert found.loop_silent_s == 0.0
     assert (found.disk_free_bytes or 0) > 0
     counters.count("outer_round", alone)
-    assert found.rounds == {"alone": 1}, "a copy: the counters go on"
+    assert found.rounds == {"alone": 1}, "the figures are a copy, though the counters go on"
     assert isinstance(found, NodeFigures)
 
 
-def test_a_summary_is_written_of_weights_that_are_broken(tmp_path: Path) -> None:
+def test_a_summary_is_written_even_if_its_figures_are_not_finite(tmp_path: Path) -> None:
     counters = RunCounters(1)
     counters.count("evaluation", {"step": 1, "loss": math.nan, "tokens": 16})
     counters.count("replica_std", {"value": math.inf})

@@ -1,4 +1,4 @@
-"""Telemetry: every event counted right, bounded series, names by the rules, never raising, never blocking."""
+"""Telemetry: every event counted right, bounded series, conventional names, never raising, never blocking."""
 
 import asyncio
 import io
@@ -144,7 +144,7 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
     assert abs(found["noloco_checkpoint_timestamp_seconds", ()] - time.time()) < 60
 
 
-def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelemetry) -> None:
+def test_consecutive_rounds_without_a_partner_are_counted(telemetry: PrometheusTelemetry) -> None:
     in_a_row = []
     for result in ("alone", "alone", "stale", "alone"):
         telemetry.event("outer_round", round=1, result=result, partner=None, reason="odd", seconds=0.5, bytes=0)
@@ -152,7 +152,7 @@ def test_rounds_in_a_row_that_ended_alone_are_counted(telemetry: PrometheusTelem
     assert in_a_row == [1, 2, 0, 1]
 
 
-def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
+def test_a_deserted_stage_is_logged_once_and_again_when_it_is_back(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry.event("state", state="training", reason="every stage has enough nodes")
@@ -165,7 +165,7 @@ def test_a_deserted_stage_is_logged_when_it_goes_and_when_it_is_back(
     assert [r.message for r in caplog.records][1:] == ["stage 1 has a replica again, after 5 s"]
     found = scraped(telemetry)
     assert [found["noloco_stage_deserted_seconds", (("stage", s),)] for s in "01"] == [0, 0]
-    assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "there is no such stage"
+    assert ("noloco_stage_deserted_seconds", (("stage", "7"),)) not in found, "the run has no such stage"
 
 
 def test_a_node_that_leaves_does_not_say_that_a_deserted_stage_has_a_replica_again(
@@ -180,14 +180,14 @@ def test_a_node_that_leaves_does_not_say_that_a_deserted_stage_has_a_replica_aga
     assert not caplog.records
 
 
-def test_a_reason_without_words_leaves_no_colon(
+def test_an_empty_message_leaves_no_colon_in_the_log(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry.event("microbatch", result="dropped", reason="cancelled", message="")
     assert [r.message for r in caplog.records] == ["microbatch dropped (cancelled)"]
 
 
-def test_what_a_guardian_has_dropped_is_no_longer_among_the_metrics(telemetry: PrometheusTelemetry) -> None:
+def test_a_ward_that_a_guardian_has_dropped_leaves_the_metrics(telemetry: PrometheusTelemetry) -> None:
     telemetry.event("guards", rounds={1: 4})
     assert scraped(telemetry)["noloco_guarded_round", (("stage", "1"),)] == 4
     telemetry.event("guards", rounds={})
@@ -208,10 +208,10 @@ def test_checkpoints_and_guarding_are_logged_once(
     assert telemetry.totals()["checkpoints"] == 3
 
 
-def test_a_node_logs_how_far_the_run_is_every_ten_seconds(
+def test_a_node_logs_the_progress_of_the_run_every_ten_seconds(
     telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also at stages that see no loss; and as seldom what came of outer rounds, each result by itself."""
+    """Also at stages that see no loss. Outer rounds are logged as seldom, each kind of result separately."""
     caplog.set_level(logging.INFO)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -233,8 +233,8 @@ def test_a_node_logs_how_far_the_run_is_every_ten_seconds(
     ]
 
 
-def test_names_follow_the_rules(telemetry: PrometheusTelemetry) -> None:
-    """Prometheus: a namespace, base units, `_total` for counters and for nothing else, a help text."""
+def test_metric_names_follow_the_conventions(telemetry: PrometheusTelemetry) -> None:
+    """Prometheus: a namespace, base units, `_total` for counters only, a help text."""
     everything(telemetry)
     for metric in telemetry.registry.collect():
         assert re.fullmatch(r"(noloco|process)_[a-z_]*[a-z]", metric.name)
@@ -277,7 +277,7 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert 0 <= totals["last_step_at"] - totals["training_at"] < 60
 
 
-def test_a_clock_that_is_set_back_shortens_no_training(
+def test_setting_the_clock_back_does_not_shorten_the_training_time(
     telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     telemetry.event("state", state="training", reason="begin")
@@ -289,7 +289,7 @@ def test_a_clock_that_is_set_back_shortens_no_training(
     assert abs(totals["first_step_at"] - wall()) < 60
 
 
-def test_metrics_summary_status_and_journal_say_the_same(telemetry: PrometheusTelemetry) -> None:
+def test_metrics_summary_status_and_journal_agree(telemetry: PrometheusTelemetry) -> None:
     lines: list[str] = []
     journal = Journal(lines.append, telemetry.counters)
     telemetry.record(journal)
@@ -301,7 +301,7 @@ def test_metrics_summary_status_and_journal_say_the_same(telemetry: PrometheusTe
     (progress,) = [line for line in map(json.loads, lines) if line["event"] == "progress"]
 
     def metric(name: str) -> dict[str, float]:
-        """Its series by their label, those at 0 left out."""
+        """The series of a metric by their label, without those at 0."""
         return {" ".join(v for _, v in labels): n for (each, labels), n in metrics.items() if each == name and n}
 
     assert metric("noloco_outer_rounds_total") == totals["results"] == status.rounds == progress["rounds"]
@@ -319,12 +319,12 @@ def test_metrics_summary_status_and_journal_say_the_same(telemetry: PrometheusTe
     assert metrics["noloco_loss", ()] == totals["final_loss"] == status.loss == progress["loss"] == 5.5
 
 
-def test_nothing_has_happened_yet(telemetry: PrometheusTelemetry) -> None:
+def test_totals_before_the_first_event(telemetry: PrometheusTelemetry) -> None:
     totals = telemetry.totals()
     assert (totals["first_loss"], totals["final_loss"], totals["inner_steps"]) == (None, None, 0)
 
 
-def test_a_loss_that_is_not_finite_spoils_no_figure(telemetry: PrometheusTelemetry) -> None:
+def test_a_non_finite_loss_does_not_spoil_the_figures(telemetry: PrometheusTelemetry) -> None:
     inner_step(telemetry, 1, 300.0)
     inner_step(telemetry, 2, float("nan"))
     assert telemetry.totals()["final_loss"] == 3.0
@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_finite_spoils_no_figure(telemetry: PrometheusTelemet
 
 
 def test_series_are_bounded(telemetry: PrometheusTelemetry) -> None:
-    """What strangers can choose (stages of adverts, kinds, reasons) makes no unbounded number of series."""
+    """Values that strangers can choose (stages of adverts, kinds, reasons) create a bounded number of series."""
     for i in range(500):
         telemetry.event("membership", counts={(i, f"state{i}"): 1, (i, "training"): 1})
         telemetry.event("reroute", reason=f"reason {i}")
@@ -347,11 +347,11 @@ def test_series_are_bounded(telemetry: PrometheusTelemetry) -> None:
     for name in ("noloco_rerouted_total", "noloco_bytes_total", "noloco_dropped_total"):
         values = [value for (sample, _), value in found.items() if sample == name]
         assert len(values) <= 26
-        assert sum(values) == 500, "none is lost: the rest is counted as other"
+        assert sum(values) == 500, "no event is lost: the rest is counted as other"
 
 
 class Hostile:
-    """A value that breaks whoever looks at it."""
+    """A value whose conversion to text raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -359,7 +359,9 @@ class Hostile:
     __repr__ = __str__
 
 
-def test_it_never_raises_into_its_caller(telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture) -> None:
+def test_telemetry_never_raises_into_its_caller(
+    telemetry: PrometheusTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     for kind in (*EVENTS, *log.LINES, "warning", "deserted", "unheard of"):
         telemetry.event(kind)
@@ -414,7 +416,7 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
         "moving to stage 1: it holds the swarm back",
     ):
         assert part in text
-    assert text.count("re-routed") == 1, "trouble is logged once in a while"
+    assert text.count("re-routed") == 1, "repeated trouble is logged only now and then"
 
 
 def test_log_lines_for_machines(
@@ -443,7 +445,7 @@ def test_the_root_logger_is_as_before_afterwards(lines: io.StringIO) -> None:
     assert (root.handlers, root.level) == before
 
 
-def test_held_back_lines_are_counted() -> None:
+def test_suppressed_lines_are_counted() -> None:
     now = [0.0]
     limiter = log.RepeatLimiter(5.0, lambda: now[0])
     assert [limiter.admit("a") for _ in range(4)] == [0, None, None, None]
@@ -453,7 +455,7 @@ def test_held_back_lines_are_counted() -> None:
 
 
 class Stuck(io.StringIO):
-    """An output that takes nothing until it is let go."""
+    """An output that blocks writes until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +466,9 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_stuck_output_blocks_nobody(telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_log_output_does_not_block_events(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log, "STOP_S", 0.05)
     output = Stuck()
     stop = log.start(output)
@@ -472,14 +476,14 @@ def test_a_stuck_output_blocks_nobody(telemetry: PrometheusTelemetry, monkeypatc
     for i in range(log.QUEUE_LINES + 20):
         telemetry.event("info", message=f"line {i}")
     stop()
-    assert in_time(time.perf_counter() - began, 5), "20 lines too many would cost half a second each"
+    assert in_time(time.perf_counter() - began, 5), "each of the 20 lines beyond the limit would wait for half a second"
     output.gate.set()
 
 
-def test_a_disk_that_hangs_while_the_status_is_made_blocks_no_event(
+def test_a_disk_that_hangs_during_a_status_request_does_not_block_events(
     telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody asks for /status, and the file system does not answer: the event loop goes on."""
+    """If the file system hangs during a request for /status, the event loop goes on."""
     asked, answers = threading.Event(), threading.Event()
 
     def hangs() -> int:
@@ -501,7 +505,7 @@ def test_a_disk_that_hangs_while_the_status_is_made_blocks_no_event(
 
 
 def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> None:
-    """A few µs are usual; a test can only notice that something has become ten times dearer."""
+    """Usually a few µs; the bound only catches something that has become ten times as expensive."""
     began = time.perf_counter()
     for _ in range(2000):
         telemetry.event("microbatch", result="done")
@@ -511,7 +515,7 @@ def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> Non
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
-def test_no_line_of_the_log_obeys_a_peer(json_lines: bool) -> None:
+def test_peers_cannot_inject_lines_or_control_characters_into_the_log(json_lines: bool) -> None:
     lines = io.StringIO()
     stop = log.start(lines, json_lines=json_lines)
     logging.getLogger("noloco_p2p").warning("the peer says %s", "\x1b[2J\x1b]0;mine\x07")

@@ -1,4 +1,4 @@
-"""/status as JSON: what one node sends another reads back the same, and what strangers make up is refused in a line."""
+"""/status as JSON: a status reads back the same at another node, and malformed ones are refused in one line."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ def tuples_of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """All fields of a class drawn by their annotation; `special` ones as given."""
+    """Draws all fields of a class by their annotations, except those given as `special`."""
     plain: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
         int: counts,
@@ -59,7 +59,7 @@ def by_type(cls: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[A
 
 
 peers = st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabc", min_size=1, max_size=44).map("12D3KooW".__add__)
-# What words of this version say is known: only other words are an Unknown, here as in what a node reads.
+# Only words that this version does not know become an Unknown, here as in a status that a node reads.
 other_targets = texts.map(status_json._target).filter(lambda target: isinstance(target, Unknown))
 other_purposes = texts.map(status_json._purpose).filter(lambda purpose: isinstance(purpose, Unknown))
 targets = st.one_of(peers, st.builds(AnyReplica, st.integers(0, 100)), st.sampled_from(Resource), other_targets)
@@ -115,11 +115,11 @@ def spoilt(**changes: object) -> bytes:
 
 @settings(max_examples=60)
 @given(statuses, st.none() | texts)
-def test_what_is_told_reads_back_the_same(status: Status, health: str | None) -> None:
+def test_a_status_reads_back_the_same(status: Status, health: str | None) -> None:
     assert status_json.decode(status_json.encode(status, health)) == status
 
 
-def test_it_is_flat_and_says_what_is_wrong() -> None:
+def test_the_json_is_flat_and_says_what_is_wrong() -> None:
     found = json.loads(status_json.encode(STATUS, "stage 0 has no replica"))
     assert found["health"] == "stage 0 has no replica"
     assert {"peer_id": "12D3KooWme", "state": "training", "stage": 1, "stages": 2, "inner_steps": 12}.items() <= (
@@ -151,7 +151,7 @@ def test_it_is_flat_and_says_what_is_wrong() -> None:
         ],
     ],
 )
-def test_whom_a_wait_is_for_is_a_value(words: str, value: WaitTarget) -> None:
+def test_the_target_of_a_wait_is_parsed(words: str, value: WaitTarget) -> None:
     (wait,) = status_json.decode(spoilt(waits=[WAIT | {"whom": words}])).waits
     assert wait.whom == value
     assert json.loads(status_json.encode(replace(STATUS, waits=(wait,))))["waits"][0]["whom"] == words
@@ -170,13 +170,13 @@ def test_whom_a_wait_is_for_is_a_value(words: str, value: WaitTarget) -> None:
         *[(words, Unknown(words)) for words in ("microbatch 07 of X", "microbatch 7 of ", "outer round", "a hobby")],
     ],
 )
-def test_what_a_wait_is_for_is_a_value(words: str, value: Purpose | None) -> None:
+def test_the_purpose_of_a_wait_is_parsed(words: str, value: Purpose | None) -> None:
     (wait,) = status_json.decode(spoilt(waits=[WAIT | {"why": words}])).waits
     assert wait.why == value
     assert json.loads(status_json.encode(replace(STATUS, waits=(wait,))))["waits"][0]["why"] == words
 
 
-def test_later_versions_may_tell_more_and_earlier_ones_less() -> None:
+def test_unknown_fields_are_ignored_and_missing_ones_have_defaults() -> None:
     found = json.loads(status_json.encode(STATUS))
     more = found | {"humour": ["good"], "figures": found["figures"] | {"humour": 3}}
     assert status_json.decode(json.dumps(more).encode()) == STATUS
@@ -184,8 +184,8 @@ def test_later_versions_may_tell_more_and_earlier_ones_less() -> None:
         assert status_json.decode(json.dumps({n: v for n, v in found.items() if n != name}).encode()) == STATUS
 
 
-def test_its_own_lines_are_told_whatever_is_in_them() -> None:
-    """A message with line ends, control letters, or of any length becomes one that is accepted."""
+def test_a_nodes_own_messages_are_encoded_acceptably_whatever_they_contain() -> None:
+    """A message with line ends or control characters, or of any length, becomes one that is accepted."""
     trouble = Trouble("disk", "no space\nleft\x1b[2J" + "x" * 5000, 1.0)
     read = status_json.decode(status_json.encode(replace(STATUS, troubles=(trouble,) * 5000), "two\nlines"))
     assert len(read.troubles) == status_json.LIST_LIMIT
@@ -231,7 +231,7 @@ def test_its_own_lines_are_told_whatever_is_in_them() -> None:
     ],
     ids=range(32),
 )
-def test_what_strangers_make_up_is_refused_in_one_line(content: bytes) -> None:
+def test_a_malformed_status_is_refused_in_one_line(content: bytes) -> None:
     with pytest.raises(Violation) as refused:
         status_json.decode(content)
     line = str(refused.value)
@@ -242,8 +242,8 @@ def test_what_strangers_make_up_is_refused_in_one_line(content: bytes) -> None:
 
 @settings(max_examples=40)
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner, max_size=3)))
-def test_any_value_of_a_field_is_taken_or_refused(value: object) -> None:
-    """Nothing but Violation comes out of whatever is in one of the fields."""
+def test_any_value_of_a_field_is_accepted_or_a_violation(value: object) -> None:
+    """Whatever a field contains, the only error is a Violation."""
     for name in ("seen", "figures", "waits", "step", "deserted", "addresses"):
         with contextlib.suppress(Violation):
             assert isinstance(status_json.decode(spoilt(**{name: value})), Status)

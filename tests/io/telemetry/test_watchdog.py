@@ -1,4 +1,4 @@
-"""The watchdog: one line when a node is not well, one when it is again."""
+"""The watchdog: one line when a node becomes unhealthy, one when it has recovered."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry, Wa
 WELL = Status(Advert("12D3me", "run", 0, ("h:1",), state="training"), "tiny", 2, 100, 7)
 
 
-def test_one_line_for_each_problem_however_long_it_lasts() -> None:
+def test_each_problem_is_reported_once_however_long_it_lasts() -> None:
     said: list[tuple[str, bool]] = []
     status = WELL
     dog = Watchdog(lambda: status, lambda line, well: said.append((line, well)))
@@ -34,7 +34,7 @@ def test_one_line_for_each_problem_however_long_it_lasts() -> None:
     assert said[2:] == [("the problem is over", True)]
 
 
-def test_it_looks_by_itself_and_ends() -> None:
+def test_the_watchdog_checks_periodically_and_ends_when_closed() -> None:
     silent = replace(WELL, figures=NodeFigures(loop_silent_s=60.0))
     heard = threading.Event()
     dog = Watchdog(lambda: silent, lambda line, well: heard.set(), period_s=0.001)
@@ -44,7 +44,9 @@ def test_it_looks_by_itself_and_ends() -> None:
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_log_says_it(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_the_log_has_a_line_for_the_problem_and_one_for_its_end(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     telemetry = PrometheusTelemetry(2)
     ill = threading.Event()
     stuck = replace(WELL, waits=(Wait("gradient", "12D3other", 12.0, 10.0),))
