@@ -1,4 +1,4 @@
-"""Calls that are cancelled on the server at every point at which they wait: nothing of them remains."""
+"""Calls that the server cancels, at every point at which they await something, leave nothing behind."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
@@ -16,9 +16,9 @@ from noloco_p2p.io.transport import service
 from noloco_p2p.ports import Body
 
 METHODS = ("Propagate", "Evaluate", "Stripe", "FetchSnapshot", "FetchState", "Warm", "Progress", "Describe")
-"""In the order in which the service lists them."""
+"""In the order in which the service registers them."""
 MIDDLE = (3, 333, 777)
-"""3 MiB: some messages."""
+"""3 MiB: a few messages."""
 WEIGHTS = tensor("w", "float32", (1 << 20,))
 ENDED_S = 10.0
 
@@ -32,11 +32,11 @@ class Cancels:
         self._method, self._bounded = method, bounded
         self._names = iter(METHODS)
         self.at = self.points = 0
-        """The latter counts how often the call has waited."""
+        """`points` counts how often the call has waited."""
         self.cancelled = asyncio.Event()
 
     def bounded(self, *arguments: Any) -> Answer:
-        """In place of `service._bounded`."""
+        """Replaces `service._bounded`."""
         answer, name = self._bounded(*arguments), next(self._names)
 
         async def cancelled(request: Any, context: Any) -> None:
@@ -46,7 +46,7 @@ class Cancels:
         return cancelled
 
     def waits(self, task: "asyncio.Task[Any]") -> None:
-        """It is about to wait."""
+        """The call is about to wait."""
         self.points += 1
         if self.points == self.at:
             asyncio.get_running_loop().call_soon(task.cancel)
@@ -54,7 +54,7 @@ class Cancels:
 
 
 class Stepped:
-    """Awaits a call, and says each time that it waits."""
+    """Awaits a call, and reports each time that it waits."""
 
     def __init__(self, cancels: Cancels, call: Awaitable[None]) -> None:
         self._cancels, self._call = cancels, call
@@ -91,7 +91,7 @@ async def refuse(header: Header, body: Body) -> Gradient:
 
 
 def ours() -> set["asyncio.Task[Any]"]:
-    """The tasks that there are, without that in which gRPC waits for the next call."""
+    """All tasks except the one in which gRPC waits for the next call."""
     return {one for one in asyncio.all_tasks() if "AioServer" not in repr(one)}
 
 
@@ -114,7 +114,7 @@ ASKED: dict[str, Callable[[Pair], Coroutine[Any, Any, object]]] = {
         ("Propagate", False, refuse),
     ],
 )
-def test_a_call_that_is_cancelled_anywhere_leaves_nothing(
+def test_a_call_cancelled_at_any_point_leaves_nothing(
     method: str, far: bool, serve: Callable[[Header, Body], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers, cancels = watched_buffers(monkeypatch), Cancels(method, service._bounded)
@@ -127,7 +127,7 @@ def test_a_call_that_is_cancelled_anywhere_leaves_nothing(
             await ASKED[method](both)
 
     async def cancel(both: Pair) -> None:
-        """Both ends of one call; all that it leaves at the calling end goes with this frame."""
+        """Cancel both ends of one call; whatever the calling end still holds is freed with this frame."""
         asking, reached = (asyncio.create_task(one) for one in (ask(both), cancels.cancelled.wait()))
         await asyncio.wait([asking, reached], return_when=asyncio.FIRST_COMPLETED)
         asking.cancel()

@@ -1,4 +1,4 @@
-"""What is given up gives an owner's line back: no connection, and virtual time."""
+"""Cancelled transfers release the owner's line: without connections, in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,8 +21,8 @@ MBIT_PER_S, MESSAGES = 16.0, 200
 
 
 @pytest.mark.parametrize("end", [asyncio.CancelledError, ConnectionError])
-def test_messages_that_never_come_take_nothing_of_the_line(end: type[BaseException]) -> None:
-    """A replica that loses a race has asked for a body that its caller will not send."""
+def test_messages_that_never_arrive_use_none_of_the_line(end: type[BaseException]) -> None:
+    """A replica that loses a race has requested a body that its caller will not send."""
 
     async def scenario() -> None:
         line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
@@ -51,8 +51,8 @@ def test_messages_that_never_come_take_nothing_of_the_line(end: type[BaseExcepti
     run(scenario(), limit_s=60.0)
 
 
-def test_a_fetch_that_waits_for_this_nodes_own_line_is_not_given_up_and_a_silent_one_is() -> None:
-    """The line is full of bodies, so weights get a tenth of it, and a turn on every connection takes seconds."""
+def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_given_up() -> None:
+    """The line is full of bodies, so weights get a tenth of it, and one turn of every connection takes seconds."""
 
     async def scenario() -> None:
         line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
@@ -66,7 +66,7 @@ def test_a_fetch_that_waits_for_this_nodes_own_line_is_not_given_up_and_a_silent
                 await line.receiver(comes, (Precedence.ACTIVATION, (1, 1)))()
 
         async def fetch(messages: int, last: int) -> str:
-            """Gives up unless `messages` come; `last` of them are there."""
+            """Fetch `messages` messages from a sender that falls silent after `last` of them."""
             left = [messages]
 
             def feed(message: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""Too many connections, as the node that accepts them sees it (`io/transport/connection_limit`)."""
+"""How a node limits the connections that it accepts (`io/transport/connection_limit`)."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux o
 
 
 class Crowd:
-    """Connections to one port, by the address that they come from."""
+    """Connections to one port, by their source address."""
 
     def __init__(self, leaving: ExitStack) -> None:
         self._leaving = leaving
@@ -57,7 +57,7 @@ class Crowd:
             self._leaving.enter_context(self._server.accept()[0])
 
     def left(self) -> list[int]:
-        """How many of each `come` are still open, hosts in the order of their names."""
+        """How many connections of each host are still open, in the order of the hosts' names."""
         found = Counter[str]()
         for host, near in self._ends:
             near.setblocking(False)
@@ -76,7 +76,7 @@ def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
         yield Crowd(leaving)
 
 
-def test_whoever_has_most_loses_the_newest(crowd: Crowd) -> None:
+def test_the_host_with_the_most_connections_loses_its_newest(crowd: Crowd) -> None:
     here = ConnectionLimit(crowd.port)
     crowd.come("127.0.0.1", 3)
     crowd.come("127.0.0.2", 6)
@@ -90,10 +90,10 @@ def test_whoever_has_most_loses_the_newest(crowd: Crowd) -> None:
     assert crowd.left() == [3, 7, 2]
     assert len(os.listdir(sockets.OPEN_FILES)) == files
     crowd._ends = first
-    assert crowd.left() == [6], "those that were there stay"
+    assert crowd.left() == [6], "established connections stay"
 
 
-def test_many_hosts_with_little_each_do_not_push_out_those_that_are_in(crowd: Crowd) -> None:
+def test_many_hosts_with_few_connections_each_do_not_displace_established_ones(crowd: Crowd) -> None:
     here = ConnectionLimit(crowd.port)
     crowd.come("127.0.0.1", 4)
     here.look()
@@ -104,14 +104,14 @@ def test_many_hosts_with_little_each_do_not_push_out_those_that_are_in(crowd: Cr
     assert sum(crowd.left()) == 12
 
 
-def test_another_port_is_nobodys_business(crowd: Crowd) -> None:
+def test_connections_to_other_ports_are_left_alone(crowd: Crowd) -> None:
     crowd.come("127.0.0.2", 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
         ConnectionLimit(other.getsockname()[1]).look()
     assert crowd.left() == [20]
 
 
-def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_the_file_descriptors_are_reserved_for_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(1024, 4096), (256, 512), (resource.RLIM_INFINITY,) * 2]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
     asked = list[tuple[int, int]]()
@@ -125,7 +125,7 @@ def test_half_of_the_files_are_left_for_the_node_itself(monkeypatch: pytest.Monk
     assert asked == [(4096, 4096), (512, 512)]
 
 
-def test_a_moment_without_a_file_to_open_does_not_end_the_watch(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_file_descriptors_does_not_end_the_watch(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -149,8 +149,8 @@ def test_a_moment_without_a_file_to_open_does_not_end_the_watch(crowd: Crowd, mo
     run(scenario())
 
 
-def test_a_connection_without_a_handshake_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it has half a minute."""
+def test_a_connection_without_a_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the deadline is half a minute."""
     assert dict(service.OPTIONS)[DEADLINE] == 30_000
     monkeypatch.setattr(service, "OPTIONS", (*(one for one in service.OPTIONS if one[0] != DEADLINE), (DEADLINE, 300)))
 
@@ -165,7 +165,7 @@ def test_a_connection_without_a_handshake_does_not_stay(monkeypatch: pytest.Monk
     run(scenario())
 
 
-def test_more_connections_than_that_are_not_accepted_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit_are_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "room", lambda: 8)
 
     async def scenario() -> None:
@@ -178,17 +178,17 @@ def test_more_connections_than_that_are_not_accepted_at_all(monkeypatch: pytest.
                     end.settimeout(0.5)
                     with suppress(TimeoutError):
                         ended += end.recv(1) == b""
-            assert (await both.a.propagate(both.peer, activation())).tokens, "who is in stays"
+            assert (await both.a.propagate(both.peer, activation())).tokens, "the established connection stays"
         assert ended >= 2
 
     run(scenario())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_who_does_not_read_loses_the_connection_and_what_it_brought_on_it(
+def test_a_caller_that_does_not_read_loses_its_connection_and_its_memory_is_freed(
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC kept 4 MiB for each of thousands of such calls, for up to an hour, and the process had it even longer."""
+    """gRPC kept 4 MiB for each of thousands of such calls for up to an hour, and the process kept the memory longer."""
     monkeypatch.setattr(callers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
     monkeypatch.setattr(callers, "LET_GO_S", 0.1)
     monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
@@ -211,7 +211,7 @@ def test_who_does_not_read_loses_the_connection_and_what_it_brought_on_it(
                 await call.write(pb.DescribeRequest().SerializeToString())
             for call in calls:
                 assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
-            assert not served.done(), "others stay"
+            assert not served.done(), "connections of others stay"
             served.cancel()
             await all_have_ended(b)
         assert not b.unread

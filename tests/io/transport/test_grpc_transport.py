@@ -1,4 +1,4 @@
-"""The gRPC transport on loopback: what is sent arrives bit for bit, and every way to fail is one error, soon."""
+"""The gRPC transport on loopback: data arrives bit for bit, and every failure is one error, raised soon."""
 
 import asyncio
 from collections import Counter
@@ -43,7 +43,7 @@ from noloco_p2p.ports import Body, Claim
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one with every message of an activation that the sender draws."""
+    """Gets one more element with every message of an activation that the sender produces."""
     original, seen = message_codec.announced, list[int]()
 
     def counted(sent: Activation, stripe: int, filler_bytes: int) -> tuple[bytes, Callable[[int], Iterator[bytes]]]:
@@ -87,8 +87,8 @@ def test_propagate_returns_the_same_bits(dtype: str, shape: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("width", [16, 1 << 15])
-def test_a_gradient_has_the_codec_of_its_own_direction(width: int) -> None:
-    """Codes go in one message, values come back, also as many as need several."""
+def test_a_gradient_uses_the_codec_of_its_own_direction(width: int) -> None:
+    """The codes travel in one message, and the decoded values may need several."""
     codes, values = tensor("hidden", "uint8", (99,), 1), TensorSpec("grad", "float32", (2, 8, width))
 
     async def scenario() -> None:
@@ -108,7 +108,7 @@ def test_a_gradient_has_the_codec_of_its_own_direction(width: int) -> None:
     run(scenario())
 
 
-def test_the_digest_is_that_of_the_activation_and_of_nothing_else() -> None:
+def test_the_digest_covers_the_activation_and_nothing_else() -> None:
     async def scenario() -> None:
         node = Node(echo)
         async with pair(node) as both:
@@ -148,7 +148,7 @@ def test_bytes_are_counted_once_per_message_at_both_ends() -> None:
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
 @pytest.mark.parametrize("error", [Busy("full"), Declined("not my stage"), Violation("not finite"), Busy("x" * 9999)])
-def test_a_refusal_is_raised_again_here_and_before_the_body_is_there(
+def test_a_refusal_reaches_the_sender_before_the_body_is_complete(
     error: PeerError, shape: tuple[int, int, int], drawn: list[int]
 ) -> None:
     async def refuse(header: Header, body: Body) -> Gradient:
@@ -166,7 +166,7 @@ def test_a_refusal_is_raised_again_here_and_before_the_body_is_there(
     run(scenario())
 
 
-def test_a_kept_reply_may_come_before_the_body(drawn: list[int]) -> None:
+def test_a_stored_reply_may_precede_the_body(drawn: list[int]) -> None:
     sent = activation(LARGE)
 
     async def serve(header: Header, body: Body) -> Gradient:
@@ -183,7 +183,7 @@ def test_a_kept_reply_may_come_before_the_body(drawn: list[int]) -> None:
     run(scenario())
 
 
-def test_of_a_large_activation_only_the_header_leaves_before_it_is_asked_for(drawn: list[int]) -> None:
+def test_only_the_header_of_a_large_activation_is_sent_before_the_grant(drawn: list[int]) -> None:
     async def scenario() -> None:
         node = Node(hang)
         async with pair(node) as both:
@@ -196,7 +196,7 @@ def test_of_a_large_activation_only_the_header_leaves_before_it_is_asked_for(dra
             assert len(drawn) == 1
 
 
-def test_a_body_that_is_claimed_for_another_peer_does_not_leave(drawn: list[int]) -> None:
+def test_a_body_claimed_for_another_peer_is_not_sent(drawn: list[int]) -> None:
     async def scenario() -> None:
         node = Node(echo)
         async with pair(node) as both:
@@ -209,7 +209,7 @@ def test_a_body_that_is_claimed_for_another_peer_does_not_leave(drawn: list[int]
     run(scenario())
 
 
-def test_a_microbatch_is_in_hand_until_its_reply_has_left() -> None:
+def test_a_microbatch_reports_progress_until_its_reply_has_been_sent() -> None:
     async def scenario() -> None:
         node, mine = Node(echo), activation(LARGE)
         async with pair(node) as both:
@@ -226,8 +226,8 @@ def test_a_microbatch_is_in_hand_until_its_reply_has_left() -> None:
     run(scenario())
 
 
-def test_announced_bodies_to_a_peer_and_their_replies_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that would fit in one message: on a slow line, side by side, all of them would arrive late."""
+def test_announced_bodies_to_a_peer_and_their_replies_are_sent_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even those that would fit in one message: sent in parallel over a slow line, all of them would arrive late."""
     taken: list[tuple[Turns, PeerId]] = []
     moving: list[tuple[Turns, PeerId]] = []
     original = Turns.of
@@ -253,4 +253,4 @@ def test_announced_bodies_to_a_peer_and_their_replies_go_one_after_the_other(mon
             await both.a.evaluate(both.peer, activation((4, 64, 512), counter=9), asked)
 
     run(scenario())
-    assert sorted(Counter(taken).values()) == [4, 5], "a loss is no body, and waits for none"
+    assert sorted(Counter(taken).values()) == [4, 5], "a loss has no body, so it waits for none"

@@ -1,4 +1,4 @@
-"""The committed stubs are what the pinned generators make of proto/noloco.proto, and every part of it is explained."""
+"""The committed stubs match proto/noloco.proto, every part of which is documented, and the hand-written codec."""
 
 import os
 import re
@@ -26,7 +26,7 @@ STUBS = ("noloco_pb2.py", "noloco_pb2.pyi", "noloco_pb2_grpc.py", "noloco_pb2_gr
 
 
 def generate(*arguments: str) -> None:
-    """Runs protoc in the repository's root, with the plug-ins of this environment."""
+    """Run protoc in the root of the repository, with the plug-ins of this environment."""
     search = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "noloco_p2p/io/transport=proto", *arguments]
     subprocess.run(
@@ -46,10 +46,10 @@ def test_generating_the_stubs_again_changes_nothing(tmp_path: Path) -> None:
     for name in STUBS:
         fresh = (tmp_path / "noloco_p2p" / "io" / "transport" / name).read_text()
         kept = (ROOT / "noloco_p2p" / "io" / "transport" / name).read_text()
-        assert fresh == kept, f"{name} is not what proto/noloco.proto gives"
+        assert fresh == kept, f"{name} does not match proto/noloco.proto"
 
 
-def test_the_contract_names_its_version() -> None:
+def test_the_contract_states_its_version() -> None:
     (named,) = re.findall(r'the version of this file, "(\d+)"', (ROOT / "proto" / "noloco.proto").read_text())
     assert named == PROTOCOL
     assert f"noloco/manifest/{named}" == MANIFEST_CALL, "nodes of other versions are refused when they join"
@@ -62,7 +62,7 @@ def test_the_stubs_are_no_newer_than_the_oldest_grpcio_allowed() -> None:
     assert Version(made_with) <= Version(OLDEST["grpcio"])
 
 
-def test_every_message_field_and_method_has_a_sentence(tmp_path: Path) -> None:
+def test_every_message_field_and_method_is_documented(tmp_path: Path) -> None:
     target = tmp_path / "described"
     generate("--include_source_info", f"--descriptor_set_out={target}")
     (described,) = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file
@@ -104,7 +104,7 @@ Head = pb.ActivationMessage | pb.Reply | pb.SnapshotMessage
 
 
 def generated(head: Head, frames: list[Frame]) -> Head:
-    """The same message by the generated classes."""
+    """The same message, built with the generated classes."""
     whole = type(head).FromString(head.SerializeToString())
     for frame in frames:
         if isinstance(frame, Chunk):
@@ -116,7 +116,7 @@ def generated(head: Head, frames: list[Frame]) -> Head:
 
 
 @given(heads, frame_lists)
-def test_frames_by_hand_are_the_bytes_of_the_contract(head: Head, frames: list[Frame]) -> None:
+def test_the_hand_written_codec_packs_frames_as_the_generated_classes_do(head: Head, frames: list[Frame]) -> None:
     whole = generated(head, frames)
     assert type(head).FromString(packed(head, frames)) == whole
     for raw in (whole.SerializeToString(), packed(head, frames)):
@@ -126,7 +126,7 @@ def test_frames_by_hand_are_the_bytes_of_the_contract(head: Head, frames: list[F
 
 
 @given(heads, frame_lists, st.data())
-def test_bytes_that_are_no_message_are_a_violation_or_another_message(
+def test_arbitrary_bytes_are_a_violation_or_read_as_the_generated_classes_read_them(
     head: Head, frames: list[Frame], data: st.DataObject
 ) -> None:
     raw = bytearray(packed(head, frames) or b"\x00")
@@ -139,7 +139,7 @@ def test_bytes_that_are_no_message_are_a_violation_or_another_message(
         read, found = unpacked(bytes(raw), type(head))
     except Violation:
         return
-    assert type(head).FromString(bytes(raw)) == generated(read, found), "read, but not as the contract has it"
+    assert type(head).FromString(bytes(raw)) == generated(read, found), "the codec and the generated classes disagree"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What waits unsent in the system's buffers."""
+"""The data that waits unsent in the kernel's socket buffers."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux o
 
 
 def limits() -> list[tuple[int, int, int]]:
-    """(own port, the other one's, limit) of every TCP connection of this process."""
+    """(local port, remote port, limit) of every TCP connection of this process."""
     found = []
     for number in map(int, os.listdir(sockets.OPEN_FILES)):
         with suppress(OSError):
@@ -30,7 +30,7 @@ def limits() -> list[tuple[int, int, int]]:
 
 
 def taken(sender: socket.socket) -> int:
-    """How many bytes a socket takes that nobody reads."""
+    """How many bytes a socket accepts while the other end does not read."""
     sender.setblocking(False)
     total = 0
     with suppress(BlockingIOError):
@@ -39,7 +39,7 @@ def taken(sender: socket.socket) -> int:
     return total
 
 
-def test_a_socket_whose_other_end_does_not_read_takes_little_more() -> None:
+def test_a_socket_whose_other_end_does_not_read_accepts_little_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         took = []
@@ -53,7 +53,7 @@ def test_a_socket_whose_other_end_does_not_read_takes_little_more() -> None:
     assert took[1] < UNSENT_BYTES + (1 << 19)
 
 
-def test_what_is_open_stays_as_it_is() -> None:
+def test_open_sockets_keep_their_settings() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         near.settimeout(3.0)
         before = len(os.listdir(sockets.OPEN_FILES))
@@ -66,10 +66,8 @@ def test_what_is_open_stays_as_it_is() -> None:
             assert far.recv(1) == b"x"
 
 
-def test_a_number_that_means_another_file_meanwhile_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """gRPC closes its sockets in threads of its own: between two looks a number may come to mean something else."""
+def test_a_reused_descriptor_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """gRPC closes its sockets in its own threads, so a descriptor may refer to another file the next time."""
     monkeypatch.setattr(stat, "S_ISSOCK", lambda mode: True)
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir(sockets.OPEN_FILES))
@@ -104,11 +102,11 @@ def test_the_limit_follows_the_speed_of_the_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
         unsent.set()
         assert after(FAST_BYTES_PER_S / 2, 0.0) == UNSENT_BYTES
-        assert after(FAST_BYTES_PER_S, LOOK_S / 2) == UNSENT_BYTES, "looked at not long ago"
+        assert after(FAST_BYTES_PER_S, LOOK_S / 2) == UNSENT_BYTES, "the last look was too recent"
         assert after(FAST_BYTES_PER_S, LOOK_S) == MORE_UNSENT_BYTES
 
 
-def test_what_waits_in_the_buffers_has_not_left() -> None:
+def test_bytes_in_the_buffers_do_not_count_as_sent() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as near,
@@ -124,40 +122,40 @@ def test_what_waits_in_the_buffers_has_not_left() -> None:
         near.shutdown(socket.SHUT_WR)
         while far.recv(1 << 20):
             pass
-        far.sendall(b"x")  # with the acknowledgement of all that came
+        far.sendall(b"x")  # carries the acknowledgement of everything received
         assert near.recv(1) == b"x"
-        assert total <= acked() <= total + 2, "beginning and end count as a byte each"
+        assert total <= acked() <= total + 2, "SYN and FIN count as a byte each"
 
 
-def test_the_line_is_measured_by_what_the_other_ends_have_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_rate_is_measured_from_acknowledged_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {1: (10**9, 10**9)}
     monkeypatch.setattr(sockets, "_of_each", lambda found: dict(counts))
     rate = LineRate(1.0)
     acked = AckedBytes(rate)
     acked.follow(0.0)
-    assert rate.bytes_per_s is None, "what was before the first look may be long ago"
+    assert rate.bytes_per_s is None, "traffic before the first look may be old"
     counts |= {1: (10**9 + 500_000, 10**9 + 100_000), 2: (500_000, 200_000), 3: (LEAST_COUNT_BYTES - 1, 10**7)}
     acked.follow(COUNT_S / 2)
-    assert rate.bytes_per_s is None, "looked at not long ago"
+    assert rate.bytes_per_s is None, "the last look was too recent"
     acked.follow(COUNT_S)
-    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "as long as the busiest connection that carried a body"
+    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "over the time of the busiest connection that carried a body"
     counts[1] = counts[1][0] + LEAST_COUNT_BYTES - 1, counts[1][1]
     acked.follow(2 * COUNT_S)
-    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "no body moved"
+    assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "no body was sent"
 
 
-def test_what_a_node_sends_to_itself_does_not_leave_it() -> None:
-    """The streams of others come to its server over connections of its own."""
+def test_bytes_that_a_node_sends_to_itself_do_not_count() -> None:
+    """A node forwards the streams of others to its own server over local connections."""
     both = socket.has_dualstack_ipv6()
     rate, own = LineRate(1.0), set[str]()
     acked = AckedBytes(rate, lambda: own)
-    looks = iter(600.0 * look for look in range(9))  # each is soon enough after one that took long
+    looks = iter(600.0 * look for look in range(9))  # far enough apart even after a look that took long
 
     def carried(one: socket.socket, other: socket.socket) -> float | None:
-        """The rate after a body on this connection."""
+        """Send a body over this connection; returns the rate afterwards."""
         one.sendall(bytes(LEAST_COUNT_BYTES))
         assert len(other.recv(LEAST_COUNT_BYTES, socket.MSG_WAITALL)) == LEAST_COUNT_BYTES
-        other.sendall(b"x")  # with the acknowledgement of all that came
+        other.sendall(b"x")  # carries the acknowledgement of everything received
         assert one.recv(1) == b"x"
         acked.follow(next(looks))
         return rate.bytes_per_s
@@ -173,14 +171,14 @@ def test_what_a_node_sends_to_itself_does_not_leave_it() -> None:
     ):
         own.add(f"127.0.0.1:{stream.getsockname()[1]}")
         acked.follow(next(looks))
-        assert carried(stream, served) is None, "what comes in"
-        assert carried(served, stream) is None, "what answers it"
+        assert carried(stream, served) is None, "an incoming stream"
+        assert carried(served, stream) is None, "its answer"
         own.clear()
-        assert carried(served, stream) is None, "its stream has just ended"
+        assert carried(served, stream) is None, "the stream has just ended"
         assert carried(called, caller) is not None
 
 
-def test_a_transport_measures_its_line_by_them() -> None:
+def test_a_transport_measures_its_line_from_acknowledged_bytes() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             rate = both.a.line.up
@@ -190,12 +188,12 @@ def test_a_transport_measures_its_line_by_them() -> None:
             counted = rate.bytes_per_s
             rate.ended(rate.began(0.0), 1e15, 1.0)
             assert counted is not None
-            assert rate.bytes_per_s == counted, "what writing takes does not count any more"
+            assert rate.bytes_per_s == counted, "the duration of writes no longer counts"
 
     run(scenario())
 
 
-def test_a_transport_on_a_fast_line_lets_more_wait() -> None:
+def test_a_transport_on_a_fast_line_allows_more_unsent_bytes() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             rate, now = both.a.line.up, asyncio.get_running_loop().time()
@@ -207,7 +205,7 @@ def test_a_transport_on_a_fast_line_lets_more_wait() -> None:
     run(scenario())
 
 
-def test_counting_takes_a_hundredth_of_the_time_however_many_connections_there_are(
+def test_counting_uses_at_most_a_hundredth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks, spent_s = list[float](), 0.0

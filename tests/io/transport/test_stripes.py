@@ -1,4 +1,4 @@
-"""A body and its reply over several connections at once: whole whichever carries what, and over when one is lost."""
+"""A body and its reply over several connections at once: complete in any distribution, failed if one is lost."""
 
 import asyncio
 import itertools
@@ -67,12 +67,12 @@ from noloco_p2p.ports import ALONE, Body, Claim
 MIDDLE = (3, 333, 777)
 MUCH = 1 << 30
 AT_ONCE = (2, 64, 1600)
-"""800 KiB: it fits a message, and goes over five connections."""
+"""800 KiB: fits in one message, and is sent over five connections."""
 LARGE_BYTES = 4 * LARGE[0] * LARGE[1] * LARGE[2]
 
 
 class Carried:
-    """How many messages the calls on each connection have carried, by method; and what may happen to one of them."""
+    """Counts the messages of the calls on each connection, by method, and can interfere with one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: dict[str, int] = {}
@@ -114,19 +114,19 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
     return Carried(monkeypatch)
 
 
-def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
+def test_a_body_uses_as_many_connections_as_its_bytes_in_flight_need() -> None:
     line = MeasuredLine()
     assert line.connections("B", MUCH) == 1
     line.up.ended(line.up.began(0.0), 1e9, 1.0)
-    assert line.connections("B", MUCH) == 1, "nobody knows how far it is"
+    assert line.connections("B", MUCH) == 1, "its round trip is not known"
     line.answered("B", FAR_S / 2)
-    assert line.connections("B", MUCH) == 1, "it is near"
+    assert line.connections("B", MUCH) == 1, "the peer is near"
     line.answered("C", FAR_S)
     assert line.connections("C", MUCH) == CONNECTIONS
     assert [line.connections("C", n * PART_BYTES - 1) for n in (1, 3, 99)] == [1, 3, CONNECTIONS]
     fresh = MeasuredLine()
     fresh.answered("D", FAR_S)
-    assert fresh.connections("D", MUCH) == CONNECTIONS, "a line that has not been measured counts as fast"
+    assert fresh.connections("D", MUCH) == CONNECTIONS, "an unmeasured line counts as fast"
     slow = MeasuredLine()
     slow.up.ended(slow.up.began(0.0), FAR_BYTES, 1.0)
     for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
@@ -135,7 +135,7 @@ def test_as_many_are_used_as_the_bytes_under_way_need() -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 2, 5, CONNECTIONS])
-def test_all_connections_can_carry_equally_many_messages(connections: int) -> None:
+def test_messages_divide_evenly_between_the_connections(connections: int) -> None:
     for size in (1, LEAST_STRIPE_BYTES, connections * PART_BYTES - 1, 1 << 26):
         longest = stripe_bytes(size, connections)
         messages = -(-size // longest)
@@ -144,27 +144,29 @@ def test_all_connections_can_carry_equally_many_messages(connections: int) -> No
         assert size < connections * connections or messages % connections == 0
 
 
-def test_a_way_over_a_link_or_a_relay_has_few_connections() -> None:
+def test_a_link_or_a_relay_has_few_connections() -> None:
     most = [PeerChannel(way, None, None).at_most(CONNECTIONS) for way in ("host:1", "p2p", "relay/R")]
     assert most == [CONNECTIONS, CHANNELS_PER_PEER, CHANNELS_PER_PEER]
 
 
 @pytest.mark.parametrize("limits", [None, *soak(["capped"])])
-def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, limits: str | None) -> None:
+def test_a_body_to_a_distant_peer_and_its_gradient_use_all_connections(carried: Carried, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
 
     async def scenario() -> None:
         events = Events()
         async with pair(Node(echo), theirs=events, limits=caps) as both:
             await both.a.propagate(both.peer, activation(LARGE))
-            assert "Stripe" not in carried.sent, "it is near"
+            assert "Stripe" not in carried.sent, "the peer is near"
             is_far(both)
             before = carried.sent["Propagate"], carried.received["Propagate"]
             sent = [activation(LARGE, counter=n) for n in range(3)]
             got = await asyncio.gather(*(both.a.propagate(both.peer, one) for one in sent))
             assert [one.grad.data for one in got] == [one.hidden.data for one in sent]
             after = carried.sent["Propagate"], carried.received["Propagate"]
-            assert [b - a for a, b in zip(before, after, strict=True)] == [6, 6], "header, end; grant, head"
+            assert [b - a for a, b in zip(before, after, strict=True)] == [6, 6], (
+                "sent: header, end; received: grant, head"
+            )
             assert carried.channels["Propagate"] is both.a._channels._kept["B", CONTROL_SLOT]
             for count in (carried.sent, carried.received):
                 assert count["Stripe"] > 2 * 3
@@ -180,13 +182,13 @@ def test_a_far_body_and_its_gradient_go_over_all_connections(carried: Carried, l
     run(scenario())
 
 
-def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_is_granted(carried: Carried) -> None:
+def test_a_one_message_body_to_a_distant_peer_uses_several_connections_before_the_grant(carried: Carried) -> None:
     sent, left, may_read = activation(AT_ONCE), asyncio.Event(), asyncio.Event()
     gone, replying = asyncio.Event(), asyncio.Event()
 
     async def serve(header: Header, body: Body) -> Gradient:
         await left.wait()
-        assert body.received == 0, "until it is asked for it is not read"
+        assert body.received == 0, "the body is not read before the grant"
         may_read.set()
         return await echo(header, body)
 
@@ -197,7 +199,7 @@ def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_
     async def scenario() -> None:
         node = Node(serve)
         async with pair(node) as both:
-            assert both.a.sending(sent, both.peer) is Sending.ASKED, "nothing has been measured"
+            assert both.a.sending(sent, both.peer) is Sending.ASKED, "the round trip has not been measured"
             is_far(both)
             assert both.a.sending(sent, both.peer) is Sending.AT_ONCE
             assert both.a.sending(activation(), both.peer) is Sending.WHOLE
@@ -209,7 +211,7 @@ def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_
             assert replying.is_set()
             assert may_read.is_set()
             assert got.grad.data == sent.hidden.data
-            assert carried.received["Propagate"] == 2, "the grant, which comes too late to be of use, and the head"
+            assert carried.received["Propagate"] == 2, "the grant, which comes too late to matter, and the head"
             assert len({slot for _, slot in both.a._channels._kept if slot > CONTROL_SLOT}) == 5
             loss = await soon(both.a.evaluate(both.peer, activation(AT_ONCE, counter=2)))
             assert loss.tokens == 7
@@ -220,7 +222,7 @@ def test_a_far_body_that_fits_a_message_goes_over_several_connections_before_it_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of this machine")
 def test_the_connections_of_a_body_may_come_from_several_addresses(carried: Carried) -> None:
-    """Of a router with two lines, or of two relays: who calls is in the certificate, not in the address."""
+    """Behind a router with two lines, or via two relays: the certificate identifies the caller, not the address."""
 
     async def scenario() -> None:
         async with pair(Node(echo)) as both, Proxy(both.b.port, hosts=("127.0.0.1", "127.0.0.2")) as proxy:
@@ -233,8 +235,8 @@ def test_the_connections_of_a_body_may_come_from_several_addresses(carried: Carr
     run(scenario())
 
 
-def test_bodies_that_go_at_once_do_not_wait_for_each_other(carried: Carried) -> None:
-    """The one that the peer wants first may be behind one for which it has no place."""
+def test_bodies_sent_at_once_do_not_wait_for_each_other(carried: Carried) -> None:
+    """The body that the peer wants first may come after one for which it has no place."""
     may_read = {1: asyncio.Event(), 2: asyncio.Event()}
 
     async def serve(header: Header, body: Body) -> Gradient:
@@ -256,7 +258,7 @@ def test_bodies_that_go_at_once_do_not_wait_for_each_other(carried: Carried) -> 
     run(scenario())
 
 
-def test_a_reply_that_needs_no_body_comes_through(carried: Carried) -> None:
+def test_a_stored_reply_arrives_without_the_body_being_read(carried: Carried) -> None:
     async def kept(header: Header, body: Body) -> Gradient:
         return Gradient(header.microbatch, replace(sent.hidden, name="grad"), 1.0, 7, ("B",))
 
@@ -272,7 +274,7 @@ def test_a_reply_that_needs_no_body_comes_through(carried: Carried) -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_refused_body_that_went_at_once_says_why(carried: Carried, read: bool) -> None:
+def test_the_refusal_of_a_body_sent_at_once_has_its_reason(carried: Carried, read: bool) -> None:
     async def full(header: Header, body: Body) -> Gradient:
         if read:
             await body()
@@ -289,8 +291,8 @@ def test_a_refused_body_that_went_at_once_says_why(carried: Carried, read: bool)
     run(scenario())
 
 
-def test_why_is_known_only_from_the_first_call() -> None:
-    """However late it comes: the calls beside it are refused, too."""
+def test_the_reason_of_a_refusal_comes_only_from_the_first_call() -> None:
+    """However late the reason comes: the parallel calls are refused as well, without it."""
 
     class Refused(AbstractAsyncContextManager[Any]):
         async def __aenter__(self) -> Any:
@@ -324,7 +326,7 @@ def test_why_is_known_only_from_the_first_call() -> None:
 
 
 @pytest.mark.parametrize("limits", ["capped", *soak([None])])
-def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: Carried, limits: str | None) -> None:
+def test_filler_precedes_the_reply_on_each_idle_connection(carried: Carried, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
     filler, filled, may_reply = [0], asyncio.Event(), asyncio.Event()
 
@@ -352,17 +354,19 @@ def test_filler_precedes_the_reply_on_each_connection_that_has_rested(carried: C
             sent = activation(LARGE, counter=1)
             flight = asyncio.create_task(both.a.propagate(both.peer, sent))
             await soon(filled.wait())
-            assert rate == both.a.line.down.bytes_per_s, "in the wait after it nothing came"
+            assert rate == both.a.line.down.bytes_per_s, (
+                "the filler and the wait after it do not count towards the rate"
+            )
             may_reply.set()
             assert (await flight).grad.data == sent.hidden.data
             both.b.line.leaves("A")
             await both.a.propagate(both.peer, activation(LARGE, counter=2))
-            assert filler == [CONNECTIONS], "something else is leaving: they do not rest"
+            assert filler == [CONNECTIONS], "other bodies are being sent, so the connections are not idle"
 
     run(scenario())
 
 
-def test_who_sends_filler_again_and_again_breaks_the_protocol() -> None:
+def test_repeated_filler_is_a_violation() -> None:
     async def filler() -> bytes:
         return FILLERS[FILLER_BYTES[0]]
 
@@ -375,7 +379,7 @@ def test_who_sends_filler_again_and_again_breaks_the_protocol() -> None:
     run(scenario())
 
 
-def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_rest(
+def test_only_idle_connections_to_a_distant_peer_get_filler_before_a_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[int] = []
@@ -393,18 +397,18 @@ def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_res
         async with pair(Node(echo)) as both:
             under_way = both.a._warming._under_way
             both.a.warm([both.peer], PART_BYTES - 1)
-            assert not under_way, "a body that uses one connection needs none"
+            assert not under_way, "a body that uses one connection needs no filler"
             both.a.warm([both.peer], LARGE_BYTES)
             await asyncio.gather(*under_way.values())
-            assert both.a.line.round_trip_s("B") is not None, "it was asked for, because it was not known"
-            assert not taken, "it is near"
+            assert both.a.line.round_trip_s("B") is not None, "the round trip is measured because it was not known"
+            assert not taken, "the peer is near"
             is_far(both)
             for _ in range(3):
                 both.a.warm([both.peer], LARGE_BYTES)
             await asyncio.gather(*under_way.values())
             assert taken == CONNECTIONS * [FILLER_BYTES[0]]
             both.a.warm([both.peer], LARGE_BYTES)
-            assert not under_way, "they have just been used"
+            assert not under_way, "the connections have just been used"
             both.a.line._leaving.clear()
             both.a.warm([both.peer], LARGE_BYTES)
             assert under_way
@@ -413,7 +417,7 @@ def test_connections_to_a_far_peer_are_filled_before_a_body_and_only_after_a_res
     run(scenario())
 
 
-def test_a_connection_that_is_lost_ends_the_attempt_and_leaves_nothing(
+def test_a_lost_connection_ends_the_attempt_and_leaves_nothing(
     carried: Carried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers: Buffers = watched_buffers(monkeypatch)
@@ -443,10 +447,10 @@ def test_a_connection_that_is_lost_ends_the_attempt_and_leaves_nothing(
     run(scenario())
 
 
-def test_a_reply_that_ends_while_it_is_sent_on_other_connections_ends_their_calls_without_an_error(
+def test_a_striped_reply_that_is_broken_off_ends_the_other_calls_without_a_logged_error(
     carried: Carried, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when its caller is killed: gRPC cannot send the status of a call whose first write was broken off."""
+    """As when the caller is killed: gRPC cannot send the status of a call whose first write was broken off."""
 
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
@@ -468,7 +472,7 @@ def test_a_reply_that_ends_while_it_is_sent_on_other_connections_ends_their_call
     assert not logged(caplog)
 
 
-def test_a_caller_that_gives_up_leaves_nothing(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_sender_leaves_nothing(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: Buffers = watched_buffers(monkeypatch)
     reached = asyncio.Event()
 
@@ -494,7 +498,7 @@ def test_a_caller_that_gives_up_leaves_nothing(carried: Carried, monkeypatch: py
     run(scenario())
 
 
-def test_a_refusal_comes_through_while_two_are_ready(carried: Carried) -> None:
+def test_a_refusal_arrives_while_other_connections_carry_the_body(carried: Carried) -> None:
     async def full(header: Header, body: Body) -> Gradient:
         await body()
         raise Busy("full")
@@ -509,7 +513,7 @@ def test_a_refusal_comes_through_while_two_are_ready(carried: Carried) -> None:
     run(scenario())
 
 
-def test_where_there_is_no_other_connection_the_first_carries_all(carried: Carried) -> None:
+def test_without_other_connections_the_first_carries_the_whole_body(carried: Carried) -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             is_far(both)
@@ -532,7 +536,7 @@ def test_where_there_is_no_other_connection_the_first_carries_all(carried: Carri
 
 
 def snapshot_of(tensors: tuple[HostTensor, ...]) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
-    """Who gives it, how it is fetched, and what must come."""
+    """A node that serves the snapshot, how to fetch it, and the expected result."""
     snapshot, specs = Snapshot("B", 4, 40, tensors), tuple(one.spec for one in tensors)
 
     async def shelf(request: SnapshotRequest) -> Snapshot:
@@ -545,14 +549,14 @@ def snapshot_of(tensors: tuple[HostTensor, ...]) -> tuple[Node, Callable[[Pair],
 
 
 def state_of(donor: Donor) -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
-    """The same."""
+    """The same for a state."""
     return Node(hang, lend=donor.lend), lambda both: both.a.fetch_state(both.peer, 20.0, LONG_SPECS), LONG
 
 
 @pytest.mark.parametrize(
     ("what", "limits"), [("snapshot", None), ("state", "capped"), *soak([("snapshot", "capped"), ("state", None)])]
 )
-def test_weights_from_far_come_over_all_connections(carried: Carried, what: str, limits: str | None) -> None:
+def test_weights_from_a_distant_peer_use_all_connections(carried: Carried, what: str, limits: str | None) -> None:
     caps = LimitSettings(upload_mbit_per_s=2000, download_mbit_per_s=2000) if limits else None
 
     async def scenario() -> None:
@@ -560,10 +564,10 @@ def test_weights_from_far_come_over_all_connections(carried: Carried, what: str,
         node, fetch, whole = snapshot_of(LONG.tensors) if what == "snapshot" else state_of(Donor(LONG))
         async with pair(node, theirs=events, limits=caps) as both:
             assert await fetch(both) == whole
-            assert "Stripe" not in carried.sent, "it is near"
+            assert "Stripe" not in carried.sent, "the peer is near"
             is_far(both)
             assert await soon(fetch(both)) == whole
-            assert carried.sent["Stripe"] == 2 * (CONNECTIONS - 1), "a number, and that no body comes"
+            assert carried.sent["Stripe"] == 2 * (CONNECTIONS - 1), "the number, and the end without a body"
             assert carried.received["Stripe"] > CONNECTIONS
             sent = [f["bytes"] for kind, f in events.seen if kind == "bytes" and f["direction"] == "out"]
             assert sent == 2 * [sum(spec.nbytes for spec in LONG_SPECS)]
@@ -572,16 +576,16 @@ def test_weights_from_far_come_over_all_connections(carried: Carried, what: str,
 
 
 def gradient_of() -> tuple[Node, Callable[[Pair], Coroutine[Any, Any, Any]], Any]:
-    """The same of a reply to an activation."""
+    """The same for the reply to an activation."""
     sent = activation(LARGE)
     return Node(echo), lambda both: both.a.propagate(both.peer, sent), sent.hidden.data
 
 
 @pytest.mark.parametrize("what", ["snapshot", "state", "gradient"])
-def test_what_was_sent_counts_though_its_caller_ends_the_call(
+def test_sent_bytes_count_even_if_the_caller_ends_the_call(
     carried: Carried, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It does as soon as it has everything; here no write of a long message ends before that."""
+    """A caller ends its call as soon as it has everything; here the last write does not return before that."""
     plain, given = capped_line.OwnersLine.sender, 0
     size = LARGE_BYTES if what == "gradient" else sum(spec.nbytes for spec in LONG_SPECS)
 
@@ -614,7 +618,7 @@ def test_what_was_sent_counts_though_its_caller_ends_the_call(
     run(scenario())
 
 
-def test_a_reply_counts_though_a_connection_is_lost_in_the_moment_in_which_it_is_whole() -> None:
+def test_a_reply_counts_even_if_a_connection_is_lost_as_it_completes() -> None:
     last = asyncio.Event()
 
     async def write(message: bytes) -> None:
@@ -649,10 +653,10 @@ def test_a_reply_counts_though_a_connection_is_lost_in_the_moment_in_which_it_is
     run(scenario())
 
 
-def test_a_state_goes_on_after_one_of_its_connections_is_lost(
+def test_a_state_transfer_resumes_after_one_of_its_connections_is_lost(
     carried: Carried, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came in order is kept; what came beyond it, over the others, comes again."""
+    """The part received in order is kept; what the other connections brought beyond it is sent again."""
     monkeypatch.setattr(grpc_transport, "RESUME_PAUSE_S", 0.05)
     lost: list[bool] = []
 
@@ -695,7 +699,7 @@ def test_a_snapshot_that_loses_one_of_its_connections_leaves_nothing(
     run(scenario())
 
 
-def test_how_far_a_peer_is_gets_asked_before_much_comes_from_it() -> None:
+def test_the_round_trip_is_measured_before_a_large_transfer_from_a_peer() -> None:
     async def scenario() -> None:
         for shape, asked in (((16,), False), ((PART_BYTES,), True)):
             node, fetch, whole = snapshot_of((tensor("vector", "uint8", shape),))
@@ -709,7 +713,7 @@ def test_how_far_a_peer_is_gets_asked_before_much_comes_from_it() -> None:
 
 @asynccontextmanager
 async def raw_stub(node: Node) -> AsyncIterator[Callable[[str], Any]]:
-    """Makes bare calls to a server with `node`, each on its own."""
+    """Starts independent bare calls to a server with `node`."""
     async with pair(node) as both, bare(both.peer) as channel:
         calls = []
 
@@ -792,7 +796,7 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
                 await (await beside(start, 7)).write(END)
             late = await beside(start, 7)
             await late.write(body[0])
-            assert await soon(late.code()) is grpc.StatusCode.UNAVAILABLE, "so many calls are all that may carry it"
+            assert await soon(late.code()) is grpc.StatusCode.UNAVAILABLE, "more calls than may carry one body"
             await other.write(END)
             await main.write(body[0])
             await main.write(END)
@@ -802,7 +806,7 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 9])
-def test_a_part_that_nobody_expects_fails(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_part_is_refused(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stripes, "HEADER_S", 0.05)
 
     async def scenario() -> None:
@@ -814,7 +818,7 @@ def test_a_part_that_nobody_expects_fails(number: int, monkeypatch: pytest.Monke
     run(scenario())
 
 
-def test_what_breaks_the_protocol_on_the_other_call_is_a_violation() -> None:
+def test_a_protocol_error_on_a_parallel_call_is_a_violation() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
             head, *body = messages(7)
@@ -828,7 +832,7 @@ def test_what_breaks_the_protocol_on_the_other_call_is_a_violation() -> None:
     run(scenario())
 
 
-def test_a_body_beside_a_question_is_not_wanted() -> None:
+def test_a_body_parallel_to_a_fetch_is_refused() -> None:
     async def scenario() -> None:
         node, _, snapshot = snapshot_of((tensor("vector", "uint8", (1 << 24,)),))
         async with pair(node) as both, bare(both.peer) as channel:
@@ -848,7 +852,7 @@ def test_a_body_beside_a_question_is_not_wanted() -> None:
     run(scenario())
 
 
-def test_numbers_of_one_caller_differ() -> None:
+def test_two_bodies_of_one_caller_may_not_have_the_same_number() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
             await granted(start, messages(7)[0])
@@ -859,7 +863,7 @@ def test_numbers_of_one_caller_differ() -> None:
     run(scenario())
 
 
-def test_a_reply_whose_other_call_is_lost_fails_at_once() -> None:
+def test_a_reply_whose_parallel_call_is_lost_fails_at_once() -> None:
     async def scenario() -> None:
         stripes, gone = Stripes(), asyncio.Event()
         stripes.expect(lambda message: True)
@@ -887,14 +891,14 @@ def test_a_reply_whose_other_call_is_lost_fails_at_once() -> None:
         carrying = asyncio.create_task(refused.carry(broken, body))
         await asyncio.sleep(0)
         refused.end()
-        assert not await carrying, "nobody has been granted a place"
+        assert not await carrying, "no place has been granted"
 
     run(scenario())
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_call_that_comes_while_a_reply_ends_carries_nothing(lost: bool) -> None:
-    """Whenever that is: here at each turn of the loop."""
+def test_a_call_that_arrives_as_a_reply_ends_carries_nothing(lost: bool) -> None:
+    """At whichever turn of the event loop the call arrives."""
 
     async def story(turns: int) -> None:
         stripes, sent = Stripes(), list[bytes]()
@@ -919,7 +923,7 @@ def test_a_call_that_comes_while_a_reply_ends_carries_nothing(lost: bool) -> Non
         results = await asyncio.gather(first, reply, stripes.carry(write, late), return_exceptions=True)
         stripes.end()
         for one in results[0], results[2]:
-            assert one is True or (lost and isinstance(one, Unread)), "what it wrote was broken off"
+            assert one is True or (lost and isinstance(one, Unread)), "its write was broken off"
         assert isinstance(results[1], ConnectionError) if lost else sent == [b"header", b"one", b"two"]
 
     for turns in range(16):

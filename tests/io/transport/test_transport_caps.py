@@ -1,4 +1,4 @@
-"""The owner's caps over real connections: bytes as a relay in between sees them, gRPC's own among them."""
+"""The owner's caps over real connections: all bytes that a relay in between sees, including gRPC's own."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -22,13 +22,13 @@ from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
 
 EXCESS_S = 0.5
-"""What passes beyond a cap in any time, in seconds of the cap: 5 % of 10 s."""
+"""The largest excess over a cap in any period, in seconds at the cap: 5 % of 10 s."""
 WINDOW_BYTES = 1 << 16
-"""Of HTTP/2, for each call at first."""
+"""The initial flow-control window of HTTP/2 for each call."""
 
 
 def excess_s(passed: list[Passage], bytes_per_s: float) -> float:
-    """The most by which the bytes of any time exceed the cap, in seconds of it."""
+    """The most by which the bytes of any period exceed the cap, in seconds at the cap."""
     owed = most = 0.0
     last = passed[0][0]
     for at, nbytes in passed:
@@ -40,8 +40,8 @@ def excess_s(passed: list[Passage], bytes_per_s: float) -> float:
 @pytest.mark.parametrize(
     ("direction", "mbit_per_s"), [("upload", 400), ("download", 80), *soak([("upload", 80), ("download", 400)])]
 )
-def test_a_cap_is_kept_in_any_time_and_used(direction: str, mbit_per_s: int) -> None:
-    """Of a caller's line and of a server's: each has the cap, and sends and receives the same bytes."""
+def test_a_cap_holds_in_every_period_and_is_used(direction: str, mbit_per_s: int) -> None:
+    """The caller's line and the server's both have the cap, and each sends and receives the same bytes."""
 
     async def scenario() -> None:
         limits = LimitSettings.model_validate({f"{direction}_mbit_per_s": mbit_per_s})
@@ -57,14 +57,14 @@ def test_a_cap_is_kept_in_any_time_and_used(direction: str, mbit_per_s: int) -> 
             assert sum(nbytes for _, nbytes in passed) >= size
             assert excess_s(passed, rate) <= EXCESS_S
         assert size / rate - EXCESS_S <= took_s
-        assert in_time(took_s, 3 * size / rate + EXCESS_S), "there and back overlap"
+        assert in_time(took_s, 3 * size / rate + EXCESS_S), "the two directions overlap"
 
     run(scenario())
 
 
 @pytest.mark.parametrize("many", ["callers", "callees"])
-def test_many_peers_without_a_cap_keep_that_of_the_node_that_they_send_to(many: str) -> None:
-    """Their messages are as short as it wants them; of each the first one, and a window, is under way uncounted."""
+def test_many_peers_without_a_cap_keep_to_the_cap_of_their_receiver(many: str) -> None:
+    """They send messages of the size that it asks for; the first message and one window of each go uncounted."""
     mbit_per_s, names, sent = 20, "ABCDEFGH", activation((4, 192, 512))
     here, all_here = list[Header](), asyncio.Event()
 
@@ -104,7 +104,7 @@ def test_many_peers_without_a_cap_keep_that_of_the_node_that_they_send_to(many: 
 
 
 def test_weights_get_their_share_of_a_line_full_of_bodies() -> None:
-    """A gradient that would fill B's line alone, and a snapshot beside it."""
+    """A gradient that would fill B's line on its own, and a snapshot in parallel."""
     weights = (tensor("slow/a", "float32", (1 << 18,)), tensor("delta/a", "float32", (1 << 18,)))
 
     async def give(request: SnapshotRequest) -> Snapshot:
@@ -131,7 +131,7 @@ def test_weights_get_their_share_of_a_line_full_of_bodies() -> None:
     run(scenario())
 
 
-def test_questions_pass_a_full_line_and_see_it_get_on() -> None:
+def test_progress_requests_pass_a_full_line_and_see_progress() -> None:
     async def scenario() -> None:
         async with pair(Node(echo), limits=LimitSettings(upload_mbit_per_s=20)) as both:
             sent = activation((4, 128, 1024))
@@ -146,12 +146,12 @@ def test_questions_pass_a_full_line_and_see_it_get_on() -> None:
                 await asyncio.sleep(0.05)
             assert (await call).grad.data == sent.hidden.data
         assert seen == sorted(seen)
-        assert len(set(seen)) > 5, "a reply under way is progress with each of its messages"
+        assert len(set(seen)) > 5, "each message of a reply counts as progress"
 
     run(scenario())
 
 
-def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() -> None:
+def test_a_transfer_cancelled_while_it_waits_for_the_line_leaves_it_to_others() -> None:
     async def scenario() -> None:
         async with pair(Node(echo), limits=LimitSettings(upload_mbit_per_s=40)) as both:
             lost = [asyncio.create_task(both.a.propagate(both.peer, activation(LARGE, counter=n))) for n in range(3)]
@@ -166,7 +166,7 @@ def test_what_is_given_up_while_it_waits_for_the_line_leaves_it_to_the_others() 
     run(scenario())
 
 
-def test_a_small_activation_is_charged_when_it_goes_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_activation_is_charged_when_it_is_sent_even_if_the_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[int] = []
     monkeypatch.setattr(OwnersLine, "charge", lambda line, *, sent, received: charged.append(sent))
 
@@ -182,8 +182,8 @@ def test_a_small_activation_is_charged_when_it_goes_whatever_comes_of_it(monkeyp
     run(scenario())
 
 
-def test_a_question_for_some_chunks_is_charged_to_both_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It grows with the model: a byte for each chunk of a vector."""
+def test_a_request_for_some_chunks_is_charged_to_both_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request grows with the model: a byte for each chunk of a vector."""
     charged: list[tuple[int, int]] = []
     monkeypatch.setattr(OwnersLine, "charge", lambda line, *, sent, received: charged.append((sent, received)))
     asked = SnapshotRequest(1, 4, lattice=LatticeRequest(bytes([BOUND_ZERO]) * 9000))
@@ -197,7 +197,7 @@ def test_a_question_for_some_chunks_is_charged_to_both_lines(monkeypatch: pytest
     assert [sum(way) >= asked.nbytes for way in zip(*charged, strict=True)] == [True, True]
 
 
-def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
+def test_without_a_cap_nothing_waits_and_the_line_is_measured() -> None:
     async def scenario() -> None:
         line, taken = OwnersLine(LimitSettings()), list[int]()
 
@@ -211,11 +211,11 @@ def test_without_a_cap_nobody_waits_and_the_line_is_measured() -> None:
 
         send, receive = line.sender(write), line.receiver(read)
         await send(bytes(LEAST_MESSAGE_BYTES))
-        assert line.measured.up.bytes_per_s is None, "short ones tell nothing"
+        assert line.measured.up.bytes_per_s is None, "short messages are not measured"
         await asyncio.gather(send(bytes(100_000)), send(bytes(100_000)))
-        assert line.measured.up.bytes_per_s == pytest.approx(2e6, rel=0.3), "two at once"
+        assert line.measured.up.bytes_per_s == pytest.approx(2e6, rel=0.3), "two messages in parallel"
         await receive()
-        assert line.measured.down.bytes_per_s is None, "what was before the first message was no transfer"
+        assert line.measured.down.bytes_per_s is None, "the time before the first message was no transfer"
         for _ in range(6):
             await receive()
         assert line.measured.down.bytes_per_s == pytest.approx(4e6, rel=0.3)

@@ -1,4 +1,4 @@
-"""A state's transfer over links that break or fall silent: it goes on with the same copy, or fails soon."""
+"""The transfer of a state over links that break or fall silent: it resumes with the same copy, or fails soon."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ from noloco_p2p.io.transport import channels, grpc_transport
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[wire.Chunk]]:
-    """What the donor sends in each call."""
+    """The chunks that the donor sends, by call."""
     original, seen = wire.frames, list[list[wire.Chunk]]()
 
     def noted(
@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[wire.Chunk]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The bounds on silence, far below a second of a quiet machine; returns how many times longer this one takes."""
+    """Lower the limits on silence to far below a second on a quiet machine; returns the slowdown of this machine."""
     times = round(slowness(), 1)
     monkeypatch.setattr(grpc_transport, "SILENCE_S", 0.3 * times)
     monkeypatch.setattr(grpc_transport, "CAPTURE_S", 0.6 * times)
@@ -49,7 +49,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
     return times
 
 
-def test_a_transfer_that_is_cut_goes_on_with_the_same_copy_where_it_was(calls: list[list[wire.Chunk]]) -> None:
+def test_an_interrupted_transfer_resumes_with_the_same_copy_where_it_was(calls: list[list[wire.Chunk]]) -> None:
     async def scenario() -> None:
         donor = Donor(LONG, LONG)
         async with linked(donor, (10 * MIB, "cut"), (14 * MIB, "cut")) as (both, proxy):
@@ -61,14 +61,14 @@ def test_a_transfer_that_is_cut_goes_on_with_the_same_copy_where_it_was(calls: l
     run(scenario())
     begins = [(sent[0].tensor, sent[0].offset) for sent in calls]
     assert (0, 0) == begins[0] < begins[1] < begins[2]
-    assert begins[1] < (1, 0), "it goes on in the middle of a tensor"
+    assert begins[1] < (1, 0), "it resumes in the middle of a tensor"
     for before, after in pairwise(calls):
         place = after[0].tensor, after[0].offset
         come = sum(len(chunk.data) for chunk in before if (chunk.tensor, chunk.offset) < place)
         twice = sum(len(chunk.data) for chunk in before if (chunk.tensor, chunk.offset) >= place)
-        assert come > 4 * MIB, "what had come is not asked for again"
+        assert come > 4 * MIB, "received bytes are not requested again"
         assert {chunk.tensor for chunk in before if chunk.tensor < place[0]}.isdisjoint(chunk.tensor for chunk in after)
-        assert twice < 16 * MIB, "only what was lost in flight is sent twice"
+        assert twice < 16 * MIB, "only bytes lost in flight are sent twice"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_two_copies_are_never_mixed(
 
 
 async def _seconds_to_unreachable(both: Pair, proxy: Proxy, fail: Callable[[], object]) -> float:
-    """From the fault on, until the fetch fails."""
+    """The time from the fault until the fetch fails."""
     clock = asyncio.get_running_loop().time
     fetching = asyncio.create_task(both.a.fetch_state(proxy.peer, 25.0, SPECS))
     await soon(proxy.faulty.wait())
@@ -124,7 +124,7 @@ def test_a_donor_that_dies_in_the_middle_is_unreachable_within_seconds() -> None
     run(scenario())
 
 
-def test_a_link_that_stays_silent_is_given_up_after_a_few_tries(
+def test_a_persistently_silent_link_is_given_up_after_a_few_tries(
     impatient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = watched_buffers(monkeypatch)
@@ -150,7 +150,7 @@ def test_a_link_that_falls_silent_once_is_replaced(impatient: float) -> None:
     run(scenario())
 
 
-def test_a_donor_may_take_longer_to_begin_than_to_go_on(impatient: float) -> None:
+def test_a_donor_may_pause_longer_before_the_start_than_during_the_transfer(impatient: float) -> None:
     async def scenario() -> None:
         donor = Donor()
         wait_s = 0.45 * impatient
@@ -171,7 +171,7 @@ def test_a_donor_may_take_longer_to_begin_than_to_go_on(impatient: float) -> Non
     run(scenario())
 
 
-def test_a_fetch_that_is_given_up_gives_the_copy_back() -> None:
+def test_a_cancelled_fetch_releases_the_copy() -> None:
     async def scenario() -> None:
         donor = Donor()
         async with linked(donor, (10 * MIB, "swallow")) as (both, proxy):

@@ -1,4 +1,4 @@
-"""The gRPC transport when things go wrong: every way to fail is one error, soon, and leaves nothing behind."""
+"""Failures of the gRPC transport: each is one error, is raised soon, and leaves nothing behind."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
-def test_a_deadline_is_unreachable_and_cancels_the_handler(
+def test_an_expired_deadline_is_unreachable_and_cancels_the_handler(
     shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -73,7 +73,7 @@ def test_a_deadline_is_unreachable_and_cancels_the_handler(
 
 
 @pytest.mark.parametrize("shape", [SMALL, (3, 333, 777)])
-def test_a_caller_that_is_cancelled_cancels_the_handler_and_frees_its_buffers(
+def test_a_cancelled_caller_cancels_the_handler_and_frees_its_buffers(
     shape: tuple[int, int, int], buffers: Buffers
 ) -> None:
     received = asyncio.Event()
@@ -97,7 +97,7 @@ def test_a_caller_that_is_cancelled_cancels_the_handler_and_frees_its_buffers(
             assert node.ends == ["CancelledError"]
             await asyncio.sleep(0.05)
             assert alive(buffers) == 0
-            assert await both.a.describe(both.peer), "the connection lives on"
+            assert await both.a.describe(both.peer), "the connection stays open"
 
     run(scenario())
 
@@ -163,9 +163,7 @@ def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize("at_home", [False, True])
-def test_an_address_of_the_own_network_is_tried_first_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch, at_home: bool
-) -> None:
+def test_an_address_in_the_local_network_is_briefly_tried_first(monkeypatch: pytest.MonkeyPatch, at_home: bool) -> None:
     dialled: list[str] = []
     plain = peer_links.target
 
@@ -188,12 +186,12 @@ def test_an_address_of_the_own_network_is_tried_first_for_a_moment(
                 assert dialled == ([near] if at_home else [near, other])
                 dialled.clear()
                 await both.a.describe(peer)
-                assert dialled == ([near] if at_home else [other]), "it is not at home, which is remembered"
+                assert dialled == ([near] if at_home else [other]), "the failure of the local address is remembered"
 
         run(scenario())
 
 
-def test_a_connection_that_was_just_opened_does_not_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newly_opened_connection_is_not_closed_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MAX_CHANNELS", 1)
     connect = channels.connect
 
@@ -280,7 +278,7 @@ def test_a_wrong_gradient_is_the_peers_violation(
     run(scenario())
 
 
-def test_a_bug_of_the_handler_reaches_the_caller_as_declined() -> None:
+def test_a_bug_in_the_handler_reaches_the_caller_as_declined() -> None:
     async def serve(header: Header, body: Body) -> Gradient:
         raise KeyError("a bug")
 
@@ -327,7 +325,7 @@ def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
     run(scenario())
 
 
-def test_probe_says_who_answers() -> None:
+def test_a_probe_returns_which_peer_answers() -> None:
     async def scenario() -> None:
         starting = transport("B")
         await starting.listen()
@@ -352,7 +350,7 @@ def test_probe_says_who_answers() -> None:
 
 
 class Over:
-    """A call that is over, where gRPC has found that out."""
+    """A call that is over, as gRPC has already noticed."""
 
     def __init__(self, write: Exception | None, read: Exception | None = None) -> None:
         self._write, self._read = write, read
@@ -362,7 +360,7 @@ class Over:
             raise self._write
 
     async def read(self) -> Any:
-        assert self._read is not None, "nothing comes"
+        assert self._read is not None, "nothing arrives"
         raise self._read
 
 
@@ -371,8 +369,8 @@ STOPPED = cygrpc.UsageError("Server already stopped.")
 
 
 @pytest.mark.parametrize("over", [Over(BROKEN), Over(STOPPED), Over(None, BROKEN), Over(None, STOPPED)])
-def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Over) -> None:
-    """As when another replica was faster, or this node leaves: gRPC cannot write to a call that is over, nor read."""
+def test_a_caller_that_leaves_before_its_body_has_arrived_is_unreachable(over: Over) -> None:
+    """As when another replica was faster, or this node leaves: gRPC can neither write to a finished call nor read."""
     sent = activation((3, 333, 777))
     header = replace(sent.header, specs=tuple(t.spec for t in sent.tensors))
 
@@ -384,8 +382,8 @@ def test_a_caller_that_is_gone_before_its_body_has_come_is_unreachable(over: Ove
         asyncio.run(scenario())
 
 
-def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
-    """A handler may read in a task of its own, that ends a moment later."""
+def test_a_body_requested_as_the_node_stops_is_unreachable() -> None:
+    """A handler may read in its own task, which ends a moment later."""
 
     async def scenario() -> None:
         stopped, reading = asyncio.Event(), list[asyncio.Task[Gradient]]()
@@ -413,10 +411,10 @@ def test_a_body_that_is_asked_for_when_its_node_stops_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize("turns", [*range(1, 9), 1000])
-def test_who_is_refused_while_its_body_is_being_asked_for_hears_so(
+def test_a_refusal_during_the_request_for_a_body_reaches_the_caller(
     turns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As by a replica that closes its intake. gRPC ends no call on which a write has been broken off."""
+    """As by a replica that closes its intake. gRPC cannot end a call on which a write was broken off."""
 
     async def close(header: Header, body: Body) -> Gradient:
         reading = asyncio.create_task(body())
@@ -436,16 +434,16 @@ def test_who_is_refused_while_its_body_is_being_asked_for_hears_so(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "is_logged"),
     [
         ('Failed "execute_batch": (SendStatusFromServerOperation,)', False),
         ("Failed grpc_call_start_batch: TOO_MANY_OPERATIONS with grpc_call_error value: 8", True),
     ],
 )
-def test_a_caller_that_is_gone_before_its_call_has_ended_is_no_error(
-    error: str, told: bool, caplog: pytest.LogCaptureFixture
+def test_a_caller_that_leaves_before_its_call_ends_is_not_logged_as_an_error(
+    error: str, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As gRPC logs them; the first was seen after a process had been stopped for a while."""
+    """The messages are gRPC's; the first was seen after a process had been stopped for a while."""
 
     async def scenario() -> None:
         async with pair(Node(echo)):
@@ -455,12 +453,12 @@ def test_a_caller_that_is_gone_before_its_call_has_ended_is_no_error(
                 logging.getLogger("grpc._cython.cygrpc").exception("ExecuteBatchError raised in core")
 
     run(scenario())
-    assert bool(logged(caplog)) is told
+    assert bool(logged(caplog)) is is_logged
 
 
-def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
+def test_a_caller_cancelled_while_its_header_waits_leaves_no_call() -> None:
     class Full:
-        """A call whose connection takes nothing."""
+        """A call whose connection accepts no data."""
 
         over = False
 
@@ -468,7 +466,7 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
             await asyncio.get_running_loop().create_future()
 
         async def read(self) -> bytes:
-            raise AssertionError("nothing comes")
+            raise AssertionError("nothing arrives")
 
         def cancel(self) -> None:
             self.over = True
@@ -489,9 +487,9 @@ def test_a_caller_given_up_while_its_header_waits_leaves_no_call() -> None:
     run(scenario())
 
 
-def test_a_cancelled_body_frees_its_buffers_whoever_keeps_the_exception(buffers: Buffers) -> None:
+def test_a_cancelled_body_frees_its_buffers_even_if_the_exception_is_kept(buffers: Buffers) -> None:
     class Stalled:
-        """A call whose next message never comes."""
+        """A call whose next message never arrives."""
 
         async def read(self) -> Any:
             return await asyncio.get_running_loop().create_future()

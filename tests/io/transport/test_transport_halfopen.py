@@ -1,4 +1,4 @@
-"""A link whose other end is gone without a word: gRPC's own probes end the calls in flight, on both sides."""
+"""A half-open link, whose other end vanished silently: gRPC's keepalive ends the calls in flight on both sides."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ PROBING = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
 
 
 def hurried(options: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """All that has to do with probes twelve times as fast."""
+    """The options with all keepalive times divided by twelve."""
     return tuple((name, value // 12 if name.endswith(PROBING) else value) for name, value in options)
 
 
@@ -24,7 +24,7 @@ def _brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "OPTIONS", hurried(service.OPTIONS))
 
 
-def test_the_real_probes_find_out_within_fifteen_seconds() -> None:
+def test_the_real_keepalive_detects_it_within_fifteen_seconds() -> None:
     for options in (channels.OPTIONS, service.OPTIONS):
         found = dict(options)
         assert 0 < found["grpc.keepalive_time_ms"] + found["grpc.http2.ping_timeout_ms"] <= 15_000 // 12
@@ -47,7 +47,7 @@ def test_calls_in_flight_on_a_half_open_link_fail_and_their_handlers_are_cancell
             began = clock()
             for outcome in await asyncio.gather(*calling, return_exceptions=True):
                 assert isinstance(outcome, Unreachable)
-            assert in_time(clock() - began, 2.5), "15 s of the real ones are 1.25 s"
+            assert in_time(clock() - began, 2.5), "15 s at the real settings are 1.25 s here"
             while len(node.ends) < 2:
                 node.ended.clear()
                 await soon(node.ended.wait())
@@ -57,7 +57,7 @@ def test_calls_in_flight_on_a_half_open_link_fail_and_their_handlers_are_cancell
     run(scenario())
 
 
-def test_the_next_call_goes_over_a_new_link() -> None:
+def test_the_next_call_uses_a_new_link() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both, Proxy(both.b.port) as proxy:
             await both.a.propagate(proxy.peer, activation(counter=1))
@@ -72,7 +72,7 @@ def test_the_next_call_goes_over_a_new_link() -> None:
     run(scenario())
 
 
-def test_a_quiet_sound_link_with_a_call_in_flight_is_left_alone() -> None:
+def test_a_quiet_healthy_link_with_a_call_in_flight_is_left_alone() -> None:
     async def scenario() -> None:
         node = Node(hang)
         async with pair(node) as both, Proxy(both.b.port) as proxy:

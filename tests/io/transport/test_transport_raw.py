@@ -1,4 +1,4 @@
-"""What the server does with callers that do not keep the protocol: bare stubs, streams that end early, wrong bytes."""
+"""How the server treats callers that break the protocol: bare stubs, truncated streams, wrong bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -37,7 +37,7 @@ from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import Body
 
 MIDDLE = (3, 333, 777)
-"""3 MiB: some chunks."""
+"""3 MiB: a few chunks."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> Buffers:
 
 @dataclass
 class Bodies:
-    """A handler that reads, and remembers how the reading ended."""
+    """A handler that reads the body, and records how that ended."""
 
     error: str = ""
 
@@ -76,7 +76,7 @@ def messages(sent: Activation) -> list[pb.ActivationMessage]:
 
 
 async def refused(call: Any, sent: list[pb.ActivationMessage]) -> str:
-    """Sends these messages and the end of the stream; the text of the Violation that comes back."""
+    """Send these messages and the end of the stream; returns the text of the Violation that comes back."""
     for message in sent:
         await call.write(message)
     await call.done_writing()
@@ -143,7 +143,7 @@ def test_a_broken_body_is_a_violation_for_both_sides_and_frees_its_buffers(
     run(scenario())
 
 
-def test_a_caller_gone_in_the_middle_of_the_body_is_a_cancellation_and_no_violation(
+def test_a_caller_that_leaves_in_the_middle_of_a_body_is_a_cancellation_not_a_violation(
     buffers: Buffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -200,7 +200,7 @@ HIDDEN, TARGETS = ("hidden", "float32", (2, 8, 16)), ("targets", "int32", (2, 8)
         ({"specs": specs(("hidden", "float32", (1 << 62, 8, 16)), TARGETS)}, "at most 134217728 are allowed"),
     ],
 )
-def test_a_header_that_makes_no_sense_never_reaches_the_handler(changes: dict[str, Any], text: str) -> None:
+def test_an_invalid_header_never_reaches_the_handler(changes: dict[str, Any], text: str) -> None:
     async def scenario() -> None:
         node = Node(hang)
         (sent,) = messages(activation())
@@ -239,10 +239,10 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
 
 
 @pytest.mark.parametrize("method", ["FetchSnapshot", "FetchState", "Progress", "Describe"])
-def test_a_request_that_is_no_message_is_refused_and_nothing_is_logged(
+def test_a_request_that_cannot_be_parsed_is_refused_without_a_log_line(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC would log a traceback for each: anybody could fill a disk with them."""
+    """gRPC would log a traceback for each, so anybody could fill a disk."""
 
     async def scenario() -> None:
         async with pair(Node(hang)) as both, bare(both.peer) as channel:
@@ -257,7 +257,7 @@ def test_a_request_that_is_no_message_is_refused_and_nothing_is_logged(
     assert not logged(caplog)
 
 
-def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> None:
+def test_a_one_message_activation_follows_the_same_protocol() -> None:
     async def scenario() -> None:
         sent = activation(mask=True)
         async with raw_call(Node(echo)) as call:
@@ -272,8 +272,8 @@ def test_an_activation_of_one_message_is_the_same_stream_to_the_contract() -> No
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_an_early_reply_does_not_break_the_writing_of_a_caller_that_has_not_seen_it(refuses: bool) -> None:
-    """A write that fails makes gRPC drop what the caller has not yet read."""
+def test_an_early_reply_does_not_fail_the_writes_of_a_caller_that_has_not_seen_it(refuses: bool) -> None:
+    """When a write fails, gRPC drops whatever the caller has not yet read."""
 
     async def serve(header: Header, body: Body) -> Gradient:
         if refuses:
@@ -297,7 +297,7 @@ def test_an_early_reply_does_not_break_the_writing_of_a_caller_that_has_not_seen
     run(scenario())
 
 
-def test_a_body_that_is_asked_for_twice_is_truncated_the_second_time() -> None:
+def test_a_body_read_twice_is_truncated_the_second_time() -> None:
     seen: list[Violation] = []
 
     async def twice(header: Header, body: Body) -> Gradient:

@@ -1,4 +1,4 @@
-"""Snapshots over gRPC: the tensors that were expected, bit for bit, or an error and nothing."""
+"""Snapshots over gRPC: the expected tensors, bit for bit, or an error and no tensors."""
 
 import asyncio
 from dataclasses import replace
@@ -36,7 +36,7 @@ REQUESTS = [
 
 
 class Shelf:
-    """Answers with one snapshot, and remembers what was asked."""
+    """Answers with one snapshot, and records the requests."""
 
     def __init__(self, snapshot: Snapshot = SNAPSHOT) -> None:
         self.snapshot = snapshot
@@ -99,7 +99,7 @@ def test_a_snapshot_with_an_impossible_header_or_cut_short_is_a_violation(snapsh
     run(scenario())
 
 
-def test_a_refusal_and_a_peer_that_does_not_answer() -> None:
+def test_a_refusal_and_a_peer_that_does_not_answer_are_different_errors() -> None:
     async def never(request: SnapshotRequest) -> Snapshot:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
@@ -114,7 +114,7 @@ def test_a_refusal_and_a_peer_that_does_not_answer() -> None:
     run(scenario())
 
 
-def test_a_transfer_that_is_refused_before_it_begins_is_no_error_of_this_node(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transfer_refused_before_it_begins_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
             both.b._servicer.handler = None
@@ -130,7 +130,7 @@ def test_a_transfer_that_is_refused_before_it_begins_is_no_error_of_this_node(ca
 
 
 def test_the_transfer_has_its_own_deadline_after_the_wait() -> None:
-    """The link stops in the middle of the transfer; the peer's permission to wait does not prolong it."""
+    """The link stops in the middle of the transfer; the peer's permission to wait does not extend the deadline."""
 
     async def scenario() -> None:
         shelf = Shelf(Snapshot("B", 4, 40, BIG))
@@ -159,10 +159,10 @@ def test_a_silent_transfer_ends_long_before_its_deadline(passed: int, monkeypatc
 
 
 @pytest.mark.parametrize("messages", [0, 3])
-def test_a_server_that_hangs_behind_a_sound_link_is_unreachable_soon(
+def test_a_hung_server_behind_a_healthy_link_is_soon_unreachable(
     messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers gRPC's own probes, and says nothing more."""
+    """The server answers gRPC's keepalive pings and nothing else."""
     monkeypatch.setattr(grpc_transport, "SILENCE_S", 0.3)
     hung = asyncio.Event()
 
@@ -195,7 +195,7 @@ def test_a_server_that_hangs_behind_a_sound_link_is_unreachable_soon(
         (),
     ],
 )
-def test_weights_of_another_size_or_form_are_refused_before_any_memory_is_taken(
+def test_weights_of_another_size_or_form_are_refused_before_memory_is_allocated(
     tensors: tuple[HostTensor, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = watched_buffers(monkeypatch)
@@ -210,7 +210,7 @@ def test_weights_of_another_size_or_form_are_refused_before_any_memory_is_taken(
     run(scenario())
 
 
-def test_a_fetch_that_is_given_up_stops_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_fetch_stops_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         sent = 0
         original = weights_codec.to_snapshot

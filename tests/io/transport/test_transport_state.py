@@ -1,4 +1,4 @@
-"""A replica's state over gRPC: bit for bit, or an error and nothing."""
+"""A replica's state over gRPC: bit for bit, or an error and no state."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytes
                 await both.a.fetch_state(both.peer, 10.0, SPECS)
             assert not caught.value.ours
             assert alive(made) == 0 < len(made)
-            assert donor.asked == [None], "the same bytes are never asked for again"
+            assert donor.asked == [None], "the same bytes are never requested again"
 
     run(scenario())
 
@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytes
         ({"stage": 2}, SPECS, Declined),
     ],
 )
-def test_what_was_not_expected_is_refused_before_any_memory_is_taken(
+def test_an_unexpected_state_is_refused_before_memory_is_allocated(
     changes: dict[str, object],
     expected: tuple[TensorSpec, ...],
     error: type[PeerError],
@@ -92,7 +92,7 @@ def test_what_was_not_expected_is_refused_before_any_memory_is_taken(
     run(scenario())
 
 
-def test_a_peer_that_has_no_state_and_one_that_is_not_there() -> None:
+def test_a_peer_without_a_state_declines_and_an_absent_peer_is_unreachable() -> None:
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
             with pytest.raises(Declined, match="no state here"):
@@ -106,6 +106,6 @@ def test_a_peer_that_has_no_state_and_one_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("where", [(99, 0), (len(TENSORS), 0), (1, 13)])
-def test_a_place_that_the_state_does_not_have_is_a_violation(where: tuple[int, int]) -> None:
+def test_a_resume_position_outside_the_state_is_a_violation(where: tuple[int, int]) -> None:
     with pytest.raises(Violation, match="has no byte"):
         next(weights_codec.to_state(STATE, *where))

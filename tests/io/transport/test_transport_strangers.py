@@ -1,4 +1,4 @@
-"""What strangers may hold of a node's transport: calls, places, copies of weights; and for how long."""
+"""How much of a node's transport strangers can occupy (calls, places, copies of weights), and for how long."""
 
 import asyncio
 import gc
@@ -67,13 +67,13 @@ from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
-"""3 MiB: some messages."""
+"""3 MiB: a few messages."""
 ME = callers.metadata()
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes lose patience after a second, or after as much longer as this machine is slow, well before `soon` does."""
+    """Nodes lose patience after a second, scaled by the slowness of this machine, and well before `soon` does."""
     patience_s = min(at_most(1.0), SOON_S / 2)
     monkeypatch.setattr(callers, "RESERVE_S", patience_s)
     monkeypatch.setattr(callers, "STATE_RESERVE_S", patience_s)
@@ -81,7 +81,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def server(node: Node) -> AsyncIterator[tuple[Pair, NodeStub]]:
-    """A server with `node`, a transport that it knows, and a bare stub."""
+    """A server with `node`, a regular client transport, and a bare stub."""
     async with pair(node) as both, bare(both.peer) as channel:
         yield both, NodeStub(channel)
 
@@ -92,11 +92,11 @@ def announced(stripe: int = 0) -> tuple[pb.ActivationMessage, list[pb.Activation
 
 
 async def nothing(call: Any, first: list[pb.ActivationMessage]) -> None:
-    """The header is all that comes."""
+    """Nothing follows the header."""
 
 
 async def drips(call: Any, body: list[pb.ActivationMessage]) -> None:
-    """A byte now and then."""
+    """Send one byte now and then."""
     chunk = body[0].frames[0].chunk
     for at in range(10_000):
         one = pb.Chunk(tensor=0, offset=at, data=chunk.data[at : at + 1])
@@ -105,12 +105,12 @@ async def drips(call: Any, body: list[pb.ActivationMessage]) -> None:
 
 
 async def claims_the_end(call: Any, body: list[pb.ActivationMessage]) -> None:
-    """Of a body in parts, of which this call carried none, and no other will come."""
+    """Claim that this call has ended its part of a striped body, though no other call brings the rest."""
     await call.write(pb.ActivationMessage())
 
 
 @pytest.mark.parametrize(("brings", "stripe"), [(nothing, 0), (drips, 0), (nothing, 7), (claims_the_end, 7)])
-def test_a_place_is_held_only_while_bytes_come(
+def test_a_place_is_held_only_while_bytes_arrive(
     brings: Callable[[Any, list[pb.ActivationMessage]], Coroutine[Any, Any, None]], stripe: int, hasty: None
 ) -> None:
     """Hole 2: eight calls that send a header and no body."""
@@ -128,7 +128,7 @@ def test_a_place_is_held_only_while_bytes_come(
                 assert (await soon(call.read())).HasField("grant")
                 bringing.append(asyncio.create_task(brings(call, body)))
             for call in calls:
-                # Who is just writing finds that it cannot.
+                # A caller that is just writing notices that its write fails.
                 expected = "Failed" if await soon(call.code()) is grpc.StatusCode.INTERNAL else "next to no data"
                 assert expected in await call.details() or brings is drips
             assert node.ends == ["Silent"] * 8
@@ -139,7 +139,7 @@ def test_a_place_is_held_only_while_bytes_come(
     run(scenario())
 
 
-def test_no_caller_bears_longer_without_progress_than_this_node() -> None:
+def test_a_callers_time_limit_is_capped() -> None:
     async def scenario() -> None:
         node = Node(echo)
         async with pair(node) as both:
@@ -152,8 +152,8 @@ def test_no_caller_bears_longer_without_progress_than_this_node() -> None:
     run(scenario())
 
 
-def test_512_calls_of_nobody_end_and_others_are_served_meanwhile(hasty: None) -> None:
-    """Hole 11: without run id and deadline; the refusals are not drained for ever."""
+def test_512_anonymous_calls_end_and_others_are_served_meanwhile(hasty: None) -> None:
+    """Hole 11: calls without run id and deadline; their refusals do not wait for ever to be read."""
 
     async def scenario() -> None:
         async with server(Node(echo)) as (both, stub):
@@ -169,18 +169,18 @@ def test_512_calls_of_nobody_end_and_others_are_served_meanwhile(hasty: None) ->
 
 
 @pytest.mark.parametrize("method", ["Propagate", "Evaluate", "Stripe"])
-def test_a_call_that_never_says_anything_ends(method: str, hasty: None) -> None:
+def test_a_silent_call_ends(method: str, hasty: None) -> None:
     async def scenario() -> None:
         async with server(Node(echo)) as (both, stub):
             call = getattr(stub, method)(timeout=60.0, metadata=ME)
             assert await soon(call.code()) in (grpc.StatusCode.OK, grpc.StatusCode.ABORTED)
-        # The caller has its status a little before the server's side of the call has ended.
+        # The caller receives its status slightly before the server's side of the call has ended.
         assert both.b._servicer.callers.holds_nothing
 
     run(scenario())
 
 
-def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_caller_or_host_cannot_occupy_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("noloco_p2p.io.transport.service.CALLS", Share("calls", 3, 5))
 
     async def scenario() -> None:
@@ -196,7 +196,7 @@ def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypat
 
             async def held(channel: Any) -> Any:
                 call = NodeStub(channel).Propagate(timeout=60.0, metadata=ME)
-                with suppress(grpc.aio.AioRpcError):  # it may be refused before it is written
+                with suppress(grpc.aio.AioRpcError):  # the call may be refused before the write
                     await call.write(head)
                 return call
 
@@ -214,7 +214,7 @@ def test_one_caller_and_one_host_have_a_share_of_the_calls_and_not_all(monkeypat
     run(scenario())
 
 
-def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: None) -> None:
+def test_a_peer_that_does_not_read_loses_the_copy_of_the_weights(hasty: None) -> None:
     """Hole 15."""
     weights = tensor("slow/w", "float32", (1 << 24,))
     free = asyncio.Event()
@@ -232,7 +232,7 @@ def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: N
             assert (await soon(call.read())).HasField("header")
             await soon(free.wait())
             state = await soon(both.a.fetch_state(advert(*both.peer.addresses), 20.0, (weights.spec,)))
-            assert state.tensors[0].data == weights.data, "others get it"
+            assert state.tensors[0].data == weights.data, "another peer gets the weights"
             call.cancel()
 
     run(scenario())
@@ -241,7 +241,7 @@ def test_a_reader_that_takes_nothing_gives_the_copy_of_the_weights_back(hasty: N
 @pytest.mark.parametrize("stripe", [0, 7])
 @pytest.mark.parametrize("window", [5, 65_535])
 @pytest.mark.parametrize("method", ["FetchState", "FetchSnapshot", "Propagate"])
-def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_over(
+def test_a_caller_that_does_not_read_pins_no_memory_and_counts_until_its_call_is_over(
     method: str,
     window: int,
     stripe: int,
@@ -249,7 +249,7 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Hole 15: gRPC keeps a message, and cannot end the call. With the small window it can write nothing at all."""
+    """Hole 15: gRPC keeps one message and cannot end the call. With the small window it cannot write anything."""
     made, head = watched_buffers(monkeypatch), announced(stripe)[0]
 
     def fresh(name: str) -> HostTensor:
@@ -279,8 +279,8 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
             while not made or alive(made):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             share = ACTIVATIONS if method == "Propagate" else TRANSFERS
-            assert served._held[share.what, "127.0.0.1"] == 1, "so nobody can have any number of such calls"
-            assert not both.b._servicer._replies, "asked for progress, this node says that the microbatch is lost"
+            assert served._held[share.what, "127.0.0.1"] == 1, "the call still counts, so their number is limited"
+            assert not both.b._servicer._replies, "a progress request is answered with a lost microbatch"
             call.cancel()
             await all_have_ended(both.b)
 
@@ -288,10 +288,8 @@ def test_who_takes_nothing_pins_nothing_and_keeps_its_place_until_its_call_is_ov
     assert not logged(caplog)
 
 
-def test_who_takes_nothing_of_many_gradients_pins_none_longer_than_one(
-    hasty: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They go one after the other, and each was waited for anew: 160 for 53 minutes."""
+def test_many_unread_gradients_are_kept_no_longer_than_one(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent in turn, and each used to be waited for anew: 160 of them for 53 minutes."""
     made, count = watched_buffers(monkeypatch), 10
 
     async def serve(header: Header, body: Body) -> Gradient:
@@ -324,8 +322,8 @@ def test_who_takes_nothing_of_many_gradients_pins_none_longer_than_one(
     run(scenario())
 
 
-def test_what_comes_and_is_not_read_is_bounded_for_each_call() -> None:
-    """gRPC's windows grew with what came: a stranger had 8 GiB in 64 calls."""
+def test_unread_data_is_bounded_per_call() -> None:
+    """gRPC's windows grew with the traffic: a stranger occupied 8 GiB with 64 calls."""
     mib, count, sent = 1 << 20, 32, [0]
 
     async def scenario() -> None:
@@ -353,7 +351,7 @@ def test_what_comes_and_is_not_read_is_bounded_for_each_call() -> None:
 
 
 def test_nothing_is_decompressed() -> None:
-    """4 KB became 4 MiB, and took 13 times the CPU time of a refusal."""
+    """4 KB would become 4 MiB, and take 13 times the CPU time of a refusal."""
 
     async def scenario() -> None:
         async with server(Node(echo)) as (both, stub):
@@ -370,17 +368,17 @@ ASKING = {
     "Progress": pb.ProgressRequest(microbatches=[pb.MicrobatchId(peer="A")]),
     "Describe": pb.DescribeRequest(),
 }
-"""Calls that ask something, and what."""
+"""Methods with a single request, and a request for each."""
 
 
 def streamed(channel: Any, method: str, **options: Any) -> Any:
-    """A call of any method, written and read by hand."""
+    """A call of any method, written and read message by message."""
     return channel.stream_stream(f"/noloco.v1.Node/{method}")(**options)
 
 
 @pytest.mark.parametrize("method", [*ASKING, "Warm"])
-def test_who_never_asks_what_it_called_for_has_a_place_of_its_own_and_loses_it(method: str, hasty: None) -> None:
-    """gRPC waited for such a question without end, before anything counted the call."""
+def test_a_call_without_a_request_counts_against_its_caller_and_is_ended(method: str, hasty: None) -> None:
+    """gRPC waited for the request indefinitely, before anything counted the call."""
 
     async def scenario() -> None:
         async with pair(Node(echo)) as both, bare(both.peer) as channel:
@@ -396,25 +394,25 @@ def test_who_never_asks_what_it_called_for_has_a_place_of_its_own_and_loses_it(m
 
 
 @pytest.mark.parametrize("method", ASKING)
-def test_who_does_not_read_an_answer_keeps_its_place_and_nothing_of_its_question(
+def test_an_unread_answer_keeps_its_place_but_not_its_request(
     method: str, hasty: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A question of megabytes stayed for an hour, with a refusal or an answer, some of them without a place."""
+    """A request of megabytes was kept for an hour, whether refused or answered, in some cases without a place."""
     asked, kind = list["weakref.ref[Any]"](), type(ASKING[method])
 
-    class Question:
-        """One that can be watched."""
+    class Request:
+        """A request whose lifetime can be observed."""
 
         def __init__(self, raw: bytes) -> None:
-            self._question = kind.FromString(raw)
+            self._request = kind.FromString(raw)
             asked.append(weakref.ref(self))
 
         FromString = classmethod(lambda cls, raw: cls(raw))
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(self._question, name)
+            return getattr(self._request, name)
 
-    monkeypatch.setattr(pb, kind.DESCRIPTOR.name, Question)
+    monkeypatch.setattr(pb, kind.DESCRIPTOR.name, Request)
 
     async def scenario() -> None:
         options = ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)
@@ -433,10 +431,8 @@ def test_who_does_not_read_an_answer_keeps_its_place_and_nothing_of_its_question
     assert not logged(caplog)
 
 
-def test_a_call_beside_a_transfer_that_says_nothing_does_not_hold_it(
-    hasty: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hole 15: the weights would wait for ever until that call takes them."""
+def test_a_silent_parallel_call_does_not_hold_up_a_transfer(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hole 15: the weights would wait for ever for that call to read them."""
     weights, here, plain = tensor("slow/w", "float32", (1 << 20,)), asyncio.Event(), StripedCalls.of
 
     async def of(self: StripedCalls, caller: PeerId, raw: bytes) -> Any:
@@ -463,8 +459,10 @@ def test_a_call_beside_a_transfer_that_says_nothing_does_not_hold_it(
     run(scenario())
 
 
-def test_a_donor_that_drips_is_given_up_long_before_the_deadline(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hole 15: each byte comes within the longest silence, and the newcomer would wait for 1,800 s."""
+def test_a_donor_that_sends_too_slowly_is_given_up_long_before_the_deadline(
+    hasty: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hole 15: each byte arrives before the silence is too long, and the newcomer would wait for 1,800 s."""
     state = ReplicaState("B", 1, 3, 30.0, 30, 30, (tensor("slow/w", "float32", (1 << 20,)),), 7)
     gone, calls = asyncio.Event(), list[object]()
 
@@ -505,7 +503,7 @@ async def take_for_ever(patience: Patience) -> None:
         await patience.wait(after(1.0, int(LEAST_BYTES_PER_S / 2)))
 
 
-def test_patience_lasts_as_long_as_enough_comes_and_no_longer() -> None:
+def test_patience_lasts_only_while_enough_bytes_arrive() -> None:
     async def scenario() -> None:
         now = asyncio.get_running_loop().time
         fast, slow = Patience(), Patience()
@@ -523,7 +521,7 @@ def test_patience_lasts_as_long_as_enough_comes_and_no_longer() -> None:
     virtual_time.run(scenario(), limit_s=10_000)
 
 
-def test_a_body_waits_for_those_of_its_caller_that_go_before_it_and_for_nobody_elses() -> None:
+def test_a_body_may_wait_for_earlier_bodies_of_its_own_caller_only() -> None:
     async def scenario() -> None:
         here, now = Callers(), asyncio.get_running_loop().time
         honest, silent = Caller("h", "A"), Caller("h", "X")
@@ -542,7 +540,7 @@ def test_a_body_waits_for_those_of_its_caller_that_go_before_it_and_for_nobody_e
     virtual_time.run(scenario(), limit_s=10_000)
 
 
-def test_what_this_node_itself_delays_does_not_count() -> None:
+def test_delays_by_this_node_do_not_count() -> None:
     async def scenario() -> None:
         patience, now = Patience(), asyncio.get_running_loop().time
         for _ in range(10):
@@ -555,8 +553,8 @@ def test_what_this_node_itself_delays_does_not_count() -> None:
     virtual_time.run(scenario(), limit_s=10_000)
 
 
-def test_what_this_nodes_cap_delays_does_not_count_where_several_calls_bring_a_body() -> None:
-    """The line is full with what goes first: gradients, and bodies of older microbatches."""
+def test_delays_by_this_nodes_cap_do_not_count_against_a_striped_body() -> None:
+    """The line is full of traffic with precedence: gradients, and bodies of older microbatches."""
 
     async def scenario() -> None:
         sent, line, full_s = activation(), OwnersLine(LimitSettings(download_mbit_per_s=1.0)), 2 * RESERVE_S
@@ -585,8 +583,8 @@ def test_what_this_nodes_cap_delays_does_not_count_where_several_calls_bring_a_b
     virtual_time.run(scenario(), limit_s=1000)
 
 
-def test_a_caller_has_time_to_end_a_call_that_was_broken_off() -> None:
-    """Its other calls on the connection are not lost with one of which the rest is not wanted any more."""
+def test_a_caller_has_time_to_end_a_broken_off_call() -> None:
+    """One call whose rest is no longer wanted does not take the other calls on its connection with it."""
 
     async def broken_off(held: ExitStack) -> None:
         raise Unread("the reply has ended")
@@ -605,7 +603,7 @@ def test_a_caller_has_time_to_end_a_call_that_was_broken_off() -> None:
     virtual_time.run(scenario(), limit_s=100)
 
 
-def test_late_refusals_are_given_to_each_host_one_by_one_and_others_at_once() -> None:
+def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None:
     late, usual = Busy("who are you?", late=True), Busy("no place")
 
     async def scenario() -> None:
@@ -627,7 +625,7 @@ def test_late_refusals_are_given_to_each_host_one_by_one_and_others_at_once() ->
     virtual_time.run(scenario(), limit_s=10_000)
 
 
-def test_more_than_can_wait_are_refused_at_once() -> None:
+def test_late_refusals_beyond_the_limit_are_sent_at_once() -> None:
     async def scenario() -> None:
         here, stranger, late = Callers(), Caller("h", "X"), Busy("who are you?", late=True)
         waiting = [asyncio.create_task(here.delay(stranger, late)) for _ in range(LATE.of_caller)]
@@ -644,7 +642,7 @@ def test_more_than_can_wait_are_refused_at_once() -> None:
     virtual_time.run(scenario(), limit_s=10_000)
 
 
-def test_who_has_its_share_of_activations_hears_so_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_at_its_limit_of_activations_gets_a_late_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "ACTIVATIONS", Share("activations", 1, 5))
     refusals, delay = list[Exception](), Callers.delay
 
@@ -673,8 +671,8 @@ def test_who_has_its_share_of_activations_hears_so_late(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stripe", [0, 7])
-def test_who_waits_for_a_refusal_keeps_nothing_of_a_body(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """160 small ones of 4 MiB stayed for 28 s, and what calls beside an announced one had brought."""
+def test_a_delayed_refusal_keeps_nothing_of_the_body(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """160 one-message bodies of 4 MiB were kept for 28 s, and so was everything that parallel calls had brought."""
     bodies = list["weakref.ref[IncomingActivation]"]()
 
     class Watched(IncomingActivation):
@@ -717,7 +715,7 @@ def test_who_waits_for_a_refusal_keeps_nothing_of_a_body(stripe: int, monkeypatc
         ("ipv6:[fe80::1%25eth0]:4102", "fe80::/64", "fe80::/64"),
     ],
 )
-def test_a_host_is_an_address_or_a_network_or_who_opened_the_stream(peer: str, host: str, streamed: str) -> None:
+def test_a_host_is_an_address_a_network_or_the_opener_of_the_stream(peer: str, host: str, streamed: str) -> None:
     class Context:
         def peer(self) -> str:
             return peer
@@ -729,7 +727,7 @@ def test_a_host_is_an_address_or_a_network_or_who_opened_the_stream(peer: str, h
     assert Caller.of(Context(), {"10.1.2.3:4102": "p2p/B", "[::1]:4102": "relay/B"}).host == streamed
 
 
-def test_who_comes_through_a_relay_leaves_three_parts_in_four_to_the_others() -> None:
+def test_a_caller_through_a_relay_gets_at_most_a_quarter_of_the_relays_calls() -> None:
     held = Callers()
     with ExitStack() as leaving:
 
@@ -742,7 +740,7 @@ def test_who_comes_through_a_relay_leaves_three_parts_in_four_to_the_others() ->
             raise AssertionError("no bound")
 
         assert [most(Caller("relay/R", name)) for name in "ABCDE"] == [CALLS.of_host // 4] * 4 + [0]
-        assert most(Caller("10.0.0.1", "R")) == CALLS.of_caller, "the relay's own share is another"
+        assert most(Caller("10.0.0.1", "R")) == CALLS.of_caller, "the relay's own calls have a separate share"
     assert held.holds_nothing
 
 
@@ -761,12 +759,12 @@ FAULTS = {
     "many avoided": pb.ActivationHeader(avoid=["B"] * 9),
     "odd avoided": pb.ActivationHeader(avoid=[LONG]),
 }
-"""What is wrong in a header."""
+"""Description of the fault → header."""
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "nobody"])
-def test_names_and_counts_that_nobody_has_are_refused_on_the_header(fault: str) -> None:
-    """Hole 13: a name of 3 MiB would be kept with the spent ids, and no checkpoint could be read again."""
+def test_impossible_names_and_counts_are_refused_on_the_header(fault: str) -> None:
+    """Hole 13: a name of 3 MiB would be kept with the spent ids, and no checkpoint could be read any more."""
 
     async def scenario() -> None:
         node = Node(echo)
@@ -785,7 +783,7 @@ def test_names_and_counts_that_nobody_has_are_refused_on_the_header(fault: str) 
     run(scenario())
 
 
-def test_a_name_or_version_of_such_a_length_is_refused() -> None:
+def test_an_overlong_name_or_version_is_refused() -> None:
     async def scenario() -> None:
         node = Node(hang)
         async with server(node) as (_, stub):
@@ -811,7 +809,7 @@ def test_a_name_or_version_of_such_a_length_is_refused() -> None:
         {"tokens": 1 << 63},
     ],
 )
-def test_a_reply_with_such_names_or_losses_is_a_violation(changes: dict[str, Any]) -> None:
+def test_a_reply_with_impossible_names_or_losses_is_a_violation(changes: dict[str, Any]) -> None:
     sent = activation()
     spec = message_codec.to_spec(sent.reply_spec)
     head = pb.GradientHeader(microbatch=pb.MicrobatchId(**sent.header.microbatch._asdict()), spec=spec, **changes)
@@ -824,10 +822,10 @@ def test_a_reply_with_such_names_or_losses_is_a_violation(changes: dict[str, Any
 
 @pytest.mark.parametrize("kind", [pb.ActivationMessage, pb.Reply, pb.SnapshotMessage, pb.StateMessage])
 @pytest.mark.parametrize("inner", [b"\x0a\x00", b"\x12\x00", None])
-def test_a_message_full_of_next_to_nothing_is_refused_soon(
+def test_a_message_full_of_tiny_frames_is_refused_early(
     kind: type[Any], inner: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hole 12: a million empty frames in 4 MiB took 10 s of the event loop; here it looks at some thousands."""
+    """Hole 12: a million empty frames in 4 MiB blocked the event loop for 10 s; now it looks at a few thousand."""
     tag = bytes([frame_codec.frames_field(kind) << 3 | 2]) if inner is not None else b"\x0a"
     one = tag + bytes([len(inner or b"")]) + (inner or b"")
     looked, read = list[int](), frame_codec._read_size
@@ -845,7 +843,7 @@ def test_a_message_full_of_next_to_nothing_is_refused_soon(
         frame_codec.unpacked(one * (most + 1), kind)
 
 
-def test_so_many_tensors_without_values_still_travel() -> None:
+def test_many_empty_tensors_still_travel() -> None:
     specs = [HostTensor(f"t{n}", "float32", (0,), memoryview(b"")) for n in range(3 * wire.MOST_FRAMES)]
     groups = list(wire.group_frames(wire.frames(specs, [0] * len(specs))))
     assert [len(group) for group in groups] == [wire.MOST_FRAMES] * 3
@@ -853,7 +851,7 @@ def test_so_many_tensors_without_values_still_travel() -> None:
         assert frame_codec.unpacked(frame_codec.packed(pb.StateMessage(), group), pb.StateMessage)[1] == group
 
 
-def test_no_more_tensors_are_looked_at_than_the_stage_has(
+def test_no_more_tensors_are_parsed_than_the_stage_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = (TensorSpec("vector", "float32", (4,)),)
@@ -870,13 +868,13 @@ def test_no_more_tensors_are_looked_at_than_the_stage_has(
     assert len(looked) == 2
 
 
-# --- what peers say --------------------------------------------------------------------------------------------------
+# --- texts of peers --------------------------------------------------------------------------------------------------
 
 EVIL = "\x1b]0;mine\x07\x1b[2J\nerror: all is lost\u202e" + "x" * 5000
 
 
-def test_what_a_peer_says_reaches_no_terminal_as_it_is() -> None:
-    """Hole 17: refusals, descriptions, and what gRPC says in its name."""
+def test_a_peers_texts_are_made_safe_for_a_terminal() -> None:
+    """Hole 17: refusals, descriptions, and the messages that gRPC passes on from it."""
     refusal = pb.Refusal(kind=pb.Refusal.KIND_BUSY, message=EVIL)
     described = pb.Description(state=EVIL, version=EVIL)
     said = message_codec.from_description(pb.DescribeReply(peer_id=EVIL, run_id=EVIL, description=described))
