@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from noloco_p2p import humanize
 from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Device, Json, Settings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.errors import ConfigError
@@ -213,11 +214,10 @@ def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool
 
     `says`: the measurement reports its progress itself.
     """
-    from noloco_p2p.humanize import duration
     from noloco_p2p.launch.progress_line import ProgressLine
 
     if least_s > 60:
-        print(f"this takes more than {duration(least_s)}", file=sys.stderr, flush=True)
+        print(f"this takes more than {humanize.duration(least_s)}", file=sys.stderr, flush=True)
     with nullcontext() if says else ProgressLine(lambda: ("measuring", 0.0), terminal_only=as_json):
         figures = measure()
     for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):
@@ -228,11 +228,20 @@ def _lines(figures: Mapping[str, Any], indent: str) -> list[str]:
     """The figures as lines to read, nested ones indented."""
     lines: list[str] = []
     for name, value in figures.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             lines += [f"{indent}{name}:", *_lines(value, f"{indent}  ")]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for number, each in enumerate(value):
                 lines += [f"{indent}{name} {number}:", *_lines(each, f"{indent}  ")]
         else:
-            lines.append(f"{indent}{name}: {f'{value:,.5g}' if isinstance(value, float) else value}")
+            lines.append(f"{indent}{name}: {_text(value)}")
     return lines
+
+
+def _text(value: Any) -> str:
+    """A single figure, or a list of them; a dash if there is none."""
+    if isinstance(value, float):
+        return f"{value:,.5g}"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or humanize.DASH
+    return humanize.DASH if value is None or value == {} else str(value)

@@ -294,6 +294,22 @@ def test_a_long_measurement_says_so_before(least_s: float, said: str, capsys: py
     assert capsys.readouterr().out == '{"ratio": 0.5}\n'
 
 
+def test_the_bench_prints_its_figures_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    figures: dict[str, Any] = {"ratio": 2 / 3, "std": None, "stalls_s": [1 / 3, 20000 / 3], "hangs": [], "cold": {}}
+    bench._report(lambda: figures | {"runs": [{"seed": 0, "kinds": {"kill": 3}}]}, False)
+    assert capsys.readouterr().out.splitlines() == [
+        "ratio: 0.66667",
+        "std: –",
+        "stalls_s: 0.33333, 6,666.7",
+        "hangs: –",
+        "cold: –",
+        "runs 0:",
+        "  seed: 0",
+        "  kinds:",
+        "    kill: 3",
+    ]
+
+
 def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_seconds, "cores", lambda: 4)
     begin = {
