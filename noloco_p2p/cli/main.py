@@ -246,7 +246,9 @@ def simulate(
 @app.command(cls=WithArguments)
 def experiment(
     name: Annotated[str | None, Argument(metavar="NAME", help="Which one; default: list them all.")] = None,
-    out: Annotated[Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME.")] = None,
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Where to write; default: noloco-experiments/NAME[-quick].")
+    ] = None,
     quick: Annotated[bool, Option("--quick", help="A smaller version that takes minutes.")] = False,
     jobs: Annotated[int, Option(metavar="N", min=1, help="Parallel cases, each with one thread.")] = 2,
 ) -> None:
