@@ -46,7 +46,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             print(text)
             sys.exit(0)
         place = getattr(getattr(error, "ctx", None), "command_path", name)
-        fail(f"{text.rstrip('.').replace('Value error, ', '')}; see {place} --help", USER_ERROR)
+        line = " ".join(text.split()).rstrip(".").replace("Value error, ", "")
+        fail(f"{line}; see {place} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:  # the last resort: a bug ends in one line, or a traceback with --debug

@@ -43,6 +43,7 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["sim", "--seed", "9" * 20], "--seed"),
         (["bench", "churn", "--seed", "9" * 20], "--seed"),
         (["bench", "pipeline", "--seconds", "inf"], "--seconds"),
+        (["track"], "Missing option '--to'. Choose from: tensorboard, wandb; see noloco track --help"),
         (["invite", "--dir", "run", "--for", "100000d"], "give 1 to 99999 minutes, hours or days"),
         (["nope"], "nope"),
     ],
