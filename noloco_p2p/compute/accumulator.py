@@ -86,13 +86,13 @@ class GradientAccumulator:
             mine.copy_(total)
         self._holds, self._tokens_of_all = True, tokens
 
-    def mean(self, tokens: int, clip_norm: float) -> float:
-        """Divide by `tokens`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
+    def mean(self, clip_norm: float) -> float:
+        """Divide by `divisor`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
 
         METHOD.md, "Inner step".
         Returns the L2 norm before clipping. It is finite: each microbatch's norm is, and that of the mean is no larger.
         """
-        torch._foreach_div_(self._grads, float(tokens))
+        torch._foreach_div_(self._grads, float(self.divisor))
         norm = total_norm(self._grads)
         factor = clip_norm / (norm + 1e-6)
         if factor < 1:

@@ -165,7 +165,7 @@ class TorchStage:
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
         if self._sums.divisor:
-            norm = self._sums.mean(self._sums.divisor, self._manifest.inner.clip_norm)
+            norm = self._sums.mean(self._manifest.inner.clip_norm)
             self._optimizer.step(label.learning_rate)
         self._sums.close_step()
         self._inner_steps, self._outer.learning_rate = label.inner_step, label.learning_rate
