@@ -86,7 +86,7 @@ class GradientAccumulator:
             mine.copy_(total)
         self._holds, self._tokens_of_all = True, tokens
 
-    def mean(self, clip_norm: float) -> float:
+    def average_and_clip(self, clip_norm: float) -> float:
         """Divide by `divisor`, then clip over the stage: times min(1, clip_norm / (norm + 1e-6)).
 
         METHOD.md, "Inner step".

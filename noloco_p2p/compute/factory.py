@@ -134,14 +134,14 @@ def check_fits(manifest: RunManifest, index: int, device: torch.device) -> Stage
     """The size of a stage. Raises LocalError if it does not fit the free memory, ConfigError for an invalid model."""
     size = stage_sizes(manifest)[index]
     on_host = size.host_bytes if device.type == "cuda" else size.host_bytes + size.device_bytes
-    _compare(index, on_host, free_host_bytes(), "free memory")
+    _check_memory(index, on_host, free_host_bytes(), "free memory")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # left by an earlier stage of this process
-        _compare(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
+        _check_memory(index, size.device_bytes, torch.cuda.mem_get_info(device)[0], f"free memory on {device}")
     return size
 
 
-def _compare(index: int, needed_bytes: int, free_bytes: int | None, what: str) -> None:
+def _check_memory(index: int, needed_bytes: int, free_bytes: int | None, what: str) -> None:
     if free_bytes is not None and needed_bytes > free_bytes:
         raise LocalError(
             f"stage {index} needs {needed_bytes / 2**30:.1f} GiB for weights, optimizer, snapshots and a microbatch, "

@@ -57,7 +57,7 @@ def make_config(settings: ModelSettings) -> Any:
 
     family = settings.family
     if family not in _causal_families():
-        raise ConfigError(f"model.family: transformers has no causal language model {family!r}{_nearest(family)}")
+        raise ConfigError(f"model.family: transformers has no causal language model {family!r}{_did_you_mean(family)}")
     config_class = CONFIG_MAPPING[family]
     general = {field.name for field in dataclasses.fields(PretrainedConfig)}
     known = {field.name for field in dataclasses.fields(config_class)} - general - FIXED_FIELDS
@@ -66,7 +66,7 @@ def make_config(settings: ModelSettings) -> Any:
         known |= LEGACY_FIELDS
     unknown = sorted(set(settings.config) - known)
     if unknown:
-        listed = "; ".join(f"{name!r}{_nearest(name, known)}" for name in unknown)
+        listed = "; ".join(f"{name!r}{_did_you_mean(name, known)}" for name in unknown)
         raise ConfigError(f"model.config: not a field of the family {family}: {listed}")
     try:
         config = config_class(**_without_foreign_ids(config_class, settings.config))
@@ -88,7 +88,7 @@ def _without_foreign_ids(config_class: Any, given: Mapping[str, Any]) -> dict[st
     return {**beyond, **given}
 
 
-def _nearest(name: str, known: set[str] | None = None) -> str:
+def _did_you_mean(name: str, known: set[str] | None = None) -> str:
     """` (did you mean 'x'?)` with the closest known name, or an empty string."""
     near = difflib.get_close_matches(name, sorted(known if known is not None else _causal_families()), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -97,7 +97,7 @@ class OuterState:
         radii = self._pairs.radii(self.learning_rate)
         return moved_by(radii, self.rule.gain) if self.rule.gain else radii
 
-    def met(self, theirs: Sequence[PartnerVector]) -> None:
+    def observe(self, theirs: Sequence[PartnerVector]) -> None:
         """Record how far away merged vectors of others were; later bounds and radii follow from that."""
         for one in theirs:
             if one.apart:
@@ -122,7 +122,7 @@ class OuterState:
                 theta = outer_update.carried_over(base.to(self._device), now, before)
             self._set(name, after, theta)
 
-    def added_up(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    def summed(self, vectors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """The gradients of the group as summed by the rule, one per parameter, and their number of tokens."""
         total = self.rule.merge({}, [(vector[:-1],) for vector in vectors], -1, 0.0)["gradient"]
         return list(self.by_name(total).values()), sum(int(vector[-1]) for vector in vectors)

@@ -29,7 +29,7 @@ class PartnerGuard:
         self._stranger: PartnerVector | None = None
         """The last vector, if it was refused. If another peer's vector agrees with it, this replica is the outlier."""
 
-    def judged(self, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector:
+    def judge(self, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector:
         """The partner's vector after clipping, with its distances and the verdict. A refused one must not be merged."""
         own, found = host_tensor.to_torch(mine.vector), host_tensor.to_torch(theirs.vector)
         radii = mine.radii

@@ -117,7 +117,7 @@ class SnapshotCodec:
         """
         found = self._decoded(mine, request, theirs, before)
         if not self._common:
-            return found if found.missing else self._guard.judged(mine, found)
+            return found if found.missing else self._guard.judge(mine, found)
         own, most = (host_tensor.largest(host_tensor.to_torch(one)) for one in (mine.vector, found.vector))
         if not most <= (limit := largest_accepted(max(own, self._least))):
             raise Violation(f"the snapshot of {theirs.peer} has a value of {most:.3g}; the limit is {limit:.3g}")
@@ -136,7 +136,7 @@ class SnapshotCodec:
                 sent = host_tensor.from_torch("vector", self._sparse.join(values, places, whose))
             if self._gradients and not (tokens := float(host_tensor.to_torch(sent)[-1])) == abs(int(tokens)):
                 raise Violation(f"{whose} claims gradients of {tokens} tokens")
-            vector = _as_type(sent, mine.vector.dtype) if self._common else _beside(mine.vector, sent)
+            vector = _as_type(sent, mine.vector.dtype) if self._common else _own_plus_difference(mine.vector, sent)
             return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
@@ -169,7 +169,7 @@ def _as_type(values: HostTensor, dtype: str) -> HostTensor:
     return host_tensor.from_torch(values.name, host_tensor.to_torch(values).to(host_tensor.DTYPES[dtype]))
 
 
-def _beside(own: HostTensor, sent: HostTensor) -> HostTensor:
+def _own_plus_difference(own: HostTensor, sent: HostTensor) -> HostTensor:
     """û_j of a vector in a plain codec: this replica's own plus the difference of the two as they travel.
 
     METHOD.md, "Codecs of outer rounds".

@@ -117,11 +117,11 @@ class TorchStage:
         # not before this point: after a Violation another replica is asked for the same gradient
         if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
             self._graphs.discard(graph)
-            return self._nothing(microbatch)
+            return self._not_finite(microbatch)
         kept = self._graphs.take(self._pass, graph)
         grad_BTD = self._grad.decode(self._to_device(wire)).to(kept.hidden.dtype)
         if not isfinite(norm := total_norm([grad_BTD])):
-            return self._nothing(microbatch)
+            return self._not_finite(microbatch)
         if (clip := self._returned.factor(norm / sqrt(max(1, gradient.tokens)))) < 1:
             grad_BTD = grad_BTD * clip
         added = AccumulatedMicrobatch(microbatch, gradient.tokens, gradient.loss_sum, clip)
@@ -137,7 +137,7 @@ class TorchStage:
         self.memory.look(0)
         loss_sum = float(loss.detach())
         if not isfinite(loss_sum):
-            return self._nothing(microbatch)
+            return self._not_finite(microbatch)
         return self._contribute(AccumulatedMicrobatch(microbatch, tokens, loss_sum), leaf, loss, None)
 
     def discard(self, graph: int) -> None:
@@ -165,7 +165,7 @@ class TorchStage:
         added, tokens, norm = self._sums.added, self._sums.tokens, 0.0
         self._graphs.weights_change()
         if self._sums.divisor:
-            norm = self._sums.mean(self._manifest.inner.clip_norm)
+            norm = self._sums.average_and_clip(self._manifest.inner.clip_norm)
             self._optimizer.step(label.learning_rate)
         self._sums.close_step()
         self._inner_steps, self._outer.learning_rate = label.inner_step, label.learning_rate
@@ -182,12 +182,12 @@ class TorchStage:
         """The outer rule and N3, as in the port; the optimizer's moments stay."""
         self._graphs.weights_change()
         spreads = [self._codec.pair_std(mine, one) for one in theirs]
-        self._outer.met(theirs)
+        self._outer.observe(theirs)
         group = round_group(mine, theirs, counted)
         vectors = list(map(host_tensor.to_torch, group.vectors))
         replica_std = fmean(spreads) if spreads else None
         if self._outer.rule.gradients:
-            self._sums.replace(*self._outer.added_up(vectors))
+            self._sums.replace(*self._outer.summed(vectors))
             return replica_std
         record = None if self._audit is None else self._outer.record(mine, theirs)
         self._outer.merge(vectors, group.mine, host_tensor.to_torch(mine.weights), group.lag)
@@ -240,15 +240,15 @@ class TorchStage:
             leaf_grad = grads.pop(0)
             wire = host_tensor.to_host(self._grad.encode(torch.zeros_like(leaf) if leaf_grad is None else leaf_grad))
             if not self._grad.is_finite(wire):
-                return self._nothing(added.microbatch)
+                return self._not_finite(added.microbatch)
             grad = host_tensor.from_torch("grad", wire)
         if counted:
             if not isfinite(total_norm([one for one in grads if one is not None])):
-                return self._nothing(added.microbatch)
+                return self._not_finite(added.microbatch)
             self._sums.add(added, grads)
         return Contribution(grad, added.loss_sum, added.tokens, counted, True, added.clip)
 
-    def _nothing(self, microbatch: MicrobatchId) -> Contribution:
+    def _not_finite(self, microbatch: MicrobatchId) -> Contribution:
         """A microbatch that was not finite: its id is spent with zero tokens, and no gradient is added."""
         counted = not self._sums.is_spent(microbatch)
         if counted:

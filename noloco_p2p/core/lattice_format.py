@@ -68,17 +68,17 @@ class LatticeFormat(NamedTuple):
     def plain_values(self, asked: LatticeRequest) -> int:
         """Number of values that travel unencoded."""
         whole = asked.bounds.count(PLAIN) * CHUNK
-        return whole - self._missing(asked) if asked.bounds[-1] == PLAIN else whole
+        return whole - self._shortfall(asked) if asked.bounds[-1] == PLAIN else whole
 
     def nbytes(self, asked: LatticeRequest) -> int:
         """Size of the answer to a valid request: a digest and a bound for each chunk, codes, and plain values."""
         coded = len(asked.bounds) - asked.bounds.count(PLAIN)
         codes = coded * self.code_bytes(CHUNK)
         if asked.bounds[-1] != PLAIN:
-            codes += self.code_bytes(CHUNK - self._missing(asked)) - self.code_bytes(CHUNK)
+            codes += self.code_bytes(CHUNK - self._shortfall(asked)) - self.code_bytes(CHUNK)
         return len(asked.bounds) * (DIGEST_BYTES + 1) + codes + self.plain_values(asked) * self.value_bytes
 
-    def _missing(self, asked: LatticeRequest) -> int:
+    def _shortfall(self, asked: LatticeRequest) -> int:
         """By how many values the last requested chunk is shorter than a full one."""
         return CHUNK - self.width(asked.chunks[-1])
 

@@ -66,7 +66,7 @@ class LineRate:
     def __init__(self, share: float, least_s: float = 0.0) -> None:
         """`share`: the quantile that counts; transfers shorter than `least_s` are combined into one part."""
         self._share, self._least_s = share, least_s
-        self._together = (0.0, 0.0)
+        self._pending = (0.0, 0.0)
         """Bytes and seconds of the transfers since the last part."""
         self._moving = 0
         self._shared_s = 0.0
@@ -76,7 +76,7 @@ class LineRate:
         """(bytes per second, bytes) of each part."""
         self._rate: float | None = None
         """The quantile of the parts, computed on demand."""
-        self._counts = False
+        self._from_system = False
         """Whether the parts are the system's own counts."""
         self.measured_at: float | None = None
         """When the last part ended."""
@@ -98,16 +98,16 @@ class LineRate:
         self._advance(now)
         self._moving -= 1
         seconds = self._shared_s - began
-        if nbytes > 0 and seconds > 0 and not self._counts:
-            self._together = (self._together[0] + nbytes, self._together[1] + seconds)
-            if self._together[1] >= self._least_s:
-                self._append(*self._together, now)
+        if nbytes > 0 and seconds > 0 and not self._from_system:
+            self._pending = (self._pending[0] + nbytes, self._pending[1] + seconds)
+            if self._pending[1] >= self._least_s:
+                self._append(*self._pending, now)
 
     def counted(self, nbytes: int, seconds: float, now: float) -> None:
         """The system counted this many bytes in this many seconds. From the first call on, only its counts matter."""
-        if not self._counts:
+        if not self._from_system:
             self._parts.clear()
-            self._counts = True
+            self._from_system = True
         self._append(nbytes, seconds, now)
 
     @property
@@ -124,7 +124,7 @@ class LineRate:
 
     def _append(self, nbytes: float, seconds: float, now: float) -> None:
         self._parts.append((nbytes / seconds, nbytes))
-        self._together, self.measured_at, self._rate = (0.0, 0.0), now, None
+        self._pending, self.measured_at, self._rate = (0.0, 0.0), now, None
 
     def _advance(self, now: float) -> None:
         if self._moving:

@@ -298,7 +298,7 @@ def not_asked_again(patch: pytest.MonkeyPatch) -> None:
 
 def rounded_alone(patch: pytest.MonkeyPatch) -> None:
     """The partner's rounded vector is merged with the replica's own, which was not rounded."""
-    patch.setattr(snapshot_codec, "_beside", lambda own, sent: snapshot_codec._as_type(sent, own.dtype))
+    patch.setattr(snapshot_codec, "_own_plus_difference", lambda own, sent: snapshot_codec._as_type(sent, own.dtype))
 
 
 @pytest.mark.parametrize(
@@ -367,8 +367,8 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def clip_over_the_whole_model(patch: pytest.MonkeyPatch) -> None:
     """The norm includes that of the other stage (there are two, of about the same size)."""
-    right = GradientAccumulator.mean
-    patch.setattr(GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, tokens, clip_norm / 2**0.5))
+    right = GradientAccumulator.average_and_clip
+    patch.setattr(GradientAccumulator, "average_and_clip", lambda self, clip_norm: right(self, clip_norm / 2**0.5))
 
 
 def decoded_without_the_mean(patch: pytest.MonkeyPatch) -> None:
@@ -388,10 +388,7 @@ def adam_reset(patch: pytest.MonkeyPatch) -> None:
 
 
 def division_by_microbatches(patch: pytest.MonkeyPatch) -> None:
-    right = GradientAccumulator.mean
-    patch.setattr(
-        GradientAccumulator, "mean", lambda self, tokens, clip_norm: right(self, 12 * len(self.added), clip_norm)
-    )
+    patch.setattr(GradientAccumulator, "divisor", property(lambda self: 12 * len(self.added)))
 
 
 def progress_lost(patch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None
             there_and_back = 4 * 4 * 512 * 512
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
             b.transport._line._acked.follow(clock() + COUNT_S)
-            assert not b.transport.line.up._counts, (
+            assert not b.transport.line.up._from_system, (
                 "bytes that the server hands to its end of a stream have not left yet"
             )
 
