@@ -118,7 +118,7 @@ def _refuse_dropout(config: Any) -> None:
     for name, value in sorted(vars(config).items()):
         is_rate = isinstance(value, int | float) and not isinstance(value, bool)
         if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:
-            raise ConfigError(f"model.config: {name} is {value}; dropout must be 0, set it in model.config")
+            raise ConfigError(f"model.config: {name} is {value}; dropout must be 0: set it in model.config")
 
 
 def check_split(config: Any, stages: int) -> None:
