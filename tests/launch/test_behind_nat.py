@@ -1,6 +1,6 @@
-"""Nodes behind gateways join a run of members by its address alone, and train: real processes in network namespaces.
+"""Nodes behind NAT gateways join a members-only run by its address alone, and train: real processes in namespaces.
 
-One case is part of every run of the tests; `NOLOCO_GATEWAYS=all` adds the others.
+One case runs with all tests; `NOLOCO_GATEWAYS=all` adds the others.
 """
 
 import os
@@ -24,10 +24,10 @@ def in_namespace(nodes: Nodes, net: Internet, host: str, *arguments: str) -> Nod
 
 
 def trains(home: Path, build: Callable[[Internet], Hosts], *more: str) -> None:
-    """2 × 2: a public node of stage 1, and on the hosts that `build` makes two of stage 0 and one of stage 1.
+    """2 × 2: a public node of stage 1, and, on the hosts that `build` creates, two of stage 0 and one of stage 1.
 
-    So both ends of half of the microbatches are behind gateways, and partners of rounds. Who joins types the address,
-    and `more` where there is IPv6 only.
+    So half of the microbatches have both ends behind gateways, and so have the outer rounds of stage 0. Joining nodes
+    get the address on the command line, and `more` where there is only IPv6.
     """
     with node_processes(home) as nodes, internet() as net:
         public = net.public("public", 1)
@@ -54,7 +54,7 @@ def trains(home: Path, build: Callable[[Internet], Hosts], *more: str) -> None:
     assert [one["outer_rounds"] for one in found[:2]] == [3, 3]
     for one in found:
         assert one["microbatch_results"]["done"] > 0
-        assert one["results"].keys() - {"alone"}, "partners meet"
+        assert one["results"].keys() - {"alone"}, "replicas merge with partners"
 
 
 def carrier_grade(net: Internet) -> str:
@@ -76,7 +76,7 @@ def port_restricted(net: Internet, *nat: str, drops: Sequence[str] = ()) -> Host
 
 
 def full_cone(net: Internet) -> Hosts:
-    """Whoever knows the address of a gateway gets in, at ports that it has given to connections that went out."""
+    """Anyone may reach a gateway's ports that belong to its outgoing connections."""
     inside = port_restricted(net)
     for host in ("home", "office", "shop"):
         net.run(host, str(gateways.IPTABLES), "-I", "FORWARD", "-i", gateways.WAN, "-j", "ACCEPT")

@@ -39,7 +39,7 @@ def byte_tokenizer(directory: Path) -> str:
 
 
 def text_run(node_dir: Path) -> RunManifest:
-    """A checkpoint of a run of one stage over text, with a tokenizer that only a directory has."""
+    """A checkpoint of a one-stage run over text, whose tokenizer exists only in a directory."""
     data = DataSettings(kind="text", tokenizer="some/name")
     manifest = small_run(stages=1).model_copy(update={"data": data, "steps": 3})
     save(manifest, node_dir, make_replica(manifest, 0, "a"), "a", 3)
@@ -47,14 +47,14 @@ def text_run(node_dir: Path) -> RunManifest:
 
 
 def exported_with_tokenizer(directory: Path) -> tuple[Path, str]:
-    """An exported model of such a run, and the directory of its tokenizer."""
+    """An exported model of such a run, and the directory of the tokenizer."""
     tokenizer = byte_tokenizer(directory)
     text_run(directory / "a")
     return exported(directory / "a", directory / "out", tokenizer_dir=tokenizer), tokenizer
 
 
 def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
-    """The swarm's validation loss of one route: nats per token of the run's own held-out microbatches."""
+    """The swarm's validation loss over one route: nats per token on the run's own held-out microbatches."""
     nats, tokens = 0.0, 0
     for batch in make_batches(manifest, NodeConfig(), "me").validation():
         flow: HostTensor | LossSum = batch.inputs
@@ -66,8 +66,8 @@ def pipeline_loss(stages: Sequence[TorchStage], manifest: RunManifest) -> float:
     return nats / tokens
 
 
-def test_evaluation_is_the_swarms_own(tmp_path: Path) -> None:
-    """On the data that the run held out: merged model, and mean over the replicas."""
+def test_evaluation_matches_the_swarms_own(tmp_path: Path) -> None:
+    """On the data that the run held out: for the merged model, and for the mean over the replicas."""
     manifest = small_run()
     swarm = save_swarm(manifest, tmp_path / "run", [2, 2])
     out = exported(tmp_path / "run", tmp_path / "out")
@@ -88,7 +88,7 @@ def test_evaluation_is_the_swarms_own(tmp_path: Path) -> None:
 
 
 def test_all_tokens_of_files_are_evaluated(tmp_path: Path) -> None:
-    """Also of the last sample, which is shorter; each file is followed by an end of text."""
+    """Including those of the last, shorter sample; each file is followed by an end of text."""
     manifest = small_run(stages=1)
     stage = make_replica(manifest, 0, "a")
     save(manifest, tmp_path / "a", stage, "a", 3)
@@ -114,7 +114,7 @@ def test_all_tokens_of_files_are_evaluated(tmp_path: Path) -> None:
     assert part["tokens"] == 2 * 2 * 16
 
 
-def test_held_out_part_of_files(tmp_path: Path) -> None:
+def test_only_the_held_out_part_of_files_is_evaluated(tmp_path: Path) -> None:
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path, tmp_path / "out")
@@ -126,8 +126,8 @@ def test_held_out_part_of_files(tmp_path: Path) -> None:
     assert figures["microbatches"] == len(batches) == 4
 
 
-def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
-    """Past the window as well, which is when gpt2 has no positions left."""
+def test_generation_is_determined_by_the_seed(tmp_path: Path) -> None:
+    """Also beyond the context window, where gpt2 has no positions left."""
     manifest = small_run("gpt2")
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
@@ -138,15 +138,15 @@ def test_generation_follows_from_the_seed(tmp_path: Path) -> None:
     assert said(1) == said(1) != said(2)
     assert said(1, 0.0) == said(2, 0.0) != said(1)
     for tiny in (1e-20, 1e-40, 1e-320):
-        assert said(1, tiny) == said(1, 0.0), "all the others are as good as impossible"
+        assert said(1, tiny) == said(1, 0.0), "at such a temperature only the best token is possible"
     assert said(1) != ""
     assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
     latin = os.fsdecode("é".encode("latin-1"))
     assert run_generate(out, latin, tokens=5, temperature=1.0, seed=1, device="cpu") != ""
 
 
-def test_a_sample_does_nothing_to_the_terminal(tmp_path: Path) -> None:
-    """A model that has learnt nothing writes all bytes, such as escapes and backspaces."""
+def test_a_sample_cannot_control_the_terminal(tmp_path: Path) -> None:
+    """An untrained model writes any byte, including escapes and backspaces."""
     save_swarm(small_run(), tmp_path, [1, 1])
     title, *lines = sample_lines(tmp_path)
     assert title == "the model writes:"
@@ -164,7 +164,7 @@ def test_a_run_without_checkpoints_has_no_sample_and_says_why(tmp_path: Path) ->
     assert sample_lines(tmp_path) == ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
 
 
-def test_what_comes_next_is_what_can_be_done(tmp_path: Path) -> None:
+def test_only_possible_commands_are_suggested_next(tmp_path: Path) -> None:
     said: list[str] = []
     say_what_next(tmp_path, said.append)
     assert [line.split()[0] for line in said] == ["report"], "a run without checkpoints has no model"
@@ -174,8 +174,8 @@ def test_what_comes_next_is_what_can_be_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("errors", ["replace", "ignore"])
-def test_text_comes_with_the_token_that_completes_it(errors: str) -> None:
-    """And all of it is what decoding everything at once gives, for bytes that are no text as well."""
+def test_text_is_emitted_with_the_token_that_completes_it(errors: str) -> None:
+    """In total it equals decoding everything at once, also for bytes that are not text."""
 
     def decode(ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors=errors)
@@ -215,7 +215,7 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("terminal", "shown"), [(True, "a\n [2Jb"), (False, "a\n\x1b[2Jb")])
-def test_a_terminal_is_not_sent_what_a_model_of_strangers_would_make_it_do(
+def test_generated_control_characters_do_not_reach_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: str
 ) -> None:
     def run_generate(*_: object, say: Callable[[str], None], **__: object) -> None:
@@ -231,8 +231,8 @@ def test_a_terminal_is_not_sent_what_a_model_of_strangers_would_make_it_do(
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
-    """What the kept keys and values give is what a forward over all ids gives, by names that do not go away."""
+def test_greedy_generation_with_a_cache_equals_full_forward_passes(tmp_path: Path) -> None:
+    """The cached keys and values give the same tokens as a full forward pass, without deprecated argument names."""
     manifest = small_run()
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
@@ -248,7 +248,7 @@ def test_greedy_generation_is_that_of_the_whole_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_broken_model_says_so(tmp_path: Path, temperature: float) -> None:
+def test_non_finite_weights_are_reported(tmp_path: Path, temperature: float) -> None:
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     weights = load_file((out := exported(tmp_path, tmp_path / "out")) / "model.safetensors")
@@ -272,14 +272,14 @@ def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
     torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
     (out / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no model that can be loaded"):
-        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # weights in a pickle
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # pickled weights are not loaded
     (out / "pytorch_model.bin").unlink()
     (out / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no model that can be loaded"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
 
 
-def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_local_files_of_the_run_need_not_be_named_again(tmp_path: Path) -> None:
     directory = byte_tokenizer(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT * 4000)
     manifest = text_run(tmp_path / "run" / "0-0")
@@ -299,8 +299,8 @@ def test_what_the_run_read_is_not_asked_for_again(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {plain}
 
 
-def test_the_card_has_no_figure_of_a_part_of_the_run(tmp_path: Path) -> None:
-    """A resumed run counts the tokens of its last part only; one that is stopped may have gone on since."""
+def test_the_model_card_has_no_figures_of_only_a_part_of_the_run(tmp_path: Path) -> None:
+    """A resumed run counts only the tokens of its last part; a stopped run may have continued since."""
     summary = {"completed": True, "tokens": 12_345, "validation_loss": 2.5, "resumed_from_step": 40}
     manifest = text_run(tmp_path / "0-0")
     record = {"manifest": manifest.model_dump(mode="json"), "merge": "one", "round": 50, "stages": [[{}]]}
@@ -312,12 +312,12 @@ def test_the_card_has_no_figure_of_a_part_of_the_run(tmp_path: Path) -> None:
     assert "2.5000 nats" not in card
     earlier = {"run_id": manifest.run_id, "version": "1.0", "step": manifest.steps - 1}
     card = model_card(record | earlier, summary | {"resumed_from_step": None})
-    assert "2.5000 nats" not in card, "of weights that trained on"
+    assert "2.5000 nats" not in card, "the loss of later weights"
     assert "12,345" not in card
 
 
-def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
-    """Bytes of text are counted, and text is said, by means of the exported tokenizer."""
+def test_a_tokenizer_from_a_directory_is_exported(tmp_path: Path) -> None:
+    """Bytes are counted and text is generated with the exported tokenizer."""
     out, directory = exported_with_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer(TEXT).input_ids == AutoTokenizer.from_pretrained(directory)(TEXT).input_ids
@@ -332,8 +332,8 @@ def test_a_tokenizer_of_a_directory_goes_along(tmp_path: Path) -> None:
         run_eval(out, (), held_out=False, microbatches=None, device="cpu")
 
 
-def test_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on parquet files of ids does not know what they stand for."""
+def test_a_model_of_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on parquet files of ids does not know which text they stand for."""
     manifest = small_run(stages=1).model_copy(update={"data": DataSettings(kind="parquet")})
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     out = exported(tmp_path / "a", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The model taken home from checkpoints: its logits, its mean, its files, and what is refused."""
+"""Export from checkpoints: the logits, the mean over replicas, the files, and what is refused."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
-    """The weights as AutoModelForCausalLM loads them."""
+    """The weights, as AutoModelForCausalLM loads them."""
     return dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
 
 
 def pipeline_logits(stages: Sequence[TorchStage], tokens_BT: Tensor) -> Tensor:
-    """What the stages give, one after the other."""
+    """The output of the stages, run in sequence."""
     flow = host_tensor.from_torch("inputs", tokens_BT)
     for stage in stages:
         _, flow = stage.forward(flow, None)
@@ -52,7 +52,7 @@ def pipeline_logits(stages: Sequence[TorchStage], tokens_BT: Tensor) -> Tensor:
         ("qwen3_moe", 2, {}),
     ],
 )
-def test_logits_are_those_of_the_pipeline(tmp_path: Path, family: str, stages: int, model: dict[str, Any]) -> None:
+def test_logits_equal_those_of_the_pipeline(tmp_path: Path, family: str, stages: int, model: dict[str, Any]) -> None:
     manifest = small_run(family, stages, model)
     swarm = save_swarm(manifest, tmp_path / "run", [2] * stages)
     out = exported(tmp_path / "run", tmp_path / "out", mean=False)
@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_pipeline(tmp_path: Path, family: str, stages: i
     assert not (out / "replicas").exists()
 
 
-def test_mean_is_the_mean_and_single_replicas_are_chained(tmp_path: Path) -> None:
+def test_the_merge_is_the_mean_and_single_replicas_form_whole_models(tmp_path: Path) -> None:
     manifest = small_run()
     swarm = save_swarm(manifest, tmp_path / "run", [3, 2])
     out = exported(tmp_path / "run", tmp_path / "out")
@@ -80,7 +80,7 @@ def test_mean_is_the_mean_and_single_replicas_are_chained(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("replicas", "cut"), [(3, 1), (4, 1), (7, 1), (8, 2), (9, 2)])
-def test_the_trimmed_mean_is_that_of_numpy(replicas: int, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trimmed_mean_equals_that_of_numpy(replicas: int, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exported_model, "TRIMMED_AT_ONCE", 7)
     drawn = np.random.default_rng(replicas).normal(size=(replicas, 5, 6)).astype(np.float32)
     drawn[0, 1, 2], drawn[1, 1, 2], drawn[2, 3, 3] = np.nan, -1e38, np.inf
@@ -90,7 +90,7 @@ def test_the_trimmed_mean_is_that_of_numpy(replicas: int, cut: int, monkeypatch:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_wrong_replica_moves_the_trimmed_mean_no_further_than_the_others_are(tmp_path: Path) -> None:
+def test_a_wrong_replica_keeps_the_trimmed_mean_within_the_range_of_the_others(tmp_path: Path) -> None:
     [mine] = save_swarm(small_run(stages=1), tmp_path / "run", [4])
     with torch.no_grad():
         for parameter in mine[2].parameters.values():
@@ -110,7 +110,7 @@ def test_two_replicas_have_no_trimmed_mean(tmp_path: Path) -> None:
         exported(tmp_path / "run", tmp_path / "out", merge="trimmed")
 
 
-def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_record_lists_the_checkpoints_that_were_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest round that both stages have is 4; one node of stage 0 has only an older one, and is named."""
     manifest = small_run()
     for peer, stage, rounds in (("a", 0, (2, 4, 6)), ("b", 0, (2,)), ("c", 1, (2, 4))):
@@ -128,8 +128,8 @@ def test_the_record_says_what_was_used(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"run {manifest.run_id}, outer round 4" in output
 
 
-def test_the_last_checkpoint_of_a_round_counts(tmp_path: Path) -> None:
-    """Of a node and an old copy of its directory, say."""
+def test_of_two_checkpoints_of_one_round_the_later_one_is_used(tmp_path: Path) -> None:
+    """For example, of a node's directory and an old copy of it."""
     manifest = small_run(stages=1)
     stage = make_replica(manifest, 0, "a")
     save(manifest, tmp_path / "a", stage, "a", 3)
@@ -158,7 +158,7 @@ def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_each_reason_against_an_export_has_its_message(tmp_path: Path) -> None:
     manifest, run, out = small_run(), tmp_path / "run", tmp_path / "out"
     run.mkdir()
     with pytest.raises(ConfigError, match="no complete checkpoint"):
@@ -190,7 +190,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert exported(run, out).is_dir()
 
 
-def test_the_manifest_must_be_that_of_the_checkpoints(tmp_path: Path) -> None:
+def test_the_manifest_must_match_the_checkpoints(tmp_path: Path) -> None:
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     path = tmp_path / "a" / "manifest.json"
@@ -207,8 +207,8 @@ def test_the_manifest_must_be_that_of_the_checkpoints(tmp_path: Path) -> None:
         exported(tmp_path, tmp_path / "out")
 
 
-def test_an_empty_directory_that_is_there_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a link to one, the one that one is in, and one with hidden files, such as a fresh clone."""
+def test_an_existing_empty_directory_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a link to an empty directory, the current directory, and one with hidden files only, like a fresh clone."""
     manifest = small_run(stages=1)
     save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
     clone, linked, here = (tmp_path / name for name in ("clone", "linked", "here"))
@@ -220,19 +220,19 @@ def test_an_empty_directory_that_is_there_is_written(tmp_path: Path, monkeypatch
     for out in (clone, tmp_path / "link", Path()):
         run_export((), [tmp_path / "a"], out, merge="mean", replicas=True, tokenizer_dir=None)
         assert read_record(out)[0] == manifest
-        assert not list(out.glob("*.new")), "nothing is left"
+        assert not list(out.glob("*.new")), "no temporary directory is left"
     assert (clone / ".gitattributes").read_text() == "theirs"
     assert (linked / "model.safetensors").read_bytes() == (clone / "model.safetensors").read_bytes()
 
 
-def test_the_command_ends_with_one_line(tmp_path: Path) -> None:
+def test_the_command_fails_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "noloco_p2p.cli.main", "export", "--from", str(tmp_path), "--out", "x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert ended.stderr == f"error: --from {tmp_path}: there is no complete checkpoint in it or below it\n"
 
 
-def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
+def test_the_tokenizer_matches_the_training_data(tmp_path: Path) -> None:
     manifest = small_run()
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
@@ -246,8 +246,8 @@ def test_the_tokenizer_is_that_of_the_training_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_the_byte_tokenizer_is_read_beside_a_family_with_one_of_its_own(tmp_path: Path, family: str) -> None:
-    """AutoTokenizer takes theirs, which fails or decodes nonsense."""
+def test_the_byte_tokenizer_is_loaded_even_if_the_family_has_its_own(tmp_path: Path, family: str) -> None:
+    """AutoTokenizer would use the family's tokenizer, which fails or decodes nonsense."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     exported_model.write_tokenizer(None, tmp_path)
     assert exported_model.load_decoder(tmp_path)(BYTES.encode(TEXT.encode()).tolist()) == TEXT
@@ -255,13 +255,13 @@ def test_the_byte_tokenizer_is_read_beside_a_family_with_one_of_its_own(tmp_path
     assert exported_model.load_decoder(tmp_path / "copy")(BYTES.encode(TEXT.encode()).tolist()) == TEXT
 
 
-def test_an_id_that_only_the_model_has_is_no_text(tmp_path: Path) -> None:
-    """A vocab_size of 512 for the 384 ids of bytes."""
+def test_ids_beyond_the_tokenizer_decode_to_nothing(tmp_path: Path) -> None:
+    """With a vocab_size of 512 for the 384 ids of the byte tokenizer."""
     exported_model.write_tokenizer(None, tmp_path)
     assert exported_model.load_decoder(tmp_path)([*BYTES.encode(b"ab"), 384, 511]) == "ab"
 
 
-def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(tmp_path: Path) -> None:
+def test_a_run_from_before_the_wire_settings_can_be_exported_but_not_continued(tmp_path: Path) -> None:
     fields = small_run(stages=1).model_dump(mode="json")
     del fields["wire"]
     older = json.dumps(fields | {"wire_dtype": "bfloat16"}, sort_keys=True, separators=(",", ":")).encode()
@@ -279,7 +279,7 @@ def test_a_run_of_before_the_setting_of_the_wire_is_exported_and_not_continued(t
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"manifest": {}, "replicas": 1e999}', '{"manifest": 3}', "[]"])
-def test_a_record_that_cannot_be_read_is_said_to_be(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_record_is_reported(tmp_path: Path, text: str) -> None:
     for name in ("config.json", "noloco.json"):
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match="is not what `noloco export` writes"):
@@ -290,15 +290,15 @@ def test_a_record_that_cannot_be_read_is_said_to_be(tmp_path: Path, text: str) -
 @pytest.mark.parametrize(
     ("written", "files"), [("null", ()), ("3", ()), ('"a.txt"', ()), ('["a.txt", 3, "b.txt"]', ("a.txt", "b.txt"))]
 )
-def test_data_files_are_the_texts_in_a_record(tmp_path: Path, written: str, files: tuple[str, ...]) -> None:
+def test_only_text_values_of_data_files_in_a_record_are_used(
+    tmp_path: Path, written: str, files: tuple[str, ...]
+) -> None:
     for name in ("noloco.json", LOCAL):
         (tmp_path / name).write_text(f'{{"data_files": {written}}}')
     assert recorded_data(tmp_path) == local_files([tmp_path]).data_files == files
 
 
-def test_a_place_that_cannot_be_written_is_known_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_target_is_reported_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_existing(tmp_path / "new" / "model")
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
     with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: cannot write to {tmp_path}: name"):
@@ -321,7 +321,7 @@ main.main()
 
 @pytest.mark.usefixtures("minds_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_export_that_a_signal_ends_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
+def test_an_export_interrupted_by_a_signal_leaves_nothing_behind(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-c", SLOW, "export", "--from", "run", "--out", str(tmp_path / "model")]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as export:
         assert export.stdout is not None

@@ -1,4 +1,4 @@
-"""The model taken home from nodes that run: real libp2p, DHT and gRPC; what the nodes give is scripted."""
+"""Export from running nodes: real libp2p, DHT and gRPC; the nodes' answers are scripted."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,20 +29,20 @@ MANIFEST = make_manifest(dtype="float32")
 
 @dataclass
 class Holder:
-    """A node that gives snapshots of its newest two rounds."""
+    """A node that serves snapshots of its newest two rounds."""
 
     stage: TorchStage
     newest: int
     moves: int = 0
-    """It is so many rounds further when it is first asked; later it reaches what it is asked for."""
+    """Rounds that it has advanced by the first request; at later requests it has reached the requested round."""
     dead: bool = False
-    """It is announced, and nothing listens at its address."""
+    """Whether it is announced although nothing listens at its address."""
     peer: PeerId = ""
     address: str = ""
     asked: list[int | None] = field(default_factory=list)
 
     async def give(self, request: SnapshotRequest) -> Snapshot:
-        """As `node/outer_round.py` does."""
+        """Answer as `node/outer_round.py` does."""
         round = request.round
         assert request.stage == self.stage.state.index
         assert round is not None
@@ -54,7 +54,7 @@ class Holder:
 
 
 def holders(*newest: tuple[int, int]) -> list[Holder]:
-    """One for each (stage, newest round), each with weights of its own."""
+    """One node for each (stage, newest round), each with different weights."""
     made = []
     for number, (index, round) in enumerate(newest):
         stage = make_stages(MANIFEST)[index]
@@ -67,7 +67,7 @@ def holders(*newest: tuple[int, int]) -> list[Holder]:
 
 @asynccontextmanager
 async def swarm(home: Path, members: Sequence[Holder], manifest: RunManifest = MANIFEST) -> AsyncIterator[str]:
-    """These nodes, announced; the address to join."""
+    """Announces these nodes; yields the address to join."""
     first: str | None = None
     async with AsyncExitStack() as closing:
         for number, holder in enumerate(members):
@@ -89,8 +89,8 @@ async def swarm(home: Path, members: Sequence[Holder], manifest: RunManifest = M
         yield first
 
 
-def test_the_newest_round_that_all_can_give(tmp_path: Path) -> None:
-    """One stage is a round ahead, and one of four nodes is gone: three give round 5, the fourth is named."""
+def test_the_newest_round_that_all_nodes_can_serve_is_exported(tmp_path: Path) -> None:
+    """One stage is a round ahead and one of four nodes is dead: three serve round 5, the fourth is named."""
 
     async def test() -> None:
         members = holders((0, 5), (0, 5), (1, 6), (0, 5))
@@ -116,8 +116,8 @@ def test_the_newest_round_that_all_can_give(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_swarm_that_moves_on_is_met_at_a_later_round(tmp_path: Path) -> None:
-    """The adverts are old; when the first answers come, nodes are 2 and 5 rounds further. All then reach round 11."""
+def test_if_the_swarm_has_moved_on_a_later_round_is_exported(tmp_path: Path) -> None:
+    """The adverts are old: by the first answers the nodes are 2 and 5 rounds further. Then all reach round 11."""
 
     async def test() -> None:
         members = holders((0, 5), (1, 5))
@@ -130,8 +130,8 @@ def test_a_swarm_that_moves_on_is_met_at_a_later_round(tmp_path: Path) -> None:
     run(test)
 
 
-def test_one_replica_of_each_stage(tmp_path: Path) -> None:
-    """The lowest peer id, or the next one when that is gone."""
+def test_with_one_a_single_replica_of_each_stage_is_used(tmp_path: Path) -> None:
+    """The one with the lowest peer id, or the next one if its answer is unusable."""
 
     async def test() -> None:
         members = holders((0, 5), (0, 5), (1, 5))
@@ -149,7 +149,7 @@ def test_one_replica_of_each_stage(tmp_path: Path) -> None:
     run(test)
 
 
-def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
+def test_each_reason_why_a_swarm_cannot_be_exported_has_its_message(tmp_path: Path) -> None:
     async def test() -> None:
         async with swarm(tmp_path / "a", holders((0, 5))) as address:
             with pytest.raises(LocalError, match="no node of the swarm has trained weights of stage 1"):
@@ -164,7 +164,7 @@ def test_what_a_swarm_cannot_give_is_said(tmp_path: Path) -> None:
     run(test)
 
 
-def test_weights_of_a_snapshot_are_theta_bit_for_bit() -> None:
+def test_weights_in_a_snapshot_equal_theta_bit_for_bit() -> None:
     stage = holders((1, 3))[0].stage
     parameters = exported_model.stage_specs(MANIFEST, 1)
     snapshot = stage.encode(stage.snapshot(3, 7), SnapshotRequest(1, weights="float32"), "observer")
@@ -183,17 +183,17 @@ def test_weights_of_a_snapshot_are_theta_bit_for_bit() -> None:
     ("target", "rounds", "following"),
     [
         (7, {0: [7, 7], 1: [7, 7]}, 7),
-        (7, {0: [7, 9], 1: [8, 7]}, 10),  # the swarm is past it: all are asked to reach the same later round
-        (7, {0: [7, 6], 1: [7, 7]}, 6),  # somebody is one behind: the others still keep that round
-        (7, {0: [7, 3], 1: [7, 7]}, 7),  # somebody is far behind: it goes without
+        (7, {0: [7, 9], 1: [8, 7]}, 10),  # the swarm has passed the target: all are asked for the same later round
+        (7, {0: [7, 6], 1: [7, 7]}, 6),  # one node is a round behind: the others still keep that round
+        (7, {0: [7, 3], 1: [7, 7]}, 7),  # one node is far behind: it is left out
         (7, {0: [7, 7], 1: [5, 4]}, 5),
     ],
 )
-def test_the_next_round_that_is_asked_for(target: int, rounds: dict[int, list[int]], following: int) -> None:
+def test_the_next_round_to_request(target: int, rounds: dict[int, list[int]], following: int) -> None:
     assert next_target(target, rounds) == following
 
 
-def test_who_is_asked() -> None:
+def test_which_nodes_are_asked() -> None:
     def advert(peer: str, stage: int, partner_from_round: int = 0) -> Advert:
         return Advert(peer, "run", stage, (), partner_from_round=partner_from_round)
 

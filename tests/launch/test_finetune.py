@@ -33,7 +33,7 @@ ANSWERS = {"a=": "x1", "b=": "y2", "c=": "z3"}
 
 
 def written(path: Path, pairs: Sequence[tuple[str, str]] | None = None) -> str:
-    """A file of JSON lines."""
+    """Write a file of JSON lines; returns its path."""
     lines = [json.dumps({"prompt": p, "completion": c, "id": 1}) for p, c in pairs or list(ANSWERS.items()) * 8]
     path.write_text("\n".join([*lines, "", ""]))
     return str(path)
@@ -41,7 +41,7 @@ def written(path: Path, pairs: Sequence[tuple[str, str]] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported model with the mean of two replicas."""
+    """An exported model, the mean of two replicas."""
     home = tmp_path_factory.mktemp("model")
     save_swarm(small_run(), home / "run", [2, 2])
     return exported(home / "run", home / "out")
@@ -52,7 +52,7 @@ def tuned(model: Path, data: str, out: Path, said: list[str] | None = None, **re
     return run_finetune(model, [data], out, Recipe(**recipe), device="cpu", say=say)
 
 
-def test_it_learns_its_completions_and_loads_as_an_exported_model(tmp_path: Path, model: Path) -> None:
+def test_fine_tuning_learns_the_completions_and_writes_an_exported_model(tmp_path: Path, model: Path) -> None:
     data, out, said = written(tmp_path / "data.jsonl"), tmp_path / "tuned", list[str]()
     figures = tuned(model, data, out, said, learning_rate=1e-2, batch_size=8, steps=60, held_out=0.25)
     assert figures["held_out_loss"] < 0.05 < 2 < figures["held_out_before"]
@@ -79,7 +79,7 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_step_is_adamw_on_the_mean_over_the_completions(tmp_path: Path, model: Path) -> None:
-    """Against torch alone, example by example and without padding: two steps, with warm-up and clipping."""
+    """Compared with plain torch, example by example and without padding: two steps with warm-up and clipping."""
     pairs = [("ab=", "x"), ("c=", "yyyy")]
     out = tmp_path / "tuned"
     tuned(model, written(tmp_path / "data.jsonl", pairs), out, learning_rate=0.01, batch_size=2, steps=2, held_out=0.0)
@@ -110,7 +110,7 @@ def test_prompts_and_padding_do_not_count() -> None:
     assert targets == [[IGNORED, 102, 1], [103, 104, 1]]
 
 
-def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path, model: Path) -> None:
+def test_examples_that_are_too_long_are_skipped_and_counted(tmp_path: Path, model: Path) -> None:
     pairs, said = [("a=", "x"), ("b" * 10, "c" * 6), ("b" * 10, "c" * 7)], list[str]()
     data = written(tmp_path / "data.jsonl", pairs)
     figures = tuned(model, data, tmp_path / "out", said, steps=1, held_out=0.0)
@@ -130,7 +130,7 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path: Path, model: Path) -
         ('{"prompt"', "Expecting"),
     ],
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n\n' + line + "\n")
     with pytest.raises(ConfigError, match=f"data.jsonl, line 3: {message}"):
@@ -143,13 +143,13 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -
         read_examples([str(path)], BYTES)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8-sig")
     assert len(read_examples([str(path)], BYTES)) == 1
 
 
-def test_a_disk_without_room_for_the_model_is_named_before_it_is_trained(
+def test_a_disk_without_room_for_the_model_is_reported_before_training(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -162,7 +162,9 @@ def test_a_disk_without_room_for_the_model_is_named_before_it_is_trained(
     assert said == []
 
 
-def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_reported_before_torch_is_imported(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "noloco_p2p.compute", None)
     data, full = written(tmp_path / "data.jsonl"), written(tmp_path / "full")
     for directory, file, out, message in [
@@ -177,7 +179,7 @@ def test_errors_come_before_torch(tmp_path: Path, model: Path, monkeypatch: pyte
         tuned(model, data, tmp_path / "out")
 
 
-def test_a_loss_that_is_not_finite_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_non_finite_loss_ends_the_training_and_leaves_nothing(tmp_path: Path) -> None:
     manifest = small_run(stages=1)
     replica = make_replica(manifest, 0, "a")
     save(manifest, tmp_path / "a", replica, "a", 3)
@@ -191,7 +193,7 @@ def test_a_loss_that_is_not_finite_ends_it_and_leaves_nothing(tmp_path: Path) ->
     assert not (tmp_path / "tuned").exists()
 
 
-def test_a_last_step_that_breaks_the_weights_ends_it_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+def test_a_last_step_that_breaks_the_weights_is_an_error_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
     data, out = written(tmp_path / "data.jsonl"), tmp_path / "tuned"
     for held_out in (0.0, 0.25):
         with pytest.raises(LocalError, match="not finite after step 1: try a lower --learning-rate"):
@@ -199,12 +201,12 @@ def test_a_last_step_that_breaks_the_weights_ends_it_and_leaves_nothing(tmp_path
     assert not out.exists()
 
 
-def test_the_command_says_what_it_did(tmp_path: Path, model: Path) -> None:
+def test_the_command_reports_what_it_did(tmp_path: Path, model: Path) -> None:
     options = ["--data", written(tmp_path / "data.jsonl"), "--out", str(tmp_path / "out"), "--epochs", "1"]
     done = CliRunner().invoke(app, ["finetune", str(model), *options, "--device", "cpu"])
     lines = done.output.splitlines()
     assert lines[0] == "23 examples, 1 held out; 1 step of 32"
-    # The last step's: a tenth of the peak, which is a tenth of the run's.
+    # The rate of the last step is a tenth of the peak, which is a tenth of the run's.
     assert "rate 1.00e-05" in lines[1]
     assert lines[2].startswith("held out: ")
     assert lines[3] == f"wrote {tmp_path / 'out'}"

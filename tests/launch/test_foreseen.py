@@ -1,4 +1,4 @@
-"""Mistakes that can be known are told in one line that says what to do, before any process starts."""
+"""Foreseeable mistakes are reported before any process starts, in one line that says what to do."""
 
 import shutil
 import socket
@@ -79,7 +79,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("command", "options", "expected"), MISTAKES)
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_is_reported_before_anything_starts(
     command: str,
     options: str,
     expected: str,
@@ -118,7 +118,7 @@ def test_the_parameters_of_a_plain_model_need_no_torch(stages: int) -> None:
     sizes = stage_sizes(manifest)
     assert foreseen._plain_parameters(manifest) == sum(stage.parameters for stage in sizes)
     odd = ModelSettings(config={**manifest.model.config, "hidden_size": 124})
-    assert foreseen._plain_parameters(manifest.model_copy(update={"model": odd})) is None, "31 values a head"
+    assert foreseen._plain_parameters(manifest.model_copy(update={"model": odd})) is None, "31 values per head"
 
 
 WIDE = ModelSettings(config=RunManifest().model.config | {"vocab_size": 3_000_000_000})
@@ -126,8 +126,10 @@ HUGE = {"rows": RunManifest(microbatch_size=10**9), "weights": RunManifest(model
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_a_manifest_that_needs_more_memory_than_there_is_takes_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever joins learns the manifest from a peer; doctor and noloco-node ask the same function (hole 18)."""
+def test_a_manifest_that_needs_too_much_memory_is_refused_before_any_is_allocated(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joining node gets the manifest from a peer; doctor and noloco-node use the same check (hole 18)."""
     manifest = HUGE[case]
     monkeypatch.setattr(factory, "make_stage_module", None)
     for index in range(manifest.stages):

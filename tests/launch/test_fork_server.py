@@ -1,4 +1,4 @@
-"""What is forked is as good as what is started: its own process in every respect, and none of them outlives anybody."""
+"""A forked node is a process of its own in every respect, and neither server nor nodes outlive the launcher."""
 
 import json
 import os
@@ -62,23 +62,23 @@ else:
 
 @pytest.fixture
 def server() -> ForkServerProcess:
-    """The shared one, which has imported what a node needs."""
+    """The shared fork server, which has imported what a node needs."""
     return warm_start.server()
 
 
 def forked(server: ForkServerProcess, home: Path, script: str, *arguments: str, **environment: str) -> ForkedProcess:
-    """A process that runs the script in `home`, with standard output and error in `out` and `err` there."""
+    """A process that runs the script in `home`, with standard output and error in the files `out` and `err` there."""
     (home / "script.py").write_text(script)
     with (home / "out").open("ab") as out, (home / "err").open("ab") as err:
         program, output = [str(home / "script.py"), *arguments], (out.fileno(), err.fileno())
         return server.fork("noloco-node 0-0", program, output, {"PATH": "/bin:/usr/bin", **environment}, home)
 
 
-def test_a_fork_is_a_process_of_its_own(server: ForkServerProcess, tmp_path: Path) -> None:
+def test_a_fork_has_its_own_session_environment_and_exit_code(server: ForkServerProcess, tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     for mine in ("one", None):
         process = forked(server, tmp_path, TELLS, "a", "b c", **({"MINE": mine} if mine else {}))
-        assert process.poll() is None, "it reads its standard input"
+        assert process.poll() is None, "it waits for its standard input"
         process.stdin.close()
         assert process.wait() == 7
         told.append(json.loads((tmp_path / "out").read_text().splitlines()[-1]))
@@ -86,18 +86,18 @@ def test_a_fork_is_a_process_of_its_own(server: ForkServerProcess, tmp_path: Pat
         assert (each["arguments"], each["mine"], each["path"]) == (["a", "b c"], mine, "/bin:/usr/bin")
         assert (each["cwd"], each["leads"], each["files"]) == (str(tmp_path), True, [0, 1, 2])
         assert each["name"] == "noloco-node 0-0"
-    assert not set(told[0]["chance"]) & set(told[1]["chance"]), "no two forks draw the same"
+    assert not set(told[0]["chance"]) & set(told[1]["chance"]), "forks do not share random numbers"
     assert (tmp_path / "err").read_text() == "beside\n" * 2
 
 
-def test_a_signal_is_seen_and_what_a_killed_one_had_started_goes_too(server: ForkServerProcess, tmp_path: Path) -> None:
+def test_a_fork_gets_signals_and_its_children_are_killed_with_it(server: ForkServerProcess, tmp_path: Path) -> None:
     process = forked(server, tmp_path, STUBBORN)
     wait_until((tmp_path / "child").exists, "its child")
     process.send_signal(signal.SIGTERM)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: b"sleep" in b"".join(map(command_of, working_below(tmp_path))), "its child alone")
-    process.kill_group()  # Nobody else has its id: it has not been waited for.
+    process.kill_group()  # its id cannot have been reused, because it has not been waited for
     assert process.wait() == -signal.SIGKILL
     process.send_signal(signal.SIGKILL)
     wait_until(lambda: not working_below(tmp_path), "the end of both")
@@ -111,7 +111,7 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
-def test_a_node_that_will_not_end_is_killed_with_what_it_started(
+def test_a_node_that_does_not_end_is_killed_with_its_children(
     server: ForkServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
@@ -127,7 +127,7 @@ def test_a_node_that_will_not_end_is_killed_with_what_it_started(
 
 
 @pytest.mark.parametrize("dies", ["server", "launcher", "launcher at once"])
-def test_nothing_is_left_when_server_or_launcher_is_killed(
+def test_nothing_is_left_when_the_server_or_the_launcher_is_killed(
     server: ForkServerProcess, tmp_path: Path, dies: str
 ) -> None:
     launcher = forked(server, tmp_path, LAUNCHER, str(Path(warm_start.__file__).parent), dies)
@@ -137,7 +137,7 @@ def test_nothing_is_left_when_server_or_launcher_is_killed(
     assert (tmp_path / "out").read_text() == ("-9\n" if dies == "server" else "")
 
 
-def test_a_library_that_cannot_be_imported_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_import_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "uvloop.py").write_text("raise ImportError('uvloop is broken')")
     broken = ForkServerProcess()
     broken.start({**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])})
@@ -151,7 +151,7 @@ def test_a_library_that_cannot_be_imported_is_shown(tmp_path: Path, capfd: pytes
     assert "uvloop is broken" in capfd.readouterr().err
 
 
-def test_a_process_with_threads_forks_nothing() -> None:
+def test_a_server_with_threads_refuses_to_fork() -> None:
     resting = threading.Event()
     thread = threading.Thread(target=resting.wait)
     thread.start()
@@ -164,7 +164,7 @@ def test_a_process_with_threads_forks_nothing() -> None:
         thread.join()
 
 
-def test_where_nothing_can_be_forked_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_cannot_fork_safely_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     with pytest.raises(LocalError, match=r"start each with noloco-node$"):
         ForkServerProcess().start({})

@@ -1,4 +1,4 @@
-"""Nodes behind a home router are dialled there, or by each other, and train: real processes in network namespaces."""
+"""Nodes behind home routers train, dialled through the router or within its network: real processes in namespaces."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gatew
 
 @pytest.mark.parametrize("how", soak(["closed", ""]))
 def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
-    """It holds the last stage, so the public node dials it: at the router, or over a link if the router lies."""
+    """It holds the last stage, so the public node dials it: at the router, or over a link if the mapping is false."""
     with node_processes(tmp_path) as nodes, internet() as net:
         address = net.public("public", 1)
         noted = net.router("home", 12, how, known_to=["public"])
@@ -56,7 +56,7 @@ def test_a_node_behind_a_home_router_trains(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.soak
 def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_path: Path) -> None:
-    """Nobody relays in an open run, and no port is mapped, so there is no other way."""
+    """In an open run no node relays, and no port is mapped, so there is no other route."""
     with node_processes(tmp_path) as nodes, internet() as net:
         address = net.public("public", 1)
         net.router("home", 12, "silent", known_to=["public"])
@@ -77,8 +77,8 @@ def test_two_nodes_behind_one_router_reach_each_other_on_their_own_network(tmp_p
 
 
 @pytest.mark.skipif(gateways.why_not() != "", reason=gateways.why_not())
-def test_a_run_begins_behind_a_home_router_and_goes_on_without_a_public_node(tmp_path: Path) -> None:
-    """2 × 2: two nodes at routers that map ports, two that nobody can dial."""
+def test_a_run_starts_behind_a_home_router_and_continues_without_a_public_node(tmp_path: Path) -> None:
+    """2 × 2: two nodes behind routers that map ports, two that cannot be dialled."""
     with node_processes(tmp_path) as nodes, internet() as net:
         for name, number in (("home", 12), ("office", 13)):
             net.router(name, number)

@@ -1,4 +1,4 @@
-"""No command writes into a directory that is something else, or takes it for that: every command, every kind."""
+"""No command writes into or misreads a directory of another kind: every command with every kind of directory."""
 
 import json
 import os
@@ -22,11 +22,11 @@ from noloco_p2p.launch.bootstrap import NodeOptions
 JOIN = f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}"
 WENT = "it went on"
 INSIDE, RUNS = "beside the nodes of a swarm", ("swarm", "node")
-"""A model may stand inside a swarm, another run may not."""
+"""A model may be inside the directory of a swarm, another run may not."""
 
 
 def files(directory: Path, **contents: str) -> Path:
-    """A directory with files; `__` in a name stands for a slash, `_` for a dot."""
+    """Create a directory with files; `__` in a name stands for a slash, `_` for a dot."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         path = directory / name.replace("__", "/").replace("_", ".")
@@ -74,16 +74,16 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "bench links": (["bench", "links", "--out", HERE], "nothing"),
     "tasks": (["tasks", HERE, "--train", "1", "--test", "1"], "nothing, tasks"),
     "plots": (["sim", "--seed", "1", "--plots", HERE], "nothing, plots"),
-    # These only read; a page, a trace and an address are files of their own.
+    # These only read; their output is a separate file.
     "report": (["report", HERE, "--out", OUT], "swarm, finished swarm, node, node of another run, own files"),
     "export from": (["export", "--from", HERE, "--out", OUT], "swarm, finished swarm, node, own files"),
     "eval": (["eval", HERE], "model"),
     "generate": (["generate", HERE, "--prompt", "a"], "model"),
     "finetune from": (["finetune", HERE, "--data", "x", "--out", OUT], "model"),
 }
-"""Command → its words, and the kinds of directory that are what it wants."""
+"""Command → its arguments, and the kinds of directory that it accepts."""
 SAME = {"node of another run": "node", "node of a finished swarm": "node"}
-"""To a command that only reads."""
+"""Kinds that are the same to a command that only reads."""
 
 
 def tree(home: Path) -> dict[str, bytes | None]:
@@ -100,7 +100,7 @@ def raises(*_: object, **__: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes after the look at the directory."""
+    """Replaces whatever comes after the check of the directory."""
     monkeypatch.setattr(swarm, "LocalSwarm", raises)
     monkeypatch.setattr(compose, "run_to_end", raises)
     monkeypatch.setattr(runner, "workers", raises)
@@ -111,7 +111,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(words: list[str]) -> str:
-    """The one line with which a command ends; empty when all went well."""
+    """The one line with which a command fails; empty if it succeeds."""
     app: Typer = node_main.app if words[0] == "noloco-node" else noloco_main.app
     try:
         app(args=words[1:] if words[0] == "noloco-node" else words, standalone_mode=False)
@@ -122,7 +122,9 @@ def answer(words: list[str]) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_directory_is_what_it_is(kind: str, command: str, tmp_path: Path) -> None:
+def test_a_command_accepts_only_its_kinds_of_directory_and_touches_no_other(
+    kind: str, command: str, tmp_path: Path
+) -> None:
     files(tmp_path / "model", noloco_json="{}")
     home = KINDS[kind](tmp_path / "here")
     words, wanted = COMMANDS[command]
@@ -152,13 +154,13 @@ def test_a_directory_is_what_it_is(kind: str, command: str, tmp_path: Path) -> N
         (["export", "--from", "{swarm}", "--out", "{model}"], "--out {model} is an exported model: name"),
     ],
 )
-def test_the_refusal_names_both(words: list[str], line: str, tmp_path: Path) -> None:
+def test_the_refusal_names_the_actual_and_the_wanted_kind(words: list[str], line: str, tmp_path: Path) -> None:
     places = {"swarm": "swarm", "node": "node", "model": "model", "own": "own files"}
     homes = {name: str(KINDS[kind](tmp_path / name)) for name, kind in places.items()}
     assert answer([word.format(**homes) for word in words]).startswith(line.format(**homes))
 
 
-def test_a_summary_is_not_replaced_by_one_that_knows_less(tmp_path: Path) -> None:
+def test_a_summary_is_not_replaced_by_a_less_informative_one(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     worse_and_worse: list[dict[str, object]] = [
         {"state": "finished", "inner_steps": 9},
@@ -171,10 +173,12 @@ def test_a_summary_is_not_replaced_by_one_that_knows_less(tmp_path: Path) -> Non
         for less in worse_and_worse[len(worse_and_worse) - place :]:
             assert not run_files.store_unless_less(path, less)
         assert json.loads(path.read_text()) == summary
-    assert run_files.store_unless_less(path, {"state": "finished", "inner_steps": 2}), "the newer of two that know it"
+    assert run_files.store_unless_less(path, {"state": "finished", "inner_steps": 2}), (
+        "of two equally informative ones the newer counts"
+    )
 
 
-def test_a_node_without_a_directory_passes_over_those_of_other_runs(
+def test_a_node_without_a_given_directory_skips_those_of_other_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -187,7 +191,7 @@ def test_a_node_without_a_directory_passes_over_those_of_other_runs(
         run_files.refuse_other_run(options.dir, RunManifest(seed=2))
 
     monkeypatch.setattr(compose, "run_to_end", run)
-    assert answer(["noloco-node", "--join", JOIN]) == "", "of which run it is, it hears from the peer"
+    assert answer(["noloco-node", "--join", JOIN]) == "", "the peer tells the node which run it joins"
     assert taken == [Path("noloco-runs/node-1"), Path("noloco-runs/node-3")]
     with pytest.raises(OtherRun, match=r"noloco-runs/node-1 .* run tiny .*seed"):
         run_files.refuse_other_run(taken[0], RunManifest(seed=2))
@@ -195,7 +199,7 @@ def test_a_node_without_a_directory_passes_over_those_of_other_runs(
     assert taken[2:] == [Path("noloco-runs/node-3")]
 
 
-def test_files_that_are_something_else_are_not_replaced(tmp_path: Path) -> None:
+def test_foreign_files_are_not_replaced(tmp_path: Path) -> None:
     mine = files(tmp_path, thesis_tex="years") / "thesis.tex"
     node = a_node(tmp_path / "node")
     (node / "events.jsonl").write_text('{"event": "start", "time": 1e9, "up_s": 0, "peer_id": "a", "stage": 0}\n')
@@ -204,7 +208,7 @@ def test_files_that_are_something_else_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(mine))):
         join_file.remove(mine)
     assert mine.read_text() == "years"
-    os.mkfifo(tmp_path / "pipe")  # as root, a device would be replaced by a file
+    os.mkfifo(tmp_path / "pipe")  # root could even replace a device by a file
     for path in (Path("-"), tmp_path / "pipe", tmp_path):
         for words in (["report", str(node), "--out"], ["report", str(node), "--csv"], ["sim", "--trace"]):
             option, refusal = words[-1], "is not a regular file: name another one"

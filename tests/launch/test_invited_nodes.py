@@ -1,4 +1,4 @@
-"""A members-only run, with real processes: who is invited trains, who is not is told so, and observers look on."""
+"""A members-only run with real processes: invited nodes train, others are refused, and observers may watch."""
 
 import asyncio
 import json
@@ -30,21 +30,21 @@ ENDLESS = settings(steps="100000", start_replicas="1")
 
 
 def said(nodes: Nodes, *words: str, code: int = 0) -> str:
-    """What a command prints, errors included."""
+    """The output of a command, including errors."""
     asked = nodes.start(*words, command=NOLOCO)
     assert asked.end() == code, asked.printed() + asked.logged()
     return asked.printed() + asked.logged()
 
 
 def refused(node: NodeProcess) -> str:
-    """The one line with which a node ends."""
+    """The one line with which a node fails."""
     assert node.end() == 2, node.logged()
     [line] = [line for line in node.logged().splitlines() if line.startswith("error: ")]
     return line
 
 
-def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
-    """What a stranger does: invited, pastes the command that was printed, and sees its first microbatches trained."""
+def test_members_train_and_refused_nodes_learn_what_to_do(tmp_path: Path) -> None:
+    """An invited newcomer pastes the printed command, and sees its first microbatches trained."""
     with node_processes(tmp_path) as nodes:
         key = tmp_path / "root.key"
         assert str(key) in said(nodes, "key", "new", str(key))
@@ -57,7 +57,7 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         assert len(words) == 3
         assert words[2].startswith(f"{address}/invite/")
         [shown] = re.findall("^join +noloco-node --join (\\S+)$", first.printed(), re.MULTILINE)
-        assert shown.startswith(f"{address}/invite/"), "it is enough for newcomers"
+        assert shown.startswith(f"{address}/invite/"), "the address alone admits newcomers"
         assert "/invite/" not in (first.dir / "endpoints.json").read_text()
         invited = nodes.start(*words[1:], command=PACED, own_dir="invited")
         first.wait_for_steps(2)
@@ -95,10 +95,10 @@ def test_members_train_and_others_are_told_what_to_do(tmp_path: Path) -> None:
         invited.process.send_signal(signal.SIGKILL)
         invited.process.wait()
         seen = {report.peer: report.status is not None for report in asyncio.run(read())}
-        assert seen == {endpoints.peer_id: False, first.endpoints().peer_id: True}, "top goes over to another node"
+        assert seen == {endpoints.peer_id: False, first.endpoints().peer_id: True}, "top switches to another node"
         again = nodes.start("--join", address, command=PACED, own_dir="invited")
         again.wait_for_steps(1)
-        assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is good for days"
+        assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is valid for days"
         printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))
         assert "1 revoked in total" in printed
         assert "was revoked: ask for a new invitation" in refused(again)
@@ -139,7 +139,7 @@ def options_of(home: Path, *sets: str, key: Path | None = None, join: tuple[str,
     (("listen.host=8.8.8.8",), "always"),
     (("listen.host=8.8.8.8", "security=open"), "never"),
 ])  # fmt: skip
-def test_a_first_node_that_others_can_reach_makes_a_key_by_itself(
+def test_a_reachable_first_node_makes_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], kept: str, contained: bool
 ) -> None:
     monkeypatch.setattr(reach, "CONTAINER_MARKS", (str(tmp_path),) if contained else ())
@@ -148,27 +148,27 @@ def test_a_first_node_that_others_can_reach_makes_a_key_by_itself(
     assert (made.key is not None) is wanted is (tmp_path / "root.key").exists()
     manifest = made.overrides.manifest()
     assert (manifest.security.root_key is not None) is wanted
-    assert options_of(tmp_path, *sets, join=("@somebody",)).key is None, "it joins"
+    assert options_of(tmp_path, *sets, join=("@somebody",)).key is None, "a joining node makes no key"
     run_files.store_manifest(tmp_path, manifest)
     again = options_of(tmp_path, *sets)
     assert (again.key, again.overrides.manifest()) == (made.key, manifest), "a run keeps its key"
     assert again.overrides.names_the_run is False
 
 
-def test_a_key_that_is_named_is_made_where_there_is_none(tmp_path: Path) -> None:
+def test_a_named_key_is_created_if_it_does_not_exist(tmp_path: Path) -> None:
     made = options_of(tmp_path, key=tmp_path / "mine.key")
     assert made.overrides.manifest().security.root_key == run_key.public_half(run_key.read(tmp_path / "mine.key"))
     with pytest.raises(ConfigError, match="cannot be read"):
         options_of(tmp_path, key=tmp_path / "another.key", join=("@somebody",))
 
 
-def test_a_run_for_members_needs_its_key(tmp_path: Path) -> None:
+def test_a_members_only_run_needs_its_key(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         root = settings(security__root_key="ab" * 32)
         assert "start a members-only run with --key FILE" in refused(nodes.start(*SMALL, *root, own_dir="first"))
 
 
-def test_a_key_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
+def test_a_key_is_created_once_and_is_private(tmp_path: Path) -> None:
     path = tmp_path / "new" / "root.key"
     assert re.fullmatch("[0-9a-f]{64}", run_key.make(path))
     assert run_key.public_half(run_key.read(path)) == run_key.public_half(run_key.read(path))
@@ -195,7 +195,7 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
         run_key.revoke(tmp_path / "node", None, ["peer"])
 
 
-def test_the_directory_of_a_swarm_stands_for_its_first_node(tmp_path: Path) -> None:
+def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path) -> None:
     run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
     (tmp_path / "swarm.json").touch()
     with pytest.raises(ConfigError, match="no node has run"):

@@ -1,4 +1,4 @@
-"""A swarm started by hand, one terminal a node: the join command that is printed, leaving, dying, being left."""
+"""A swarm started by hand, one terminal per node: the printed join command, leaving, dying, being left behind."""
 
 import shlex
 import shutil
@@ -15,7 +15,7 @@ from noloco_p2p.observe.health_check import ask
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 TERMINALS = "terminals"
 LOCAL = settings(limits__drain_s="60", directory__ttl_s="8")
-"""A node that is asked to leave may take long; one that is killed is soon forgotten."""
+"""A leaving node may take long; a killed one is soon forgotten."""
 
 
 def join_command(node: NodeProcess) -> list[str]:
@@ -45,7 +45,7 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
         first = nodes.start("--config", str(TINY), *few, "--address-file", str(address), cwd=terminals)
         pasted = say_join_command(first)
         assert pasted[0] == "--join"
-        assert len(pasted) == 2, "nothing but the address"
+        assert len(pasted) == 2, "the command names nothing but the address"
         for fresh in (True, False):
             nodes.start(*pasted, cwd=terminals, fresh=fresh)
         nodes.all_end_well()
@@ -54,7 +54,7 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
     homes = sorted((terminals / "noloco-runs").iterdir())
     assert [home.name for home in homes] == ["node-1", "node-2", "node-3", "node-4"]
     summaries = [NodeProcess(first.process, home, first.out, first.err).summary() for home in homes]
-    assert by_file.logged().count("nobody answers") == 1, "said once"
+    assert by_file.logged().count("nobody answers") == 1, "logged once"
     assert sorted(str(one["stage"]) for one in summaries) == ["0", "0", "1", "1"]
     assert len({one["peer_id"] for one in summaries}) == 4
     assert {one["state"] for one in summaries} == {"finished"}
@@ -65,7 +65,7 @@ def test_a_printed_command_pasted_into_three_terminals_at_once_makes_the_swarm(t
 
 
 def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[NodeProcess]]:
-    """The nodes of each stage; the first of stage 0 is the first of all. Returns once it trains."""
+    """Start the nodes of each stage, that of stage 0 first. Returns when the swarm trains."""
     made: list[list[NodeProcess]] = [[] for _ in counts]
     made[0].append(nodes.start(*SMALL, *LOCAL, *more, "--stage", "0", command=PACED, own_dir="0-0"))
     address = made[0][0].endpoints().join[0]
@@ -89,11 +89,11 @@ def start_swarm(nodes: Nodes, counts: tuple[int, ...], *more: str) -> list[list[
     return made
 
 
-def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
+def test_one_node_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         (stays, leaves), (serves, dies) = start_swarm(nodes, (2, 2), *settings(steps="80"))
         assert [ask(node.dir, None, tmp_path) for node in nodes.started] == [(True, "ok")] * 4
-        # Killed first, early in the run: leaving takes a while, in which a fast swarm comes to its end.
+        # One is killed first, early in the run: leaving takes a while, in which a fast swarm could finish.
         dies.process.send_signal(signal.SIGKILL)
         dies.process.wait()
         leaves.process.send_signal(signal.SIGTERM)
@@ -107,10 +107,10 @@ def test_one_leaves_one_is_killed_and_the_others_finish(tmp_path: Path) -> None:
         summary = stays.summary()
         assert summary["state"] == serves.summary()["state"] == "finished"
         assert summary["outer_rounds"] == 20
-        assert summary["rerouted"] > 0, "what the killed replica had was sent to the other one"
+        assert summary["rerouted"] > 0, "the killed replica's microbatches went to the other one"
 
 
-def test_a_copy_of_a_directory_whose_node_runs_is_refused(tmp_path: Path) -> None:
+def test_a_copy_of_a_running_nodes_directory_is_refused(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         (first,), (other,) = start_swarm(nodes, (1, 1), *settings(steps="100000", start_replicas="1"))
         shutil.copytree(other.dir, tmp_path / "copy")
@@ -121,13 +121,13 @@ def test_a_copy_of_a_directory_whose_node_runs_is_refused(tmp_path: Path) -> Non
         assert copy.logged() == f"error: {said}\n"
         taken = other.total("inner_steps_total")
         other.wait_for_steps(int(taken) + 2)
-        # What a killed process has announced keeps nobody away.
+        # The advert of a killed process does not keep a restart away.
         other.process.send_signal(signal.SIGKILL)
         other.process.wait()
         nodes.start("--join", first.endpoints().join[0], *LOCAL, own_dir="copy").wait_for_steps(1)
 
 
-def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_at_once(tmp_path: Path) -> None:
+def test_unequal_stages_train_and_a_second_signal_or_closed_input_stops_a_node_at_once(tmp_path: Path) -> None:
     endless = settings(steps="100000", start_replicas="1")
     with node_processes(tmp_path) as nodes:
         (first,), (one, other) = start_swarm(nodes, (1, 2), *endless)
@@ -139,7 +139,7 @@ def test_unequal_stages_train_and_a_second_signal_or_a_closed_input_ends_a_node_
         first.process.send_signal(signal.SIGTERM)
         first.wait_for(lambda: "draining: told to leave" in first.logged(), "drain")
         time.sleep(0.5)
-        assert first.process.poll() is None, "it waits for the gradients of what it sent"
+        assert first.process.poll() is None, "it waits for the gradients of its microbatches"
         first.process.send_signal(signal.SIGTERM)
         assert first.end(10) == 0
         one.process.send_signal(signal.SIGCONT)

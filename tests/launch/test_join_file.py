@@ -1,4 +1,4 @@
-"""Join addresses by a file: what it may hold, waiting for it, and what an old one does."""
+"""Join addresses from a file: what it may contain, waiting for it, and outdated contents."""
 
 import asyncio
 import logging
@@ -31,18 +31,18 @@ def test_a_file_is_written_whole_read_back_and_removed(path: Path) -> None:
     join_file.remove(path)
     join_file.write(path, [ONE, OTHER])
     assert path.read_text() == f"{ONE}\n{OTHER}\n"
-    assert [*path.parent.iterdir()] == [path], "nothing else is left there"
+    assert [*path.parent.iterdir()] == [path], "no other file is left there"
     assert join_file.read(path) == [ONE, OTHER]
     join_file.remove(path)
     assert join_file.read(path) == []
 
 
-def test_an_invitation_comes_with_its_address(path: Path) -> None:
+def test_an_address_in_a_file_keeps_its_invitation(path: Path) -> None:
     path.write_text(f"{ONE}/invite/2Uw1bpp\n")
     assert join_file.read(path) == [f"{ONE}/invite/2Uw1bpp"]
 
 
-def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> None:
+def test_blank_lines_are_ignored_and_an_empty_file_has_no_address(path: Path) -> None:
     path.write_text(f"\n  {ONE} \r\n\n{OTHER}")
     assert join_file.read(path) == [ONE, OTHER]
     path.write_text("\n")
@@ -58,7 +58,7 @@ def test_white_space_is_no_address_and_an_empty_file_has_none(path: Path) -> Non
         (b"\n" * (FILE_LIMIT_BYTES + 1), "it is not a list of join addresses"),
     ],
 )
-def test_other_content_is_one_line_that_names_the_place(path: Path, content: bytes, expected: str) -> None:
+def test_invalid_content_is_reported_in_one_line_with_its_place(path: Path, content: bytes, expected: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         asyncio.run(JoinAddresses([f"@{path}"]).wait())
@@ -67,14 +67,14 @@ def test_other_content_is_one_line_that_names_the_place(path: Path, content: byt
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         join_file.read(tmp_path)
     with pytest.raises(LocalError, match="there is no directory"):
         join_file.remove(tmp_path / "none" / "address")
 
 
-def test_what_can_be_no_join_is_refused_before_anything_is_begun(path: Path) -> None:
+def test_an_invalid_join_option_is_refused_before_anything_starts(path: Path) -> None:
     join_file.check([ONE, f"@{path}"])
     with pytest.raises(ConfigError, match="write --join @FILE"):
         join_file.check(["@"])
@@ -85,7 +85,7 @@ def test_what_can_be_no_join_is_refused_before_anything_is_begun(path: Path) -> 
         join_file.check([ONE, f"@{path}"])
 
 
-def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_waits_for_the_file_and_logs_it_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def scenario() -> tuple[str, ...]:
@@ -99,16 +99,14 @@ def test_a_node_waits_for_the_file_and_says_so_once(path: Path, caplog: pytest.L
     assert caplog.messages == [f"waiting for the join address in {path}"]
 
 
-def test_nobody_waits_for_a_file_when_another_address_is_there(path: Path) -> None:
+def test_a_node_does_not_wait_for_a_file_if_it_has_another_address(path: Path) -> None:
     assert asyncio.run(JoinAddresses([f"@{path}", OTHER]).wait()) == (OTHER,)
     assert asyncio.run(JoinAddresses([]).wait()) == ()
     path.write_text(ONE)
     assert asyncio.run(JoinAddresses([OTHER, f"@{path}"]).wait()) == (OTHER, ONE)
 
 
-def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_is_read_again_if_nobody_answers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.write_text(ONE)
     failure = Unreachable("nobody answers")
 
@@ -125,7 +123,7 @@ def test_a_file_is_read_again_after_nobody_answered_and_an_address_is_not(
     assert caplog.messages == ["nobody answers; reading the file again until a node answers"]
 
 
-def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
+def test_a_returning_node_waits_for_a_file_for_a_limited_time(path: Path) -> None:
     async def scenario() -> None:
         addresses = JoinAddresses([f"@{path}"], patience_s=0.02)
         with pytest.raises(Unreachable, match=f"there is no join address in {path}"):
@@ -137,7 +135,7 @@ def test_a_node_that_was_here_before_waits_only_so_long(path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_signal_ends_the_wait_at_once_and_in_order(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_at_once_and_cleanly(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         node = nodes.start("--join", f"@{tmp_path / 'address'}", own_dir="node")
         node.wait_for(lambda: "waiting for the join address in" in node.logged(), "word that it waits")

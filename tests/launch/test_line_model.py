@@ -1,4 +1,4 @@
-"""The emulated lines under a clock of the test's own: rates, latency, fairness, slow start, bounds; no socket."""
+"""The emulated lines under a virtual clock, without sockets: rates, latency, fairness, slow start, bounds."""
 
 import random
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ def home(down_mbit: float, up_mbit: float | None = None) -> Home:
 
 @dataclass
 class World:
-    """Connections, the clock, and what arrived when."""
+    """Connections, the clock, and a record of arrivals."""
 
     latency_s: float = 0.025
     spread: float = 0.0
@@ -43,7 +43,7 @@ class World:
         self.model = LineModel(self.latency_s, self.spread, random.Random(self.seed))
 
     def flow(self, sender: Home, receiver: Home, *, warm: bool = True) -> OneWay:
-        """A connection's one direction; `warm`: past its slow start."""
+        """One direction of a connection; if `warm`, past its slow start."""
 
         def deliver(piece: memoryview) -> None:
             self.arrivals.append((self.at, flow, bytes(piece)))
@@ -60,14 +60,14 @@ class World:
         self.model.send(flow, data, self.now)
 
     def run(self, until: float) -> None:
-        """Event after event, as late as the last one asks."""
+        """Process events one after the other until then."""
         while (at := self.model.next_at) is not None and at <= until:
             self.at = at
             self.model.advance(at)
         self.now = until
 
     def keep_busy(self, flows: list[OneWay], until: float, step_s: float = 0.01) -> None:
-        """Sources that always have more, and stop while they are held back."""
+        """Let sources send without end, except while they are held back."""
         while self.now < until:
             for flow in flows:
                 while not self.held.get(flow):
@@ -87,7 +87,7 @@ class World:
         *soak([(0.5, 0.0), (0.5, 0.01), (0.5, 0.1), (50, 0.01), (1_000, 0.0), (1_000, 0.1)]),
     ],
 )
-def test_one_connection_gets_the_slower_line(mbit: float, latency_s: float) -> None:
+def test_one_connection_gets_the_rate_of_the_slower_line(mbit: float, latency_s: float) -> None:
     world = World(latency_s)
     begin, seconds = 2.0, 1.0 if mbit == 1_000 else 4.0
     fast = home(4 * mbit)
@@ -99,7 +99,7 @@ def test_one_connection_gets_the_slower_line(mbit: float, latency_s: float) -> N
         assert world.received(flow, begin) / seconds == pytest.approx(mbit * MBIT, rel=0.03)
 
 
-def test_a_message_takes_the_latency_and_its_time_on_both_lines() -> None:
+def test_a_message_takes_the_latency_and_its_transmission_time_on_both_lines() -> None:
     world = World(0.025)
     flow = world.flow(home(100, 20), home(50))
     world.send(flow, bytes(1_000))
@@ -107,8 +107,8 @@ def test_a_message_takes_the_latency_and_its_time_on_both_lines() -> None:
     assert [at for at, _, _ in world.arrivals] == pytest.approx([0.025 + 1_000 / (20 * MBIT) + 1_000 / (50 * MBIT)])
 
 
-def test_lines_are_shared_in_fair_turns_whoever_sends_more() -> None:
-    """Three into one line down; the third also has a slow line up: max-min, 20 : 40 : 40."""
+def test_lines_are_shared_fairly_whoever_sends_more() -> None:
+    """Three senders into one line down, the first with a slow line up: max-min fair, 20 : 40 : 40."""
     world, receiver = World(0.05), home(100)
     flows = [world.flow(home(1_000, up), receiver) for up in (20, 200, 1_000)]
     world.keep_busy(flows, 4.0)
@@ -116,7 +116,7 @@ def test_lines_are_shared_in_fair_turns_whoever_sends_more() -> None:
     assert rates == pytest.approx([20, 40, 40], rel=0.06)
 
 
-def test_a_connection_that_the_receiver_limits_leaves_the_line_up_to_others() -> None:
+def test_a_connection_limited_by_its_receiver_leaves_the_line_up_to_others() -> None:
     world, sender = World(0.05), home(100)
     slow, fast = world.flow(sender, home(10)), world.flow(sender, home(1_000))
     world.keep_busy([slow, fast], 4.0)
@@ -124,7 +124,7 @@ def test_a_connection_that_the_receiver_limits_leaves_the_line_up_to_others() ->
     assert world.received(fast, 2.0) / 2.0 == pytest.approx(90 * MBIT, rel=0.05)
 
 
-def test_the_two_directions_of_a_line_do_not_share() -> None:
+def test_the_two_directions_of_a_line_are_independent() -> None:
     world, one, other = World(0.01), home(100), home(100)
     there, back = world.flow(one, other), world.flow(other, one)
     world.keep_busy([there, back], 2.0)
@@ -145,8 +145,8 @@ def test_a_short_message_does_not_wait_behind_the_bulk_of_others() -> None:
         assert at - sent_at < 0.025 + 0.01
 
 
-def test_what_waits_on_the_way_is_bounded_and_the_source_is_held_back() -> None:
-    """Ten connections into one line: a new byte arrives after the way and at most the two buffers."""
+def test_bytes_in_flight_are_bounded_and_the_source_is_held_back() -> None:
+    """Ten connections into one line: a new byte waits for at most the latency and the two buffers."""
     world, receiver = World(0.05), home(50)
     flows = [world.flow(home(1_000), receiver) for _ in range(10)]
     world.keep_busy(flows, 6.0)
@@ -156,7 +156,7 @@ def test_what_waits_on_the_way_is_bounded_and_the_source_is_held_back() -> None:
     assert all(flow.inbox.nbytes < BUFFER_S * flow.up.bytes_per_s + 20_000 for flow in flows)
 
 
-def test_a_destination_that_takes_nothing_holds_only_its_own_connection_back() -> None:
+def test_a_stalled_destination_holds_back_only_its_own_connection() -> None:
     world, sender, receiver = World(0.01), home(100), home(100)
     stuck, free = world.flow(sender, receiver), world.flow(sender, receiver)
     world.model.stall(stuck, True, 0.0)
@@ -169,8 +169,8 @@ def test_a_destination_that_takes_nothing_holds_only_its_own_connection_back() -
     assert world.received(stuck, 3.0) == pytest.approx(50 * MBIT, rel=0.05)
 
 
-def test_a_connection_starts_slowly_and_again_after_idleness() -> None:
-    """The first window, then twice as much in each round trip, until the line is full."""
+def test_a_connection_starts_slowly_and_again_after_being_idle() -> None:
+    """It sends the first window, then twice as much in each round trip, until the line is full."""
     world = World(0.1)
     flow = world.flow(home(100), home(100), warm=False)
     world.send(flow, bytes(1_000_000))
@@ -187,8 +187,8 @@ def test_a_connection_starts_slowly_and_again_after_idleness() -> None:
         assert (took_s > 0.3) == slower
 
 
-def test_a_window_that_short_messages_keep_open_shrinks() -> None:
-    """Ten seconds with a short message every 50 ms are no rest, and yet the window is then that of a new connection."""
+def test_a_window_shrinks_while_only_short_messages_use_it() -> None:
+    """With a short message every 50 ms a connection is never idle, yet after 10 s it has a new connection's window."""
     world = World(0.1)
     flow = world.flow(home(100), home(100), warm=False)
     took = []
@@ -204,7 +204,7 @@ def test_a_window_that_short_messages_keep_open_shrinks() -> None:
     assert took[0] > 1.0
 
 
-def test_the_end_comes_last_and_nothing_comes_after_a_connection_is_gone() -> None:
+def test_the_end_arrives_last_and_nothing_arrives_after_a_connection_is_gone() -> None:
     world, sender, receiver = World(0.025), home(10), home(10)
     whole, cut = world.flow(sender, receiver), world.flow(sender, receiver)
     for flow in (whole, cut):
@@ -264,7 +264,7 @@ def test_every_byte_arrives_once_and_in_order_however_late_the_clock_is(
     assert sum(one.up.carried_bytes for one in homes) == sum(map(len, sent.values()))
 
 
-def test_a_link_is_read_as_providers_write_it() -> None:
+def test_a_link_is_parsed_as_providers_write_it() -> None:
     assert LineSpec.parse("200mbit,25ms") == LineSpec(25e6, 25e6, 0.025)
     assert LineSpec.parse("200/20Mbit, 25ms, 5ms") == LineSpec(25e6, 2.5e6, 0.025, 0.005)
     assert LineSpec.parse("1gbit") == LineSpec(125e6, 125e6)
@@ -274,6 +274,6 @@ def test_a_link_is_read_as_providers_write_it() -> None:
 @pytest.mark.parametrize(
     "text", ["", "200", "200mbit,25", "0mbit,1ms", "200/0mbit", "1.2.3mbit", "1mbit,1ms,2ms", "-1mbit", "200mbit,25ms,"]
 )
-def test_what_is_no_link_is_refused(text: str) -> None:
+def test_a_malformed_link_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--link .*200/20mbit"):
         LineSpec.parse(text)

@@ -1,4 +1,4 @@
-"""The clock on the wall of a machine that travels."""
+"""Local time on a machine that changes its time zone."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     time.tzset()
 
 
-def test_a_process_notices_that_its_machine_is_in_another_time_zone(zone: pytest.MonkeyPatch) -> None:
+def test_a_process_notices_a_change_of_the_time_zone(zone: pytest.MonkeyPatch) -> None:
     zone.setenv("TZ", "UTC0")
     before = local_time()
     zone.setenv("TZ", "JST-9")

@@ -1,4 +1,4 @@
-"""The relay with real sockets: whose lines a connection takes, its ends, back-pressure, and the process."""
+"""The relay with real sockets: which lines a connection uses, its ends, back-pressure, and the process."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ class Homes:
         return int(server.sockets[0].getsockname()[1])
 
     async def ask(self, caller: str, request: bytes) -> tuple[bytes, Streams]:
-        """The first line of the answer at a door."""
+        """The first line of the answer to a request on the caller's port, and the connection."""
         reader, writer = await asyncio.open_connection(caller, self.doors[caller])
         self.writers.append(writer)
         writer.write(request)
@@ -105,7 +105,7 @@ async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         pass
 
 
-def test_latency_and_whose_lines_are_charged() -> None:
+def test_a_transfer_has_the_latency_and_is_charged_to_both_lines() -> None:
     async def test() -> None:
         async with homes("100mbit,30ms") as found:
             port = await found.serve(HOSTS[1], echo)
@@ -148,13 +148,13 @@ def test_the_rate_is_that_of_the_slower_line(link: str, mbit: int) -> None:
             await over.wait()
             begin = next(at for at in arrived if at[1] > mbit * 1e6 / 8 * 0.3)
             took_s, nbytes = arrived[-1][0] - begin[0], arrived[-1][1] - begin[1]
-            assert arrived[-1][1] / (arrived[-1][0] - sent_at) < 1.01 * mbit * 1e6 / 8, "never above it"
+            assert arrived[-1][1] / (arrived[-1][0] - sent_at) < 1.01 * mbit * 1e6 / 8, "the rate is never exceeded"
             assert in_time(took_s, 1.05 * nbytes / (mbit * 1e6 / 8))
 
     run(test)
 
 
-def test_half_a_connection_closes_and_the_other_half_goes_on() -> None:
+def test_one_half_of_a_connection_can_close_while_the_other_continues() -> None:
     async def test() -> None:
         async with homes("100mbit,10ms") as found:
 
@@ -173,8 +173,8 @@ def test_half_a_connection_closes_and_the_other_half_goes_on() -> None:
 
 
 @pytest.mark.parametrize("end", ["caller", "callee"])
-def test_an_end_that_is_killed_closes_the_other(end: str) -> None:
-    """Its socket is reset, as that of a killed process with unread data is; what it had sent still arrives."""
+def test_a_killed_end_closes_the_other(end: str) -> None:
+    """Its socket is reset, as with a killed process that has unread data; what it had sent still arrives."""
 
     async def test() -> None:
         async with homes("100mbit,10ms") as found:
@@ -195,7 +195,7 @@ def test_an_end_that_is_killed_closes_the_other(end: str) -> None:
             await asyncio.sleep(0.1)
             dies[1].transport.abort()
             assert len(await lives[0].read()) == 50_000
-            # And what it still says goes nowhere, without harm.
+            # What the other end still sends is discarded without harm.
             lives[1].write(bytes(1_000_000))
             lives[1].close()
             over.set()
@@ -204,7 +204,7 @@ def test_an_end_that_is_killed_closes_the_other(end: str) -> None:
     run(test)
 
 
-def test_a_reader_that_does_not_read_stops_its_writer_and_no_other() -> None:
+def test_a_reader_that_does_not_read_stops_only_its_own_writer() -> None:
     async def test() -> None:
         async with homes("200mbit,5ms") as found:
             wake, over = asyncio.Event(), asyncio.Event()
@@ -212,7 +212,7 @@ def test_a_reader_that_does_not_read_stops_its_writer_and_no_other() -> None:
 
             async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 nonlocal swallowed
-                # Else the system lets it grow, on some machines to more than is written here.
+                # Otherwise the kernel enlarges the buffer, on some machines beyond what is written here.
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                 await wake.wait()
                 while data := await reader.read(1 << 18):
@@ -243,7 +243,7 @@ def test_a_reader_that_does_not_read_stops_its_writer_and_no_other() -> None:
     run(test)
 
 
-def test_many_connections_at_once_carry_what_they_were_given() -> None:
+def test_many_parallel_connections_carry_their_data_intact() -> None:
     async def test() -> None:
         async with homes("500mbit,5ms,1ms") as found:
             ports = {host: await found.serve(host, echo) for host in HOSTS}
@@ -261,7 +261,7 @@ def test_many_connections_at_once_carry_what_they_were_given() -> None:
     run(test)
 
 
-def test_what_cannot_be_reached_is_refused() -> None:
+def test_an_unreachable_target_is_refused() -> None:
     async def test() -> None:
         async with homes("100mbit,20ms") as found:
             with socket.socket() as unused:
@@ -297,8 +297,8 @@ def test_the_process_counts_and_ends_with_its_input(tmp_path: Path) -> None:
     assert not relay.running
 
 
-def test_it_costs_little_cpu(tmp_path: Path) -> None:
-    """40 MB over lines of 1 Gbit/s: 1.5 CPU seconds a GB, so that a core could carry several times as much."""
+def test_the_relay_uses_little_cpu(tmp_path: Path) -> None:
+    """40 MB over lines of 1 Gbit/s: about 1.5 CPU seconds per GB, so a core could carry several times as much."""
     relay = RelayProcess("1gbit,5ms", ["0-0", "1-0"], seed=0)
     one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
     relay.start((one, other))
@@ -321,7 +321,7 @@ def test_it_costs_little_cpu(tmp_path: Path) -> None:
         relay.close()
 
 
-def test_a_relay_that_died_does_not_answer() -> None:
+def test_a_dead_relay_is_reported() -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0"], seed=0)
     relay.start(())
     try:
@@ -341,12 +341,12 @@ def test_a_relay_that_cannot_listen_leaves_no_process(monkeypatch: pytest.Monkey
     assert not relay.running
 
 
-def test_no_relay_for_no_link() -> None:
+def test_a_malformed_link_starts_no_relay() -> None:
     with pytest.raises(ConfigError, match="--link 5 apples"):
         RelayProcess("5 apples", ["0-0"], seed=0)
 
 
-def test_it_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+def test_the_relay_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = (
         "import time; from noloco_p2p.launch.relay_process import RelayProcess\n"
         "relay = RelayProcess('100mbit', ['0-0'], 0); relay.start(()); print(relay.pid, flush=True); time.sleep(600)"

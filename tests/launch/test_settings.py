@@ -1,4 +1,4 @@
-"""Settings: precedence, every fault at once with its place, agreement with a swarm, manifests from strangers."""
+"""Settings: precedence, all errors at once with their places, agreement with a swarm, manifests from strangers."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ def faults(path: Path | None, environ: dict[str, str] | None = None, sets: list[
     return str(caught.value).split("\n")
 
 
-def test_without_anything_the_defaults() -> None:
+def test_without_any_settings_the_defaults_apply() -> None:
     assert settings.load(None, {"PATH": "/bin", "NOLOCO": "1"}, []) == (RunManifest(), NodeConfig())
 
 
-def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
+def test_each_source_overrides_the_previous_one(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 1\nseed: 1\nstages: 1\ninner:\n  beta1: 0.1\nlisten:\n  grpc_port: 1\n")
     environ = {"NOLOCO__SEED": "2", "NOLOCO__STAGES": "2", "NOLOCO__LISTEN__GRPC_PORT": "2", "OTHER": "x"}
@@ -28,7 +28,7 @@ def test_each_source_overrides_the_one_before(tmp_path: Path) -> None:
     found = (manifest.steps, manifest.seed, manifest.stages, manifest.inner.beta1, manifest.outer.inner_steps)
     assert found == (1, 2, 3, 0.1, 7)
     assert node.listen.grpc_port == 2
-    assert manifest.inner.beta2 == RunManifest().inner.beta2, "what a section leaves out has its default"
+    assert manifest.inner.beta2 == RunManifest().inner.beta2, "keys that a section leaves out have their defaults"
 
 
 @pytest.mark.parametrize(
@@ -41,18 +41,18 @@ def test_numbers_are_read_as_people_mean_them(text: str, value: float) -> None:
 
 @pytest.mark.parametrize("text", ["22:00", "-1:30", "1:30:15.5", "010"])
 def test_times_of_day_and_codes_are_text(text: str) -> None:
-    """YAML 1.1 reads the first as 1320, the last as 8."""
+    """YAML 1.1 reads the first as 1320 and the last as 8."""
     assert faults(None, sets=[f"seed={text}"]) == [f"--set seed: seed must be a whole number, not {text!r}"]
 
 
-def test_a_time_of_day_in_place_of_a_span_is_named_as_it_was_written() -> None:
+def test_a_time_of_day_in_place_of_a_span_is_quoted_as_written() -> None:
     for given in ("22:00", "[22:00]"):
         assert faults(None, sets=[f"limits.hours={given}"]) == [
             "--set limits.hours: limits.hours must be HH:MM-HH:MM, not '22:00'"
         ]
 
 
-def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: a\n"
@@ -98,14 +98,14 @@ def test_all_faults_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     ]
 
 
-def test_the_place_of_a_fault_is_the_one_that_counts(tmp_path: Path) -> None:
+def test_an_error_names_the_source_that_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 5\n")
     assert faults(path, sets=["steps=0"]) == ["--set steps: steps must be at least 1, not 0"]
 
 
-def test_moments_that_leave_the_steps_unbounded_are_refused() -> None:
-    """Within five steps of such a run embeddings were 1e8."""
+def test_betas_that_leave_adamws_steps_unbounded_are_refused() -> None:
+    """In such a run embeddings reached 1e8 within five steps."""
     assert faults(None, sets=["inner.beta2=0.8"]) == [
         "--set inner.beta2: beta2 0.8 leaves AdamW's steps unbounded: it must be greater than beta1 squared, 0.81"
     ]
@@ -113,13 +113,13 @@ def test_moments_that_leave_the_steps_unbounded_are_refused() -> None:
     settings.load(None, {}, ["inner.beta2=0", "inner.beta1=0"])
 
 
-def test_a_text_that_stands_alone_is_a_list_of_one() -> None:
+def test_a_single_text_is_a_list_of_one() -> None:
     local = settings.load(None, {}, ["data_files=one.txt", "limits.hours=22:00-07:00"])[1]
     assert (local.data_files, local.limits.hours) == (("one.txt",), ("22:00-07:00",))
     assert settings.load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("outer:\n  alpha: 0.1\n  alpha: 0.2\nmodel:\n  config: {a: 1, a: 2}\nsteps: 1\nsteps: 2\n")
     assert sorted(faults(path)) == [
@@ -139,7 +139,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
         ("a: &a [1]\nb: [*a]\n", ":2: not valid YAML: an alias of a list or a section: write it out"),
     ],
 )
-def test_a_file_that_is_no_settings_file(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     [line] = faults(path)
@@ -153,7 +153,7 @@ def test_an_alias_of_a_single_value_is_that_value(tmp_path: Path) -> None:
     assert (manifest.seed, manifest.steps) == (7, 7)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     assert faults(tmp_path / "absent.yaml") == [f"{tmp_path / 'absent.yaml'} cannot be read: No such file or directory"]
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert faults(tmp_path / "binary.yaml") == [f"{tmp_path / 'binary.yaml'} is not UTF-8 text: invalid start byte"]
@@ -166,7 +166,7 @@ def test_an_empty_file_and_an_empty_section_are_fine(tmp_path: Path) -> None:
         assert settings.load(path, {}, []) == (RunManifest(), NodeConfig())
 
 
-def test_values_that_do_not_go_together() -> None:
+def test_incompatible_values_are_refused() -> None:
     [line] = faults(None, sets=["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7"])
     assert "stability bound S1" in line
     assert "outer.allow_unstable" in line
@@ -175,7 +175,7 @@ def test_values_that_do_not_go_together() -> None:
     assert "rule gossip has no alpha: leave it out, or choose another outer.rule" in line
 
 
-def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_path: Path) -> None:
+def test_a_files_model_section_replaces_the_default_and_single_keys_change_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  family: gpt2\n  config:\n    n_embd: 64\n    vocab_size: 384\n")
     changed = ["model.config.vocab_size=500", "model.config.n_layer=3"]
@@ -185,7 +185,7 @@ def test_the_model_section_of_a_file_stands_whole_and_single_keys_change_it(tmp_
     assert settings.load(None, {}, ["model.config={n_embd: 8}"])[0].model.config == {"n_embd": 8}
 
 
-def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
+def test_settings_of_a_joining_node_must_agree_with_the_swarm(tmp_path: Path) -> None:
     swarm = RunManifest.model_validate({"steps": 500, "name": "theirs", "outer": {"rule": "noloco"}})
     path = tmp_path / "run.yaml"
     path.write_text("steps: 500\nlisten:\n  grpc_port: 7000\n")
@@ -203,7 +203,7 @@ def test_a_node_that_joins_gives_no_other_manifest(tmp_path: Path) -> None:
     assert not any("vocab_size" in line or "seed" in line for line in lines)
 
 
-def test_a_file_that_opens_a_run_is_right_for_those_who_join_it(tmp_path: Path) -> None:
+def test_a_file_that_opens_a_run_also_fits_joining_nodes(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 500\nsecurity: open\n")
     given = settings.read(path, {}, [])
@@ -216,13 +216,13 @@ def test_a_file_that_opens_a_run_is_right_for_those_who_join_it(tmp_path: Path) 
     ]
 
 
-def test_a_key_that_goes_with_the_swarms_others_is_not_measured_by_the_defaults() -> None:
-    """gamma 1.9 breaks S1 with the default alpha, and is right with the swarm's."""
+def test_a_key_is_checked_against_the_swarms_values_not_the_defaults() -> None:
+    """gamma 1.9 violates S1 with the default alpha, but not with the swarm's."""
     swarm = RunManifest.model_validate({"outer": {"rule": "noloco", "alpha": 0.1, "gamma": 1.9}})
     settings.read(None, {}, ["outer.gamma=1.9"]).check_agrees(swarm)
 
 
-def test_a_manifest_travels() -> None:
+def test_a_manifest_survives_serialisation() -> None:
     manifest = RunManifest(steps=7)
     received = settings.manifest_from_json(manifest.canonical_json())
     assert received == manifest
@@ -249,18 +249,18 @@ def test_a_manifest_travels() -> None:
         json.dumps({"model": {"config": {"a" * 60000: "b" * 10000}}}).encode(),
     ],
 )
-def test_a_manifest_from_a_stranger_that_is_none(data: bytes) -> None:
+def test_a_malformed_manifest_is_a_violation(data: bytes) -> None:
     with pytest.raises(Violation) as caught:
         settings.manifest_from_json(data)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-def test_no_key_stands_in_both_models() -> None:
+def test_no_key_is_in_both_models() -> None:
     assert set(RunManifest.model_fields).isdisjoint(NodeConfig.model_fields)
 
 
-def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
+def test_the_reference_has_every_key_with_its_default_and_a_description() -> None:
     text = reference.configuration_markdown()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == [".".join(key) for key in settings.KNOWN.keys]
@@ -270,7 +270,7 @@ def test_the_reference_has_every_key_with_its_default_and_a_sentence() -> None:
     assert '| `wire.backward` | `float64`, `float32`, `bfloat16`, `int8`, `int4` | `"float32"` |' in text
 
 
-def test_an_open_run_is_the_run_that_it_was_before_there_were_members() -> None:
+def test_the_manifest_of_an_open_run_has_no_security_section() -> None:
     assert "security" not in json.loads(RunManifest().canonical_json())
     root = {"root_key": "ab" * 32}
     members = settings.read(None, {}, [], {"--key": ("security", root)}).manifest()

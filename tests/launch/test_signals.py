@@ -1,5 +1,5 @@
-"""Signals: those of `noloco pause` and `noloco resume` go to the right process and to nobody else, and the first one
-that ends a node makes it leave in good order."""
+"""Signals: `noloco pause` and `noloco resume` reach the right process and no other, and the first signal that ends a
+node makes it leave cleanly."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ print("ready", flush=True)
 while True:
     signal.pause()
 """
-"""What matters of a node here: it holds its identity and hears signals."""
+"""Stands in for a node: holds its identity and reports signals."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_all_nodes_of_a_swarm_get_the_signal(tmp_path: Path) -> None:
         assert (heard(first), heard(second)) == ("SIGUSR1", "SIGUSR1")
 
 
-def test_without_a_node_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_without_a_node_the_command_fails_with_one_line_and_exit_code_2(tmp_path: Path) -> None:
     for directory, endpoints in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "no node is running in")):
         done = noloco("pause", "--dir", str(directory))
         assert done.returncode == 2
@@ -90,8 +90,8 @@ def test_without_a_node_there_is_one_line_and_exit_code_2(tmp_path: Path) -> Non
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: Path) -> None:
-    """A node was killed, its number is somebody else's now: SIGUSR1 would end most programs."""
+def test_a_process_that_reuses_a_nodes_id_gets_no_signal(tmp_path: Path) -> None:
+    """A killed node's process id may belong to another program now, and SIGUSR1 would end most programs."""
     with running(tmp_path):
         pass
     somebody = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -99,7 +99,7 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
         introduce(tmp_path, somebody.pid)
         with pytest.raises(ConfigError, match="no node is running in"):
             node_probe.send_signal(tmp_path, node_probe.PAUSE)
-        with running(tmp_path):  # the node was started again and has not written yet where it is
+        with running(tmp_path):  # the node was restarted, and has not written its endpoints yet
             introduce(tmp_path, somebody.pid)
             with pytest.raises(ConfigError, match="no node is running in"):
                 node_probe.send_signal(tmp_path, node_probe.PAUSE)
@@ -110,7 +110,7 @@ def test_a_process_that_only_has_the_number_of_a_node_gets_no_signal(tmp_path: P
 
 
 @pytest.mark.parametrize("written", [{}, {"peer_id": "P"}, {"pid": "1", "join": 1, "metrics": None}])
-def test_an_endpoints_file_that_says_too_little_names_no_node(tmp_path: Path, written: dict[str, object]) -> None:
+def test_an_incomplete_endpoints_file_is_ignored(tmp_path: Path, written: dict[str, object]) -> None:
     (tmp_path / "endpoints.json").write_text(json.dumps(written))
     assert node_probe.read_endpoints(tmp_path) is None
 
@@ -127,7 +127,7 @@ def test_a_signal_that_the_system_refuses_is_reported(tmp_path: Path, monkeypatc
 
 
 def signals_of_a_node() -> SignalHandler:
-    """What a node that trains does with its signals; `drain` is the node's own."""
+    """The signal handling of a training node; `drain` is the real one."""
     telemetry = cast(Telemetry, SimpleNamespace(event=lambda kind, **fields: None))
     advert = Advert("me", "run", 1, ("127.0.0.1:1",), state="training")
     state = NodeState(advert, RunManifest(), NodeConfig(), telemetry)
@@ -160,7 +160,7 @@ def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(num
 
 
 @pytest.mark.usefixtures("minds_signals")
-def test_a_terminal_that_hangs_up_twice_is_one_signal_and_one_that_nohup_ignores_is_none() -> None:
+def test_repeated_hangups_count_as_one_signal_and_a_hangup_under_nohup_as_none() -> None:
     async def hung_up() -> bool:
         signals, heard = signals_of_a_node(), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGALRM, heard.set)

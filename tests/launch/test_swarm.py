@@ -1,4 +1,4 @@
-"""`noloco swarm` with real node processes: it trains, ends, and leaves nothing behind, however it ends."""
+"""`noloco swarm` with real node processes: it trains, and leaves nothing behind, however it ends."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from noloco_p2p.observe.report.recorded_run import read_runs as report_of
 
 FRESH = (sys.executable, "-m", "noloco_p2p.cli.main", "swarm")
 FORKED = (*NOLOCO, "swarm")
-"""The same command, but it and its nodes have their imports in memory when they start."""
+"""The same command, forked with the imports of the launcher and its nodes already in memory."""
 KEYS = [
     "run_id",
     "completed",
@@ -72,7 +72,7 @@ def size(stages: int, replicas: int, steps: int, **more: str) -> list[str]:
 
 
 def wait_for_steps(swarm: NodeProcess) -> None:
-    """Until the first node has taken an inner step."""
+    """Wait until the first node has taken an inner step."""
 
     def stepping() -> bool:
         found = node_probe.read_endpoints(swarm.dir / "0-0")
@@ -85,7 +85,7 @@ def wait_for_steps(swarm: NodeProcess) -> None:
 
 
 def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """What the nodes wrote into their journals comes to the same figures as their summaries."""
+    """Check that the nodes' journals add up to the figures of their summaries."""
     (run,) = report_of([run_dir]).values()
     assert (run.tokens, run.tokens_per_s, run.wall_s) == (summary["tokens"], summary["tokens_per_s"], summary["wall_s"])
     assert run.last("final_loss") == pytest.approx(summary["final_loss"], rel=1e-5)
@@ -103,7 +103,7 @@ def the_report_agrees(run_dir: Path, summary: Mapping[str, Any]) -> None:
     assert "</html>" in render({"run": run})
 
 
-def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
+def test_two_by_two_trains_and_its_figures_agree(tmp_path: Path) -> None:
     command = [*size(2, 2, 16, microbatches_per_step="3"), "--sample", "--track", "tensorboard"]
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*command, command=FORKED, own_dir="run")
@@ -129,7 +129,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
         assert node["bytes_received"] > 0
     first, last = summary["nodes"][:2], summary["nodes"][2:]
     tokens = sum(node["microbatches"] for node in first) * 2 * 32
-    assert summary["tokens"] == tokens, "every microbatch that stage 0 began was trained on"
+    assert summary["tokens"] == tokens, "every microbatch that stage 0 began was trained"
     assert sum(node["microbatches"] for node in last) >= sum(node["microbatches"] for node in first)
     assert len({node["peer_id"] for node in summary["nodes"]}) == 4
     assert f"summary: {swarm.dir / 'summary.json'}" in swarm.printed()
@@ -150,7 +150,7 @@ def test_two_by_two_trains_and_tells_the_truth(tmp_path: Path) -> None:
     assert again.summary() == summary
 
 
-def test_one_node_is_a_swarm(tmp_path: Path) -> None:
+def test_a_swarm_of_one_node_trains(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(1, 1, 8), command=FRESH, own_dir="run", fresh=True)
         assert swarm.end() == 0, swarm.logged() + swarm.printed()
@@ -161,7 +161,7 @@ def test_one_node_is_a_swarm(tmp_path: Path) -> None:
     assert summary["nodes"][0]["alone"] == summary["outer_rounds"] == 2
 
 
-def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_run_with_a_summary(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(2, 1, ENDLESS), command=FORKED, own_dir="run")
         wait_for_steps(swarm)
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_it_with_a_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("minds_signals")
-def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> None:
+def test_a_broken_output_pipe_counts_as_a_hangup(tmp_path: Path) -> None:
     reader = 'exec "$@" > >(until [ -e gone ]; do sleep 0.1; done)'
     with node_processes(tmp_path) as nodes:
         command = ("bash", "-c", reader, "bash", *FRESH)
@@ -193,7 +193,7 @@ def test_an_output_that_nobody_reads_any_more_is_a_hangup(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("minds_signals")
-def test_a_hangup_is_no_second_signal() -> None:
+def test_a_hangup_does_not_count_as_a_second_signal() -> None:
     with stop_signals() as heard:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP):
             signal.raise_signal(number)
@@ -211,7 +211,7 @@ def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
         assert swarm.end() == 128 + signal.SIGINT, swarm.logged()
 
 
-def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) -> None:
+def test_a_node_that_dies_is_reported_and_the_others_are_stopped(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(1, 2, ENDLESS), command=FORKED, own_dir="run")
         wait_for_steps(swarm)
@@ -228,7 +228,7 @@ def test_a_node_that_dies_is_shown_and_the_others_are_stopped(tmp_path: Path) ->
     assert summary["nodes"][1]["peer_id"] == victim.peer_id
 
 
-def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> None:
+def test_a_node_that_refuses_its_settings_leads_to_exit_code_2(tmp_path: Path) -> None:
     nothing = size(1, 1, 8, data__tokenizer="no/nothing")
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*nothing, command=FORKED, own_dir="run")
@@ -239,7 +239,7 @@ def test_a_node_that_refuses_its_settings_gives_exit_code_2(tmp_path: Path) -> N
     assert swarm.summary()["completed"] is False
 
 
-def test_a_run_whose_last_weights_are_not_on_the_disk_has_not_ended(tmp_path: Path) -> None:
+def test_a_run_whose_last_weights_are_not_saved_is_not_completed(tmp_path: Path) -> None:
     full = tmp_path / "run" / "0-0" / "checkpoints"
     full.parent.mkdir(parents=True)
     for file in (tmp_path / "run" / "swarm.lock", full.with_name("identity.key.lock"), full):
@@ -256,7 +256,7 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_has_not_ended(tmp_path: Pa
     assert checkpoints_of(tmp_path / "run") > 0
 
 
-def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
     run_dir, steps = tmp_path / "run", 48
     with node_processes(tmp_path) as nodes:
         killed = nodes.start(*size(2, 2, steps, checkpoint__every_steps="1"), command=FORKED, own_dir="run")
@@ -280,11 +280,11 @@ def test_a_killed_run_is_resumed_with_nothing_but_its_directory(tmp_path: Path) 
     assert outer_round in (step // 4, (step - 1) // 4), "an open round merges when the next one is due"
     summary = again.summary()
     assert (summary["completed"], summary["resumed_from_step"]) == (True, step)
-    assert 0 < summary["outer_rounds"] <= steps // 4 - outer_round + 1, "only what this launch did"
+    assert 0 < summary["outer_rounds"] <= steps // 4 - outer_round + 1, "only the rounds of this launch count"
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
     found_again = [name for name, place in joined_at(run_dir).items() if place == places[name]]
-    assert found_again, "all ports that nobody has taken meanwhile are the same"
-    assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is carried on"
+    assert found_again, "nodes keep their ports unless another process has taken them"
+    assert (run_dir / "0-0.log").read_text().count("holds stage 0 of 2") == 2, "the log is continued"
 
 
 def joined_at(run_dir: Path) -> dict[str, tuple[str, ...]]:
@@ -311,12 +311,12 @@ def test_nodes_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 def relay_below(home: Path) -> int:
-    """The process id of the relay that was started below `home`."""
+    """The process id of the relay started below `home`."""
     (found,) = (pid for pid in working_below(home) if b"launch.relay" in Path(f"/proc/{pid}/cmdline").read_bytes())
     return found
 
 
-def test_behind_lines_all_bytes_between_nodes_go_through_the_relay(
+def test_with_emulated_lines_all_bytes_between_nodes_pass_through_the_relay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.1.0.1,127.1.0.2,127.0.0.0/8")
@@ -356,7 +356,7 @@ def test_a_relay_that_dies_ends_the_swarm(tmp_path: Path) -> None:
     assert swarm.summary()["link"] == {"line": "100mbit,5ms"}
 
 
-def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
+def test_a_relay_that_dies_after_the_last_step_loses_only_its_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(swarm: LocalSwarm) -> None:
@@ -373,7 +373,7 @@ def test_a_relay_that_has_died_when_all_is_done_costs_its_counts_only(
     assert "the relay of --link 100mbit,5ms does not answer" in capsys.readouterr().out
 
 
-def test_a_link_that_is_none_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_malformed_link_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     with node_processes(tmp_path) as nodes:
         swarm = nodes.start(*size(1, 1, 8), "--link", "fast", command=FORKED, own_dir="run")
         assert (swarm.end(), len(swarm.logged().splitlines())) == (2, 1)

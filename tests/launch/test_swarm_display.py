@@ -1,4 +1,4 @@
-"""What `noloco swarm` shows: one line about the whole, and a table that fits the terminal."""
+"""The display of `noloco swarm`: one line of overall progress, and a table that fits the terminal."""
 
 import io
 from datetime import datetime
@@ -17,7 +17,7 @@ from noloco_p2p.launch.swarm_plan import make_plan
 
 
 def nodes(stages: int, replicas: int, **figures: Any) -> list[Row]:
-    """Nodes that train, with large figures."""
+    """Rows of training nodes, with large figures."""
     found = {"state": "finished", "inner step": 98_765, "outer round": 9_876, "loss": 12.345, "tokens/s": 98_765.0}
     found |= {"peers": 99, "step": 99_000.0, **figures}
     return [{"node": f"{s}-{r}", "stage": s, **found} for s in range(stages) for r in range(replicas)]
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_one_line_says_how_far_it_is_and_how_long_it_takes(clock: Clock) -> None:
+def test_one_line_shows_the_progress_and_the_time_left(clock: Clock) -> None:
     progress = RunProgress(1000)
     assert progress.line([{"node": "0-0", "stage": 0}], 80) == "", "nothing is known yet"
     clock.now += 12
@@ -55,7 +55,7 @@ def test_one_line_says_how_far_it_is_and_how_long_it_takes(clock: Clock) -> None
     assert all(len(line) <= width and "━╌" in line for width, line in lines.items()), "a bar at every width"
 
 
-def test_the_time_left_is_not_negative_when_a_slower_node_is_seen_after_a_faster_one(clock: Clock) -> None:
+def test_the_time_left_is_never_negative_even_if_the_mean_step_falls(clock: Clock) -> None:
     progress = RunProgress(60)
     fast, slow = nodes(1, 2, loss=4.0, **{"tokens/s": None})
     progress.line([{**fast, "step": 3.0}])
@@ -65,7 +65,7 @@ def test_the_time_left_is_not_negative_when_a_slower_node_is_seen_after_a_faster
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("replicas", [2, 6, 7, 200])
-def test_it_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
+def test_the_display_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
     progress, rows = RunProgress(100_000), nodes(2, replicas)
     progress.line(rows, width)
     clock.now += 36_000
@@ -88,7 +88,7 @@ def test_many_nodes_are_summed_up_by_stage(capsys: pytest.CaptureFixture[str]) -
     assert note == "a note"
 
 
-def test_plain_lines_say_what_is_done_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_output_prints_each_activity_once(capsys: pytest.CaptureFixture[str]) -> None:
     display, rows = Display(1000, plain=True), [{"node": "0-0", "stage": 0}]
     for doing in ("importing torch", "importing torch", "starting 2 nodes: 1 of 2", ""):
         display.show(rows, [], doing)
@@ -96,7 +96,7 @@ def test_plain_lines_say_what_is_done_once(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_it_says_until_when_all_nodes_pause(
+def test_the_display_says_until_when_all_nodes_pause(
     trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(swarm, "local_time", lambda: datetime(2030, 1, 1, 12, 30))
@@ -114,4 +114,4 @@ def test_it_says_until_when_all_nodes_pause(
     state = "paused" if trains else "starting"
     assert show(state, state) == "outside limits.hours: all nodes pause until 22:00\n"
     if trains:
-        assert "until" not in show(state, "training"), "one still finishes what it holds"
+        assert "until" not in show(state, "training"), "one node still finishes its microbatches"

@@ -1,4 +1,4 @@
-"""What `noloco swarm` starts: a fresh run by its settings, or the unfinished one of a directory."""
+"""What `noloco swarm` starts: a new run with the given settings, or the unfinished run of a directory."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ NOTHING: Given = (None, None, None, None, ())
 
 
 def make_plan(given: Given, run_dir: Path | None, environ: Mapping[str, str]) -> planning.SwarmPlan:
-    """As `noloco swarm` does."""
+    """Make a plan as `noloco swarm` does."""
     config, stages, replicas, steps, sets = given
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
     return planning.make_plan(settings.read(config, environ, sets, options), run_dir)
@@ -43,7 +43,7 @@ def test_options_come_after_the_file_and_after_set(tmp_path: Path) -> None:
     assert plan.nodes == [(0, 0), (1, 0)]
 
 
-def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
+def test_nodes_get_their_settings_from_a_file_not_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOLOCO__SEED", "4")
@@ -55,7 +55,9 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     assert (environment["OMP_NUM_THREADS"], environment["PATH"]) == ("3", os.environ["PATH"])
     assert environment["OPENBLAS_NUM_THREADS"] == "1", "no thread before a fork"
     assert arguments[:2] == ["--config", str(tmp_path / "swarm.json")]
-    assert "NOLOCO__SEED" not in environment, "it has been read, and a resumed run must not read another one"
+    assert "NOLOCO__SEED" not in environment, (
+        "the variable has been applied, and a resumed run must not see another value"
+    )
     theirs = settings.read(Path(arguments[1]), environment, arguments[3::2])
     assert theirs.manifest() == plan.manifest
     assert theirs.manifest().seed == 4
@@ -64,7 +66,9 @@ def test_the_nodes_get_the_settings_by_a_file_and_not_by_the_environment(
     assert theirs.node().listen.libp2p_metrics_port is None
 
 
-def test_a_run_finds_its_files_from_wherever_it_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_finds_its_files_whatever_directory_it_is_continued_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     sets = ("data.kind=text", "data_files=[a.txt, ~/b.txt]", "tokenizer_dir=words", "audit.dir=audit")
     make_plan((None, 1, 1, 9, sets), None, {}).write(tmp_path)
@@ -74,7 +78,7 @@ def test_a_run_finds_its_files_from_wherever_it_is_continued(tmp_path: Path, mon
     assert (local.tokenizer_dir, local.audit.dir) == (str(tmp_path / "words"), str(tmp_path / "audit"))
 
 
-def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_their_own(tmp_path: Path) -> None:
+def test_each_node_of_a_machine_serves_its_daemons_metrics_on_its_own_port(tmp_path: Path) -> None:
     plan = make_plan((None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
     plan.write(tmp_path)
     arguments = plan.arguments(tmp_path)
@@ -82,7 +86,7 @@ def test_nodes_of_one_machine_serve_the_metrics_of_their_daemons_on_ports_of_the
 
 
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:
-    """A directory in which a swarm was started."""
+    """Prepare a directory in which a swarm was started; returns its manifest."""
     run_dir.mkdir()
     plan = make_plan((None, 2, 1, 9, sets), run_dir, {})
     plan.write(run_dir)
@@ -156,7 +160,7 @@ def test_one_launcher_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_node_that_still_runs_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_waits_for_nodes_that_are_still_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "NODES_END_S", 0.2)
     node_dir = tmp_path / "0-0"
     planning.wait_for_old_nodes([node_dir])
@@ -178,7 +182,5 @@ def test_a_node_that_still_runs_is_waited_for(tmp_path: Path, monkeypatch: pytes
         ([Holding(0, 3, 4), Holding(1, 4, 4)], ResumePoint(3, 4)),
     ],
 )
-def test_a_run_goes_on_from_the_newest_round_of_which_every_stage_has_something(
-    held: list[Holding], point: ResumePoint | None
-) -> None:
+def test_a_run_resumes_at_the_newest_round_that_every_stage_has(held: list[Holding], point: ResumePoint | None) -> None:
     assert common_point(held) == point

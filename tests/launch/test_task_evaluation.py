@@ -1,4 +1,4 @@
-"""`noloco eval --tasks`: the harness finds what our own decoding and likelihoods find, and says what it misses."""
+"""`noloco eval --tasks`: the harness agrees with our own decoding and likelihoods, and missing parts are reported."""
 
 import importlib.util
 import json
@@ -19,14 +19,16 @@ from noloco_p2p.launch.task_evaluation import run_tasks, task_lines
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported model of 64 positions."""
+    """An exported model with 64 positions."""
     home = tmp_path_factory.mktemp("model")
     manifest = small_run(model={"max_position_embeddings": 64}).model_copy(update={"sequence_length": 64})
     save_swarm(manifest, home / "run", [1, 1])
     return exported(home / "run", home / "out")
 
 
-def test_what_is_missing_is_said_in_one_line(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_reported_in_one_line(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="--task-dir: there is no directory"):
         run_tasks(model, ["addition"], tmp_path / "nowhere", device="cpu")
     with pytest.raises(ConfigError, match="there is no such directory"):
@@ -36,7 +38,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, model: Path, monkey
         run_tasks(model, ["addition"], tmp_path, device="cpu")
 
 
-def test_a_line_for_each_metric() -> None:
+def test_each_metric_has_a_line() -> None:
     figures = {"a": {"items": 10, "acc": 0.25, "acc_stderr": 0.125}, "abc": {"items": 1000, "exact_match": 1.0}}
     assert task_lines(figures) == [
         "a    acc 0.2500 ± 0.1250  10 items",
@@ -46,7 +48,7 @@ def test_a_line_for_each_metric() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed")
 def test_the_harness_agrees_with_our_own_scores(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a model that knows some of the answers."""
+    """With a model that knows some of the answers."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tested = write_tasks(tmp_path / "tasks", 1, 100, 50)
     data, tuned = str(tmp_path / "tasks" / "recall.jsonl"), tmp_path / "tuned"

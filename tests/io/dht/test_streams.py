@@ -155,7 +155,7 @@ def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
                 await r.reaches(b, f"relay/{r.id}")
             assert not await b.ways.find_relays(), "both are renewed"
             assert folders
-            assert not any(os.path.exists(one.name) for one in folders), "nothing is left behind if the node is killed"  # noqa: ASYNC240
+            assert not any(os.path.exists(one.name) for one in folders), "a killed node leaves no folder behind"  # noqa: ASYNC240
 
             await s.libp2p.close()
 
