@@ -1,4 +1,4 @@
-"""Transfers that share bandwidth get their max-min fair rates, at every moment, and end when those say so."""
+"""Transfers that share bandwidth have max-min fair rates at every moment, and end at the times that follow."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ def now() -> float:
 
 
 class Moved:
-    """Transfers by name, and when each ended."""
+    """Transfers by name, and the end of each."""
 
     def __init__(self) -> None:
         self.ends: dict[str, float] = {}
@@ -34,7 +34,7 @@ class Moved:
 
 
 def at(*script: tuple[float, Callable[[Moved], None]]) -> Moved:
-    """Do each thing at its time, then wait until everything has ended."""
+    """Run each action at its time, then wait until all transfers have ended."""
     moved = Moved()
 
     async def main() -> None:
@@ -47,18 +47,18 @@ def at(*script: tuple[float, Callable[[Moved], None]]) -> Moved:
     return moved
 
 
-def test_a_transfer_alone_has_all_of_the_narrowest_way() -> None:
+def test_a_single_transfer_gets_all_of_its_narrowest_segment() -> None:
     moved = at((0.0, lambda m: m.begin("a", 100.0, Segment(50.0), Segment(10.0), Segment(20.0))))
     assert moved.ends == {"a": pytest.approx(10.0)}
 
 
-def test_two_share_and_the_one_that_is_left_gets_all() -> None:
+def test_two_transfers_share_and_the_remaining_one_gets_all() -> None:
     segment = Segment(10.0)
     moved = at((0.0, lambda m: m.begin("a", 100.0, segment)), (5.0, lambda m: m.begin("b", 100.0, segment)))
     assert moved.ends == {"a": pytest.approx(15.0), "b": pytest.approx(20.0)}
 
 
-def test_who_stops_gives_its_share_back_at_that_moment_and_goes_on_where_it_was() -> None:
+def test_a_stopped_transfer_frees_its_share_at_once_and_resumes_where_it_was() -> None:
     segment = Segment(10.0)
     moved = at(
         (0.0, lambda m: m.begin("a", 100.0, segment)),
@@ -69,8 +69,8 @@ def test_who_stops_gives_its_share_back_at_that_moment_and_goes_on_where_it_was(
     assert moved.ends == {"a": pytest.approx(12.0), "b": pytest.approx(38.0)}
 
 
-def test_the_textbook_case() -> None:
-    """What one cannot use, because it is held up elsewhere, is for the others on its way; and so on down the line."""
+def test_a_textbook_case_of_max_min_fairness() -> None:
+    """The share that a transfer cannot use, because of a bottleneck elsewhere, goes to the others, and so on."""
     moved = Moved()
     one, two, three = Segment(9.0), Segment(10.0), Segment(30.0)
 
@@ -87,7 +87,7 @@ def test_the_textbook_case() -> None:
 
 
 def is_fair(moved: Moved) -> None:
-    """No way is overfull; each transfer has a full way on which nobody is faster. Only the max-min rates are so."""
+    """Check max-min fairness: no segment is overfull, and each transfer has a full one on which no other is faster."""
     moving = [flow for flow in moved.flows.values() if flow.path]
     used = {segment: sum(one.rate for one in segment.flows) for flow in moving for segment in flow.path}
     for segment, total in used.items():
@@ -101,11 +101,11 @@ def is_fair(moved: Moved) -> None:
 
 
 Step = tuple[float, str, str]
-"""When, `begin` or `stop`, and which transfer."""
+"""Time, `begin` or `stop`, and the name of the transfer."""
 
 
 def filled(ways_of: dict[str, tuple[Segment, ...]]) -> dict[str, float]:
-    """Progressive filling by the book, from nothing."""
+    """Textbook progressive filling, from scratch."""
     rates: dict[str, float] = {}
     room = {segment: segment.bytes_per_s for path in ways_of.values() for segment in path}
     while len(rates) < len(ways_of):
@@ -124,7 +124,7 @@ def filled(ways_of: dict[str, tuple[Segment, ...]]) -> dict[str, float]:
 def ends_by_the_book(
     script: list[Step], sizes: dict[str, float], path: dict[str, tuple[Segment, ...]]
 ) -> dict[str, float]:
-    """When each transfer ends, with all rates made anew whenever one begins, stops or ends."""
+    """When each transfer ends, if all rates are recomputed whenever one begins, stops or ends."""
     left, moving, ends, now_s = dict(sizes), dict[str, tuple[Segment, ...]](), dict[str, float](), 0.0
     todo = list(script)
     while todo or moving:
@@ -147,7 +147,7 @@ def ends_by_the_book(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_begins_and_stops_rates_stay_fair_and_ends_are_those_by_the_book(seed: int) -> None:
+def test_random_transfers_have_fair_rates_and_end_as_in_textbook_filling(seed: int) -> None:
     rng = random.Random(seed)
     nodes = rng.choice([2, 5, 12])
     up, down = ([Segment(rng.choice([5.0, rng.uniform(1, 50)])) for _ in range(nodes)] for _ in range(2))
@@ -181,4 +181,4 @@ def test_whatever_begins_and_stops_rates_stay_fair_and_ends_are_those_by_the_boo
     run(main())
     assert moved.ends == pytest.approx(ends_by_the_book(script, sizes, path), rel=1e-6)
     assert len(moved.ends) == 60
-    assert most >= 5, "else nobody shared anything"
+    assert most >= 5, "otherwise too few transfers have shared a segment"

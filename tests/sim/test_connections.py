@@ -1,4 +1,4 @@
-"""Messages without tensors cost bytes and time, and wait for what is in the sockets; connections begin slowly."""
+"""Messages without tensors cost bytes and time, and wait for the data in the sockets; connections start slowly."""
 
 import asyncio
 from dataclasses import replace
@@ -49,12 +49,12 @@ async def busy(body: Body) -> Gradient:
 
 
 def controlled(network: Network) -> tuple[ByteCounts, ByteCounts]:
-    """Of the caller and the callee."""
+    """The control bytes of the caller and the callee."""
     return network.traffic.byte_counts()["a"]["control"], network.traffic.byte_counts()["b"]["control"]
 
 
-def test_what_messages_weigh_is_what_real_ones_do() -> None:
-    """Ids are as long as real ones, numbers as long as after a day."""
+def test_simulated_messages_have_the_sizes_of_real_ones() -> None:
+    """Ids have the length of real ones, and numbers the length that they have after a day."""
     peer, run_id = "12D3KooW" + "x" * 44, "f" * 64
     microbatch = MicrobatchId(peer, 2**63 + 1, 1_000_000)
     hidden = HostTensor("hidden", "bfloat16", (8, 1024, 1024), memoryview(bytes(16 * MIB)))
@@ -82,7 +82,7 @@ def test_what_messages_weigh_is_what_real_ones_do() -> None:
     assert SIGNATURE_BYTES + len(payload) + key_and_expiry == pytest.approx(MEASURED.advert, rel=0.2)
 
 
-def test_a_call_costs_what_its_messages_weigh() -> None:
+def test_a_call_costs_the_bytes_of_its_messages() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(SIZES, control=CONTROL)
         await transport.describe(CALLEE)
@@ -100,7 +100,7 @@ def test_a_call_costs_what_its_messages_weigh() -> None:
     play(script, busy, Link(LATENCY_S, bytes_per_s=RATE), longest_s=9.0)
 
 
-def test_what_is_lost_of_a_message_is_booked() -> None:
+def test_the_lost_part_of_a_message_is_counted() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(SIZES, control=replace(CONTROL, request=100))
         asyncio.get_running_loop().call_later(0.25, network.hold, "b")
@@ -108,7 +108,7 @@ def test_what_is_lost_of_a_message_is_booked() -> None:
         await asyncio.sleep(0.2)
         assert controlled(network)[0] == ByteCounts(sent=20, in_flight=20)
         await asyncio.sleep(0.2)
-        assert controlled(network)[0] == ByteCounts(sent=25, lost=25), "swallowed: it will not go on"
+        assert controlled(network)[0] == ByteCounts(sent=25, lost=25), "the rest is swallowed and lost"
         call.cancel()
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=RATE))
@@ -118,8 +118,8 @@ FAST = 4.0 * MIB
 
 
 @pytest.mark.parametrize(("waiting", "ahead_s"), [(40 * MIB, 0.1 + 1 / 32), (MIB // 2, 1 / 8)])
-def test_on_the_connection_for_bodies_a_message_waits_for_what_is_in_its_sockets(waiting: int, ahead_s: float) -> None:
-    """All of a small body, or of a large one a tenth of a second and 128 KiB; a question has its own connection."""
+def test_on_a_connection_with_bodies_a_message_waits_for_the_data_in_the_sockets(waiting: int, ahead_s: float) -> None:
+    """It waits for all of a small body, or for a tenth of a second and 128 KiB of a large one."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.traffic._paths.connection("a", "b")._reached = FAST
@@ -134,7 +134,7 @@ def test_on_the_connection_for_bodies_a_message_waits_for_what_is_in_its_sockets
     play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST))
 
 
-def test_a_question_on_a_connection_of_its_own_only_shares_the_line() -> None:
+def test_a_request_on_its_own_connection_only_shares_the_line() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(SIZES, control=replace(CONTROL, request=30_000, answer=0))
         network.traffic.depart(Payload("a", "b", "activation", 40 * MIB))
@@ -146,7 +146,7 @@ def test_a_question_on_a_connection_of_its_own_only_shares_the_line() -> None:
     play(script, with_body, Link(LATENCY_S, bytes_per_s=FAST))
 
 
-def test_a_message_that_waits_for_a_body_goes_when_that_one_is_dropped() -> None:
+def test_a_message_waiting_for_a_body_is_sent_when_the_body_is_dropped() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         body = Payload("a", "b", "activation", 40 * MIB)
         network.traffic.depart(body)
@@ -161,7 +161,7 @@ ROUND_TRIP_S = 2 * LATENCY_S
 
 
 def windows(rest_s: float, *, slow_start_after_idle: bool = True) -> list[float]:
-    """What a connection sends in each of its first six round trips, in segments, after a body and a rest."""
+    """Segments that a connection sends in each of its first six round trips, after a body and an idle period."""
     sent: list[float] = []
 
     async def main() -> None:
@@ -184,28 +184,28 @@ def windows(rest_s: float, *, slow_start_after_idle: bool = True) -> list[float]
     return sent
 
 
-def test_a_connection_that_has_rested_begins_with_ten_segments_and_doubles() -> None:
+def test_an_idle_connection_starts_with_ten_segments_and_doubles() -> None:
     full = FAST * ROUND_TRIP_S / 1460
     assert windows(60.0) == pytest.approx([10, 20, 40, 80, 160, 320], rel=1e-3)
-    assert windows(0.2) == pytest.approx([full] * 6, rel=1e-3), "less than its timer"
+    assert windows(0.2) == pytest.approx([full] * 6, rel=1e-3), "idle for less than its timer"
 
 
-def test_a_connection_that_does_not_forget_goes_on_as_fast() -> None:
+def test_without_slow_start_after_idle_a_connection_keeps_its_speed() -> None:
     full = FAST * ROUND_TRIP_S / 1460
     assert windows(60.0, slow_start_after_idle=False) == pytest.approx([full] * 6, rel=1e-3)
 
 
-def test_a_window_is_halved_each_time_that_the_timer_would_run_out() -> None:
+def test_an_idle_window_is_halved_for_each_timeout() -> None:
     timer_s = ROUND_TRIP_S + 0.2
     once, twice, often = windows(1.5 * timer_s), windows(2.5 * timer_s), windows(9.5 * timer_s)
     full = FAST * ROUND_TRIP_S / 1460
     assert once[1] == pytest.approx(2 * once[0], rel=1e-3)
     assert twice[0] == pytest.approx(once[0] / 2, rel=1e-3)
-    assert once[0] == pytest.approx(full / 2, rel=1e-3), "half of what it had reached"
+    assert once[0] == pytest.approx(full / 2, rel=1e-3), "half of the window that it had reached"
     assert often[0] == pytest.approx(10, rel=1e-3)
 
 
-def test_a_connection_that_begins_leaves_to_others_what_it_does_not_take() -> None:
+def test_a_starting_connection_leaves_its_unused_share_to_others() -> None:
     async def main() -> None:
         network = Network(1, Geography(Link(LATENCY_S), Access(FAST, None)))
         old = Payload("a", "b", "snapshot", 400 * MIB)
@@ -224,7 +224,7 @@ def test_a_connection_that_begins_leaves_to_others_what_it_does_not_take() -> No
     run(main())
 
 
-def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
+def test_reading_the_directory_uses_the_nodes_own_lines() -> None:
     async def main() -> None:
         network = Network(1, Geography(Link(LATENCY_S), Access(1000.0, 2000.0)), replace(SIZES, control=CONTROL))
         directory = SimDirectory(Registry(), "a", lambda adverts: network.exchange("a", adverts))
@@ -238,8 +238,8 @@ def test_reading_the_directory_takes_bytes_of_ones_own_lines() -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 3, CONNECTIONS])
-def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: int) -> None:
-    """In each round trip; another body beside it has its own, and both together no more than all connections have."""
+def test_a_body_has_one_window_per_connection_in_flight(connections: int) -> None:
+    """Per round trip; a second body in parallel has its own windows, and both together have at most all connections."""
 
     async def main() -> None:
         link = Link(LATENCY_S, window_bytes=float(MIB), slow_start_after_idle=False)
@@ -258,8 +258,8 @@ def test_a_body_has_a_window_of_each_of_its_connections_under_way(connections: i
     run(main())
 
 
-def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
-    """How far a peer is gets asked before weights come from it, if they are large and nobody knows it."""
+def test_bodies_gradients_and_weights_of_distant_peers_use_all_connections() -> None:
+    """Before large weights are fetched from a peer, its round trip is measured if it is not known."""
     sizes = MessageSizes(8 * MIB, 8 * MIB, (300, 8 * MIB), (150, 300), (900, 1800))
     used: list[int] = []
     apart_from_bodies: list[bool] = []
@@ -286,5 +286,5 @@ def test_far_bodies_their_gradients_and_weights_take_all_connections() -> None:
 
     play(script, with_body, Link(LATENCY_S, bytes_per_s=4 * FAST, slow_start_after_idle=False), longest_s=60.0)
     assert used == [1, 1, 1, CONNECTIONS, CONNECTIONS, CONNECTIONS]
-    assert apart_from_bodies[:3] == [False, False, True], "header, grant and answer"
+    assert apart_from_bodies[:3] == [False, False, True], "header, grant, answer"
     assert apart_from_bodies[-3:] == [True] * 3

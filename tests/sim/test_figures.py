@@ -1,4 +1,4 @@
-"""The figures of a simulated run: exact on traces written by hand, and of a run what its own stages counted."""
+"""The figures of a simulated run: exact on hand-written traces, and equal to what the stages of a run counted."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ def event(at_s: float, kind: str, **fields: object) -> TraceEvent:
 def process(
     peer: str, stages: list[int], events: list[TraceEvent], ended_at_s: float = 30.0, step: float = 9.0, **changes: Any
 ) -> SimProcess:
-    """A process that held these stages, over a node that has ended."""
+    """A process whose node held these stages and has ended."""
     advert = SimpleNamespace(stage=stages[-1], state="left", step=step)
     leaving = any(one.get("reason") == "told to leave" for one in events)
     node: Any = SimpleNamespace(state=SimpleNamespace(advert=advert, inner_steps=0, leaving=leaving))
@@ -70,7 +70,7 @@ CRASHED = [
 ]
 
 
-def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
+def test_a_process_that_moves_counts_for_each_stage_while_it_held_it() -> None:
     outcome = outcome_of(
         process("s0r0", [0, 1], MOVED), process("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0, step=7.5)
     )
@@ -83,18 +83,18 @@ def test_a_process_that_moves_counts_for_the_stage_that_it_held() -> None:
     assert (first.lives, first.inner_steps, first.microbatches, first.training_s) == (2, 2, 2, 10.0 + 10.0)
     assert first.utilisation == 7.0 / 20.0
     assert first.idle == {"gradients": 1.0 / 20.0, "other": 12.0 / 20.0}
-    assert first.replica_std == 0.25, "the last one that each process measured"
+    assert first.replica_std == 0.25, "the last value that each process measured"
     assert (second.lives, second.inner_steps, second.microbatches, second.training_s) == (1, 1, 1, 5.0)
     assert (second.utilisation, second.idle, second.replica_std) == (0.1, {"microbatches": 0.2, "other": 0.7}, None)
     assert (found.train_s, found.tokens, found.tokens_per_s) == (6.0, 2 * TOKENS, 2 * TOKENS / 6.0)
     assert found.ends == {"crashed": 1, "left early": 1}
     assert (found.nodes, found.step, found.virtual_s) == (2, 7.5, 40.0)
     assert (found.microbatches.dropped, found.microbatches.rerouted) == ({"busy": 1}, {"unreachable": 1})
-    assert found.microbatches.busy == 1, "an answer is counted where it is heard, not where it is given"
+    assert found.microbatches.busy == 1, "an answer is counted by its receiver, not its sender"
     assert (found.rounds, found.round_s) == ({"alone": 1, "partner": 1}, {"p50": 3.0, "p95": pytest.approx(3.9)})
 
 
-def test_the_series_tell_the_same() -> None:
+def test_the_series_agree_with_the_figures() -> None:
     outcome = outcome_of(process("s0r0", [0, 1], MOVED), process("s0r1", [0], CRASHED, crashed=True, ended_at_s=11.0))
     assert sim_output.nodes_training(outcome) == {
         0: [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (11.0, 1.0), (12.0, 0.0)],
@@ -105,7 +105,7 @@ def test_the_series_tell_the_same() -> None:
     assert sim_output.replica_stds(outcome) == {0: [(8.0, 0.5), (9.0, 0.25)]}
 
 
-def test_bytes_are_means_over_all_nodes_also_those_that_had_none() -> None:
+def test_bytes_are_means_over_all_nodes_including_those_without_any() -> None:
     outcome = outcome_of(process("s0r0", [0], []), process("s0r1", [0], CRASHED))
     byte_counts = {
         "s0r0": {"activation": ByteCounts(sent=10, lost=3, in_flight=1), "state": ByteCounts(0, 6)},
@@ -119,7 +119,7 @@ def test_bytes_are_means_over_all_nodes_also_those_that_had_none() -> None:
 
 
 def simulated() -> tuple[RunFigures, Outcome]:
-    """Two stages of two and three nodes, four microbatches of two nominal kilotokens, twelve steps, three rounds."""
+    """Stages of two and three nodes, four microbatches of nominally two kilotokens, twelve steps, three rounds."""
     manifest = RunManifest(
         stages=2,
         start_replicas=2,
@@ -144,7 +144,7 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     steps = [sum(one.linear_stage.inner_steps for one in outcome.of_stage(stage)) for stage in (0, 1)]
     assert [one.inner_steps for one in found.stages] == steps
     assert sum(found.rounds.values()) == 5 * 3
-    # A microbatch costs 0.03 s at stage 0 and 0.05 s at stage 1, a step 0.005 s; what comes after the last is unseen.
+    # A microbatch costs 0.03 s at stage 0 and 0.05 s at stage 1, a step 0.005 s; work after the last step is not seen.
     for stage, each_s in ((0, 0.03), (1, 0.05)):
         busy_s = counted[stage] * each_s + steps[stage] * 0.005
         utilisation = found.stages[stage].utilisation
@@ -154,13 +154,13 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
         assert 0 <= rounds_s <= longest_s + 1e-9, "two operations of 0.005 s in each round, and one before the first"
         assert 1.0 - 1e-9 < utilisation + sum(found.stages[stage].idle.values()) < 1.02
     sent, received = found.traffic.sent_per_node, found.traffic.received_per_node
-    assert sent["gradient"] == received["gradient"] == counted[1] * 4 * 8 / 5, "four numbers of eight bytes each"
+    assert sent["gradient"] == received["gradient"] == counted[1] * 4 * 8 / 5, "four values of eight bytes each"
     pulled = sum(count for result, count in found.rounds.items() if result != "alone")
     guarded = len(outcome.trace.of("guarded"))
     assert sent["weights"] == received["weights"] == guarded * 2 * 8 / 5
     assert sent["snapshot"] == received["snapshot"] == pulled * 4 * 8 / 5
     assert all(sent[kind] * 5 == received[kind] * 5 + found.traffic.lost[kind] for kind in sent)
-    assert [one.replica_std for one in found.stages] == [None, None], "the weights are no real ones"
+    assert [one.replica_std for one in found.stages] == [None, None], "the weights are not real ones"
     assert all(isinstance(one.model, LinearStage) for one in outcome.processes)
     assert sim_output.tokens_per_s(outcome, 2 * TOKENS, 7)
     total = sum(rate * outcome.ended_at_s / 7 for _, rate in sim_output.tokens_per_s(outcome, 2 * TOKENS, 7))
@@ -170,7 +170,9 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
 def test_the_figures_of_several_runs() -> None:
     found = flat(simulated()[0])
     assert {"tokens_per_s", "utilisation.0", "idle.0.gradients", "round_s.p95", "sent_per_node.snapshot"} <= {*found}
-    assert found["rounds.other"] == found["rounds.all"] == 0, "what a run has none of counts in the mean of several"
+    assert found["rounds.other"] == found["rounds.all"] == 0, (
+        "a figure that a run lacks counts as 0 in the mean of several runs"
+    )
     over = spreads([{"a": 1.0, "b": 2.0}, {"a": 4.0}])
     assert over["a"] == {"mean": 2.5, "std": pytest.approx(4.5**0.5), "least": 1.0, "most": 4.0, "runs": 2}
     assert over["b"] == {"mean": 2.0, "std": 0.0, "least": 2.0, "most": 2.0, "runs": 1}

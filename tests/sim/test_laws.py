@@ -1,4 +1,4 @@
-"""The laws of simulated swarms can fail: each finds the fault that it is there for, planted here."""
+"""The laws of simulated swarms can fail: each finds a planted fault of the kind that it guards against."""
 
 import asyncio
 from array import array
@@ -42,18 +42,18 @@ SMALL = (
     "node.limits.linger_s=30",
     "node.limits.drain_s=8",
 )
-"""A swarm of 2 + 2 whose run takes half a minute."""
+"""A swarm of 2 + 2 nodes, whose run takes half a minute of virtual time."""
 
 WIPED = "faults=[{at_s: 16, kind: wipe, peers: [s1r0, s1r1], for_s: 3}]"
-"""All of stage 1 comes back without its disk: from a guardian, or not at all."""
+"""All of stage 1 returns without its disks, so its weights come from a guardian."""
 CAME = "faults=[{at_s: 20, kind: wipe, peers: [s1r1], for_s: 1}]"
-"""One of two comes back without its disk: from the other one."""
+"""One of two replicas returns without its disk, so its weights come from the other."""
 
 
 HUNG = "faults=[{at_s: 9, kind: hang, peers: [s1r0, s1r1], for_s: 30}, {at_s: 16, kind: depart, peers: [s0r0]}]"
-"""Nobody of stage 1 answers, and a node of stage 0 leaves with what it cannot deliver."""
+"""No node of stage 1 answers, and a node of stage 0 leaves with microbatches that it cannot deliver."""
 PROMPT = ("run.outer.inner_steps=4", "run.outer.deadline_s=1", "node.directory.refresh_s=0.5")
-"""Rounds and news take a second."""
+"""Rounds, and the spreading of adverts, take about a second."""
 
 
 def swarm(*sets: str) -> FaultySwarm:
@@ -61,11 +61,11 @@ def swarm(*sets: str) -> FaultySwarm:
 
 
 def planted(*sets: str) -> str | None:
-    """The law that the swarm breaks."""
+    """The message of the law that the swarm breaks, if any."""
     return broken(swarm(*sets))
 
 
-def test_without_a_plant_none_of_these_swarms_breaks_a_law() -> None:
+def test_without_a_planted_fault_none_of_these_swarms_breaks_a_law() -> None:
     for sets in ((), (WIPED,), (CAME, *PROMPT), (HUNG,)):
         assert planted(*sets) is None
 
@@ -93,7 +93,7 @@ OVERLAP = "run.outer.overlap=true"
     ],
     ids=["lost", "counted twice", "merge without effect"],
 )
-def test_progress_of_an_open_round_that_is_lost_or_counted_twice_is_found(
+def test_progress_during_an_open_round_that_is_lost_or_counted_twice_is_found(
     monkeypatch: pytest.MonkeyPatch, plant: Callable[[float, float, float], float], found: str
 ) -> None:
     assert planted(OVERLAP) is None
@@ -102,7 +102,7 @@ def test_progress_of_an_open_round_that_is_lost_or_counted_twice_is_found(
 
 
 def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Δ from another moment than θ_f: an inner step counts in two rounds."""
+    """Δ from another moment than θ_f, so that an inner step counts in two rounds."""
     snapshot = LinearStage.snapshot
 
     def bent(stage: LinearStage, round: int, step: int) -> FrozenRound:
@@ -114,12 +114,12 @@ def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert "θ is" in str(planted(OVERLAP))
 
 
-def test_fresh_weights_where_there_were_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_weights_despite_existing_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "restore_sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
     assert " began with fresh weights, although there were others" in str(planted(WIPED))
 
 
-def test_weights_that_changed_on_their_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_changed_in_transit_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     restore = LinearStage.restore
 
     def bent(stage: LinearStage, theirs: ReplicaState) -> None:
@@ -145,12 +145,12 @@ def test_an_id_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         return once(stage, microbatch, inputs, targets, mask)
 
     monkeypatch.setattr(LinearStage, "loss_backward", twice)
-    assert planted() is None, "the stage drops what it knows"
+    assert planted() is None, "the stage itself drops known ids"
     monkeypatch.setattr(SpentIds, "spend", lambda *_: True)
     assert "s1r0 counted [" in str(planted())
 
 
-def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_that_is_a_partner_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     announce = NodeState.update
 
     def at_once(node: NodeState, **changes: object) -> None:
@@ -160,9 +160,9 @@ def test_a_newcomer_that_is_a_partner_at_once_is_found(monkeypatch: pytest.Monke
     assert "of a newcomer" in str(planted(CAME, *PROMPT))
 
 
-def test_a_swarm_that_stands_still_is_found() -> None:
+def test_a_stalled_swarm_is_found() -> None:
     simulation = swarm()
-    simulation.gap_s = 15.0  # it stands still for 20 s to a minute, as the order of simultaneous events has it
+    simulation.gap_s = 15.0  # it stalls for 20 s to a minute, depending on the order of simultaneous events
     for peer in ("s1r0", "s1r1"):
         simulation.at(6.0, lambda peer=peer: simulation.slow(peer, 500.0))  # type: ignore[misc]
         simulation.at(140.0, lambda peer=peer: simulation.slow(peer, 1.0))  # type: ignore[misc]
@@ -170,13 +170,13 @@ def test_a_swarm_that_stands_still_is_found() -> None:
     assert "Deadlock" in str(planted("limit_s=5"))
 
 
-def test_a_stage_is_served_by_a_node_that_moves_only_while_it_holds_that_stage() -> None:
-    """Stage 1 is deserted for 20 s. Later a node of stage 0 moves there, and another one comes from there."""
+def test_a_moving_node_serves_a_stage_only_while_it_holds_it() -> None:
+    """Stage 1 is deserted for 20 s. Later a node of stage 0 moves there, and one of stage 1 moves to stage 0."""
     swarm = FaultySwarm(plan_of((3, 1), steps=60), (Fault(5.0, "bounce", ("s1r0",), 20.0),))
     for at_s, peer, stage in ((35.0, "s0r0", 1), (40.0, "s1r0", 0)):
         swarm.at(at_s, lambda peer=peer, stage=stage: swarm.process(peer).node.state.drain("moves", next_stage=stage))  # type: ignore[misc]
     outcome = swarm.run()
-    assert (outcome.nodes["s0r0"].stage, outcome.nodes["s1r0"].stage) == (1, 0), "they moved"
+    assert (outcome.nodes["s0r0"].stage, outcome.nodes["s1r0"].stage) == (1, 0), "both have moved"
     found = list(gaps(swarm, outcome))
     assert max(gap_s for _, gap_s, _ in found) < 10.0
     assert {"s0r0", "s1r0"} <= {peer for peer, _, _ in found}
@@ -196,13 +196,13 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 def went_on(living: tuple[int, ...], round: int, *hardly_reached: int, replaced: int | None = None) -> FaultySwarm:
-    """A node went on from this round; these rounds its stage had then."""
+    """A swarm in which a node resumed from this round, when its stage had those rounds."""
     available = AvailableWeights(1.0, living, (*living, *hardly_reached), (), (), (), replaced)
     return cast(FaultySwarm, SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)]))
 
 
-def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
-    """As `core.resume` orders them: 7 may be a lie beside 3, but not beside another 7, and then 3 is the newest."""
+def test_a_replica_far_ahead_of_the_others_need_not_be_the_donor() -> None:
+    """In the order of `core.resume`: 7 may be a lie if the other has 3, but not if a third node has 7 as well."""
     weights_survive(went_on((3, 7), 3))
     weights_survive(went_on((5, 9), 4))
     weights_survive(went_on((7,), 3, 3))
@@ -211,14 +211,14 @@ def test_whoever_is_far_ahead_of_the_usual_one_need_not_be_the_donor() -> None:
             weights_survive(went_on(living, round))
 
 
-def test_who_differs_takes_over_what_most_agree_on_and_gives_up_no_more_than_a_copy_is_old() -> None:
+def test_a_replica_that_differs_adopts_the_majoritys_weights_without_giving_up_newer_ones() -> None:
     weights_survive(went_on((5, 8), 4, replaced=5))
     with pytest.raises(AssertionError, match="me gave up newer weights"):
         weights_survive(went_on((5, 8), 4, replaced=8))
 
 
 def chosen(do: Callable[[WeightsChoice], Awaitable[object]]) -> float:
-    """When the choice was made with which a node then went on."""
+    """The time of the choice with which the node then resumed."""
 
     async def scenario() -> float:
         choice = WeightsChoice(lambda: AvailableWeights(now_s(), (), (), (), (), ()), settled_s=5.0)
@@ -228,7 +228,7 @@ def chosen(do: Callable[[WeightsChoice], Awaitable[object]]) -> float:
     return run(scenario())
 
 
-def test_what_is_asked_while_weights_travel_has_nothing_to_do_with_the_choice() -> None:
+def test_a_look_while_weights_travel_does_not_change_the_time_of_the_choice() -> None:
     async def travels_long(choice: WeightsChoice) -> None:
         choice.ask()
         fetched = asyncio.create_task(choice.fetch(asyncio.sleep(40.0)))
@@ -239,7 +239,7 @@ def test_what_is_asked_while_weights_travel_has_nothing_to_do_with_the_choice() 
     assert chosen(travels_long) == 0.0
 
 
-def test_a_node_that_does_not_get_the_weights_chooses_anew() -> None:
+def test_a_node_whose_fetch_fails_chooses_again() -> None:
     async def breaks(choice: WeightsChoice) -> None:
         choice.ask()
         with pytest.raises(TimeoutError):
@@ -248,7 +248,7 @@ def test_a_node_that_does_not_get_the_weights_chooses_anew() -> None:
     assert chosen(breaks) == 2.0
 
 
-def test_a_node_does_not_decide_on_what_it_asked_long_ago() -> None:
+def test_an_old_look_is_not_used_for_the_choice() -> None:
     async def dawdles(choice: WeightsChoice) -> None:
         choice.ask()
         await asyncio.sleep(9.0)

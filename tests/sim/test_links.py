@@ -1,4 +1,4 @@
-"""Regions have their distances in turn, and a node's access is a function of the seed and its id."""
+"""Nodes are assigned to regions in turn, and a node's access line is a function of the seed and its id."""
 
 from dataclasses import replace
 from statistics import median
@@ -13,7 +13,7 @@ REGIONS = Regions(((2.0, 90.0), (90.0, 4.0)), ((None, 50e6), (25e6, 100e6)))
 EU_US = Geography(Link(spread=0.1, loss=0.001), regions=REGIONS)
 
 
-def test_a_link_has_half_the_round_trip_and_the_bandwidth_of_its_direction() -> None:
+def test_a_link_has_half_of_the_round_trip_and_the_bandwidth_of_its_direction() -> None:
     assert EU_US.link("s0r4", "s2r11") == Link(0.045, 0.1, 50e6, loss=0.001)
     assert EU_US.link("s0r1", "s1r0") == Link(0.045, 0.1, 25e6, loss=0.001)
     assert EU_US.link("s0r0", "s1r0") == Link(0.001, 0.1, None, loss=0.001)
@@ -33,13 +33,13 @@ def test_access_is_drawn_around_its_median_and_stays_asymmetric() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.6])
-def test_a_direction_without_a_limit_stays_so(spread: float) -> None:
+def test_a_direction_without_a_limit_stays_unlimited(spread: float) -> None:
     access = Geography(each=Access(None, 7.0), access_spread=spread).access("s0r0")
     assert access.up_bytes_per_s is None
     assert (access.down_bytes_per_s == 7.0) == (spread == 0.0)
 
 
-def test_an_owners_cap_bounds_the_line_that_there_is() -> None:
+def test_an_owners_cap_limits_the_line() -> None:
     capped = Geography(Link(0.02), Access(None, 7.0), cap=Access(3.0, 9.0))
     assert capped.access("s0r0") == Access(3.0, 7.0)
     assert capped.link("s0r0", "s1r0") == Link(0.02)

@@ -1,4 +1,4 @@
-"""Real stages and data in the simulator: equal to the reference to 1e-9, and the summary of a run is what happened."""
+"""Real stages and data in the simulator: equal to the reference to 1e-9, with a summary that matches the run."""
 
 import json
 from dataclasses import replace
@@ -41,19 +41,19 @@ def manifest(**changes: object) -> RunManifest:
 
 
 def swarm(audit: Path | None = None, **changes: object) -> TrainingPlan:
-    """Two stages of three replicas; links cost nothing. `changes` are those of the manifest."""
+    """Two stages of three replicas over links that cost nothing. `changes` apply to the manifest."""
     link, audit_dir = Link(latency_s=0.0), None if audit is None else str(audit)
     return TrainingPlan(manifest(**changes), (REPLICAS,) * STAGES, seed=5, link=link, audit_dir=audit_dir)
 
 
 def run_manifest(training: TrainingPlan) -> RunManifest:
-    """As the nodes have it."""
+    """The manifest as the nodes have it."""
     fields = {"seed": training.seed, "stages": len(training.replicas), "start_replicas": min(training.replicas)}
     return RunManifest.model_validate(training.manifest.model_dump() | fields)
 
 
 def partners(audit: Path) -> list[tuple[int, str, str]]:
-    """(round, partner or nothing, its round or nothing) of every replica's every round."""
+    """(round, partner or "", the partner's round or "") for every round of every replica."""
     found = []
     for path in sorted(audit.glob("round-*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -63,7 +63,7 @@ def partners(audit: Path) -> list[tuple[int, str, str]]:
 
 
 def std_on_disk(audit: Path, round: int, stage: int) -> float:
-    """METHOD.md, "Measures", on what the replicas wrote as θ before the merge, element by element."""
+    """The spread of METHOD.md, "Measures", of the θ that the replicas wrote before the merge, element by element."""
     peers = [peer for peer, at in PEERS.items() if at == stage]
     found = [load_file(audit / f"round-{round:06}-{peer}.safetensors") for peer in peers]
     fast = [[tensor.flatten() for name, tensor in sorted(one.items()) if name.startswith("fast/")] for one in found]
@@ -71,7 +71,7 @@ def std_on_disk(audit: Path, round: int, stage: int) -> float:
 
 
 def loss_of_the_mean(audit: Path, run: RunManifest) -> float:
-    """Held-out loss of the whole model whose weights are the means of what the last round left."""
+    """Held-out loss of the whole model with the mean weights after the last round."""
     weights: dict[str, torch.Tensor] = {}
     for peer in PEERS:
         for name, tensor in load_file(audit / f"round-{STEPS // M:06}-{peer}.safetensors").items():
@@ -85,7 +85,7 @@ def loss_of_the_mean(audit: Path, run: RunManifest) -> float:
     return total / tokens
 
 
-def test_a_swarm_with_links_that_cost_nothing_equals_the_reference(tmp_path: Path) -> None:
+def test_a_swarm_over_ideal_links_equals_the_reference(tmp_path: Path) -> None:
     training = swarm(tmp_path)
     with float64_llama():
         trained = train(training)
@@ -101,7 +101,7 @@ def test_a_swarm_with_links_that_cost_nothing_equals_the_reference(tmp_path: Pat
     assert [(spread.round, spread.stage) for spread in trained.spreads] == [(r, s) for r in (1, 2, 3) for s in (0, 1)]
 
 
-def test_the_summary_adds_up_and_is_the_same_twice() -> None:
+def test_the_summary_adds_up_and_is_reproducible() -> None:
     trained = train(swarm())
     assert trained.tokens == STEPS * REPLICAS * 2 * 2 * 8
     hidden = 16 * 8
@@ -122,7 +122,7 @@ def test_the_summary_adds_up_and_is_the_same_twice() -> None:
     json.dumps(trained.figures("validation", "bytes", "load", "virtual_s"), allow_nan=False)
 
 
-def test_one_replica_with_the_streams_of_three_reads_what_three_read(tmp_path: Path) -> None:
+def test_one_replica_with_the_streams_of_three_reads_the_same_data(tmp_path: Path) -> None:
     apart, whole = tmp_path / "apart", tmp_path / "whole"
     three = replace(swarm(apart), replicas=(REPLICAS,), link=Link())
     train(three)
@@ -139,7 +139,7 @@ def test_one_replica_with_the_streams_of_three_reads_what_three_read(tmp_path: P
     assert one.spreads == ()
 
 
-def test_partners_are_lost_and_stale_as_often_and_as_late_as_asked(tmp_path: Path) -> None:
+def test_partners_are_lost_and_stale_at_the_configured_rates(tmp_path: Path) -> None:
     lost, stale = tmp_path / "lost", tmp_path / "stale"
     trained = train(replace(swarm(lost), lost_partner=0.5))
     alone = [partner for _, partner, _ in partners(lost) if not partner]
@@ -152,7 +152,7 @@ def test_partners_are_lost_and_stale_as_often_and_as_late_as_asked(tmp_path: Pat
     assert all(theirs == max(0, round - 2) for round, theirs in late)
 
 
-def test_a_slow_replica_serves_less_and_is_waited_for() -> None:
+def test_a_slow_replica_serves_less_and_makes_its_stage_wait() -> None:
     slow = replace(swarm(routing="random"), slowness={"s1r0": 6.0}, link=Link())
     trained = train(slow)
     assert trained.load["s1r0"] < min(trained.load["s1r1"], trained.load["s1r2"])

@@ -1,4 +1,4 @@
-"""Scenarios: what their files say, how a swarm follows from one and a seed, and that many seeds of each keep every law.
+"""Scenarios: their files, how a swarm follows from a scenario and a seed, and that many seeds of each keep every law.
 
 The runs here are short forms of the files. The full size: `noloco sim configs/sim/churn.yaml --seeds 0:100`.
 """
@@ -41,7 +41,7 @@ SHORT = (
     "node.limits.linger_s=30",
     "node.limits.drain_s=8",
 )
-"""A run of half a minute, with deadlines as much shorter."""
+"""A run of half a minute, with deadlines shortened in proportion."""
 SHORTER = {
     "lan": (),
     "continents": ("workload.parameters_per_stage=25_000_000",),
@@ -70,12 +70,12 @@ SHORTER = {
 
 @functools.cache
 def short(name: str) -> Scenario:
-    """The short form of a file."""
+    """The short form of a file's scenario."""
     return load(FILES / f"{name}.yaml", (*SHORT, *SHORTER[name]))
 
 
 def drawn(name: str, seed: int) -> tuple[Scenario, int, str]:
-    """What is run with a seed: the scenario, its nodes, and the command that does the same."""
+    """The run for a seed: the scenario, its number of nodes, and the command that repeats it."""
     scenario, routing = short(name), ("random", "balanced", "weighted")[seed % 3]
     scenario = scenario.model_copy(update={"run": scenario.run.model_copy(update={"routing": routing})})
     nodes = max((4, 6, 8, 9)[seed % 4], 2 * len(scenario.replicas))
@@ -91,7 +91,7 @@ WASTEFUL = {
     "churn": "nodes stop in the middle of what they send or take",
     "partition": "pulls between the continents are cut off",
 }
-"""Scenarios in which more than one in a hundred bytes is sent for nothing, and why."""
+"""Scenarios that waste more than one byte in a hundred, and why."""
 
 
 # --- the laws -------------------------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ def test_every_seed_of_every_scenario_keeps_the_laws(name: str, block: int) -> N
             for counts in kinds.values():
                 bytes_sent.add(counts)
     if name not in WASTEFUL:
-        assert bytes_sent.lost < 0.01 * bytes_sent.sent, "sent for nothing"
+        assert bytes_sent.lost < 0.01 * bytes_sent.sent, "too many bytes were wasted"
     if name == "partition":
         assert hurt == SEEDS_A_TEST
     elif name == "churn":
-        assert hurt > 0.8 * SEEDS_A_TEST, "else the swarms prove less than they seem to"
+        assert hurt > 0.8 * SEEDS_A_TEST, "too few of the swarms had any fault"
 
 
-def test_one_seed_gives_one_run() -> None:
+def test_a_run_is_a_function_of_scenario_and_seed() -> None:
     hashes = []
     for seed in (5, 5, 6):
         simulation = build(short("churn"), seed)
@@ -128,7 +128,7 @@ def test_one_seed_gives_one_run() -> None:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_each_file_has_its_own_name() -> None:
+def test_each_scenario_is_named_like_its_file() -> None:
     assert sorted(path.stem for path in FILES.glob("*.yaml")) == sorted(NAMES)
     for name in NAMES:
         scenario = load(FILES / f"{name}.yaml")
@@ -136,11 +136,11 @@ def test_each_file_has_its_own_name() -> None:
         build(scenario, seed=0)
 
 
-def test_the_default_scenario_is_the_one_of_the_lan_file() -> None:
+def test_the_default_scenario_is_that_of_the_lan_file() -> None:
     assert load(FILES / "lan.yaml") == Scenario() == load(None)
 
 
-def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_errors_of_a_file_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "nmae: y\n"
@@ -179,10 +179,10 @@ def test_all_faults_of_a_file_are_told_at_once_each_with_its_place(tmp_path: Pat
         (["faults=[{at_s: 1, kind: crash}]"], "a fault (crash at 1 s) needs exactly one of peers, region and share"),
         (["faults=[{at_s: 1, kind: crash, region: mars}]"], "region 'mars', but there are no regions"),
         (["run.outer.rule=gossip", "run.outer.alpha=0.3"], "rule gossip has no alpha: leave it out"),
-        (["network.loss=1"], "network.loss must be less than 1.0, not 1"),  # it would be sent again for ever
+        (["network.loss=1"], "network.loss must be less than 1.0, not 1"),  # it would be retransmitted for ever
     ],
 )
-def test_values_that_do_not_go_together_are_refused(sets: list[str], message: str) -> None:
+def test_incompatible_values_of_a_scenario_are_refused(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, sets)
     assert message in str(caught.value)
@@ -197,13 +197,13 @@ def test_another_optimizer_has_its_own_learning_rate() -> None:
     assert load(None, ["run.inner.optimizer=adamw"]).run.inner == InnerSettings(optimizer="adamw")
 
 
-def test_a_fault_for_a_node_that_there_is_not_is_refused() -> None:
+def test_a_fault_for_a_nonexistent_node_is_refused() -> None:
     scenario = load(None, ["faults=[{at_s: 1, kind: crash, peers: [s0r3]}]"])
     with pytest.raises(ConfigError, match="s0r3, which does not exist"):
         build(scenario.of_nodes(4), seed=0)
 
 
-def test_a_run_that_could_never_begin_is_refused() -> None:
+def test_a_run_that_could_never_start_is_refused() -> None:
     scenario = load(None, ["run.start_replicas=3", "faults=[{at_s: 9, kind: arrive, peers: [s0r2, s1r2]}]"])
     assert build(scenario.of_nodes(4), seed=0).plan.manifest.start_replicas == 3
     with pytest.raises(ConfigError, match="begins with 3 nodes of each stage, but stage 0 never has more than 2"):
@@ -227,8 +227,8 @@ def test_a_node_that_cannot_arrive_is_refused(who: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_every_node_that_arrives_has_an_id_of_its_own() -> None:
-    """Whether it is listed, drawn at the rate of arrivals, or drawn as one of the other faults."""
+def test_every_arriving_node_has_its_own_id() -> None:
+    """Whether its arrival is listed, drawn at the rate of arrivals, or drawn among the other faults."""
     churn = ("churn.arrivals_per_hour=9", "churn.faults_per_hour=9", "churn.kinds=[arrive]")
     scenario = load(None, [*churn, "faults=[{at_s: 99, kind: arrive, peers: [s1r5, s0r4]}]"])
     arrive = [peer for fault in planned_faults(scenario, seed=1) if fault.kind == "arrive" for peer in fault.peers]
@@ -237,7 +237,7 @@ def test_every_node_that_arrives_has_an_id_of_its_own() -> None:
     assert len(arrive) > 100
 
 
-def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
+def test_costs_can_come_from_a_measurement(tmp_path: Path) -> None:
     costs = {"forward_s": 0.1, "backward_s": 0.2, "inner_step_s": 0.3, "snapshot_s": 0.4, "merge_s": 0.6}
     (tmp_path / "bench.json").write_text(json.dumps({"stages_costs": [costs, costs | {"forward_s": 0.15}]}))
     (tmp_path / "mine.yaml").write_text("compute:\n  measured: bench.json\n")
@@ -254,10 +254,10 @@ def test_costs_are_taken_from_what_was_measured(tmp_path: Path) -> None:
         load(tmp_path / "mine.yaml")
 
 
-# --- what follows from one ------------------------------------------------------------------------------------------
+# --- swarms from scenarios ------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_shared_out_in_proportion() -> None:
+def test_nodes_are_distributed_over_stages_in_proportion() -> None:
     for nodes in range(3, 60):
         for replicas in ((4, 4, 4), (1, 2, 7), (5, 1, 1)):
             shares = shared_out(nodes, replicas)
@@ -270,7 +270,7 @@ def test_nodes_are_shared_out_in_proportion() -> None:
         short("churn").of_nodes(2)
 
 
-def test_messages_weigh_what_those_of_the_run_would() -> None:
+def test_message_sizes_follow_from_the_workload() -> None:
     sizes = sizes_of(Scenario())
     assert sizes.gradient_bytes == 8 * 1024 * 2048 * 2
     assert sizes.activation_bytes == sizes.gradient_bytes + 8 * 1024 * 4
@@ -283,7 +283,7 @@ def test_messages_weigh_what_those_of_the_run_would() -> None:
     assert sizes_of(coded).gradient_bytes == 8 * 1024 * 2048 * 8.25 / 8
 
 
-def test_nodes_stand_in_the_regions_in_turn_with_the_links_of_the_file() -> None:
+def test_nodes_are_assigned_to_regions_in_turn_with_the_links_of_the_file() -> None:
     geography = build(load(FILES / "continents.yaml"), seed=0).plan.geography
     assert geography is not None
     far, near = geography.link("s0r1", "s1r2"), geography.link("s0r1", "s1r4")
@@ -292,7 +292,7 @@ def test_nodes_stand_in_the_regions_in_turn_with_the_links_of_the_file() -> None
     assert geography.access("s0r0") == Access(5e9 / 8, 5e9 / 8)
 
 
-def test_homes_differ_and_calls_get_lost_where_the_scenario_says_so() -> None:
+def test_home_lines_differ_and_calls_are_lost_as_the_scenario_says() -> None:
     geography = build(load(FILES / "consumer.yaml", ["network.call_loss=0.01"]), seed=3).plan.geography
     assert geography is not None
     link, ups = geography.link("s0r0", "s1r0"), [geography.access(f"s0r{i}").up_bytes_per_s or 0.0 for i in range(400)]
@@ -300,7 +300,7 @@ def test_homes_differ_and_calls_get_lost_where_the_scenario_says_so() -> None:
     assert sorted(ups)[200] == pytest.approx(21.6e6 / 8, rel=0.15)
 
 
-def test_what_is_drawn_comes_at_the_rates_that_were_asked_for() -> None:
+def test_random_faults_occur_at_the_configured_rates() -> None:
     hours, nodes = 10.0, 40
     rates = ChurnSettings(
         from_s=100, arrivals_per_hour=3, departures_per_hour=1, crashes_per_hour=4, faults_per_hour=2, kinds=("hang",)
@@ -315,11 +315,11 @@ def test_what_is_drawn_comes_at_the_rates_that_were_asked_for() -> None:
     assert sum(downs) / len(downs) == pytest.approx(60, rel=0.1)
     gone: set[str] = set()
     for fault in found:
-        assert gone.isdisjoint(fault.peers), "who has left for good is not hurt again"
+        assert gone.isdisjoint(fault.peers), "a node that has left for good has no further faults"
         gone |= set(fault.peers) if fault.kind == "depart" else set()
 
 
-def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
+def test_a_stage_keeps_one_node_however_many_leave_for_good() -> None:
     rates = ChurnSettings(departures_per_hour=50, crashes_per_hour=50, down_s=None)
     found = planned_faults(Scenario(replicas=(3, 5), churn=rates), seed=1)
     assert {fault.kind for fault in found} == {"crash", "depart"}
@@ -327,7 +327,7 @@ def test_a_stage_keeps_one_node_however_many_go_for_good() -> None:
 
 
 def test_a_fault_lasts_until_its_own_end() -> None:
-    """Whatever else begins and ends meanwhile at the same nodes."""
+    """Whatever other faults begin and end at the same nodes meanwhile."""
     faults = [
         "{at_s: 4, kind: slow, peers: [s1r0], for_s: 5, factor: 4}",
         "{at_s: 5, kind: slow, peers: [s1r0], for_s: 2, factor: 2}",
@@ -359,8 +359,8 @@ def test_a_fault_lasts_until_its_own_end() -> None:
 
 
 @pytest.mark.parametrize("for_s", [0, 1, 8])
-def test_who_was_told_to_leave_is_started_again(for_s: float) -> None:
-    """Also if it takes longer to leave than it was to be away, and once only if it was told so twice."""
+def test_a_node_that_was_asked_to_leave_is_restarted(for_s: float) -> None:
+    """Even if leaving takes longer than the absence was to last, and only once if it was asked to leave twice."""
     light = ("replicas=[2, 2]", "run.steps=16", "workload.parameters_per_stage=1_000_000")
     fault = f"{{at_s: 5, kind: leave, peers: [s0r1], for_s: {for_s}}}"
     outcome = check(build(load(None, (*SHORT, *light, f"faults=[{fault}, {fault}]")), seed=0))
@@ -372,7 +372,7 @@ def test_who_was_told_to_leave_is_started_again(for_s: float) -> None:
     assert second.step == 16
 
 
-def test_what_a_file_says_is_done_is_done_and_undone() -> None:
+def test_the_faults_of_a_file_take_effect_and_end() -> None:
     faults = [
         "{at_s: 5, kind: slow, peers: [s1r0], for_s: 10, factor: 4}",
         "{at_s: 6, kind: one_way, peers: [s0r0, s1r1, s1r2], for_s: 5}",

@@ -1,4 +1,4 @@
-"""`noloco sim`: what it prints, what it compares, and the command that makes a failed run again."""
+"""`noloco sim`: its output, its comparisons, and the command that repeats a failed run."""
 
 import hashlib
 import io
@@ -45,9 +45,7 @@ def printed_json(capsys: pytest.CaptureFixture[str], options: SimOptions, code: 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_json_object_and_a_trace_whose_checksum_is_its_hash(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_output_and_the_hash_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = SimOptions(sets=SMALL, seed=3, trace=tmp_path / "trace")
     found = printed_json(capsys, options)
     assert hashlib.sha256((tmp_path / "trace").read_bytes()).hexdigest() == found["trace_hash"]
@@ -60,10 +58,10 @@ def test_one_json_object_and_a_trace_whose_checksum_is_its_hash(
     again, other = printed_json(capsys, options), printed_json(capsys, replace(options, seed=4))
     assert other["trace_hash"] != found["trace_hash"]
     assert found.pop("machine").keys() == again.pop("machine").keys() == {"wall_s", "peak_bytes"}
-    assert again == found, "equal runs differ in what they cost only"
+    assert again == found, "equal runs differ only in their costs"
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     options = SimOptions(sets=SMALL, nodes=6)
     text, found = printed(capsys, options), printed_json(capsys, options)
     assert found["replicas"] == [3, 3]
@@ -77,7 +75,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"activation", "gradient", "snapshot", "state"} <= {*text.split()}
 
 
-def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_end_is_reported_with_its_state(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
     heard = capsys.readouterr()
     assert heard.out == "lan, 2 + 2 nodes, seed 5: the run did not reach its end\n"
@@ -89,11 +87,11 @@ def test_a_run_without_an_end_says_where_it_stands(capsys: pytest.CaptureFixture
     assert "tokens_per_s" not in found
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 class Stream(io.StringIO):
-    """Standard error that is a terminal, or none."""
+    """Standard error that claims to be a terminal, or not."""
 
     def __init__(self, *, terminal: bool) -> None:
         super().__init__()
@@ -105,7 +103,7 @@ class Stream(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("as_json", [True, False])
-def test_progress_is_shown_without_a_trace_in_the_run(
+def test_showing_progress_does_not_change_the_run(
     terminal: bool, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = SimOptions(sets=SMALL)
@@ -116,7 +114,7 @@ def test_progress_is_shown_without_a_trace_in_the_run(
     assert calm in printed(capsys, replace(options, as_json=as_json))
     steps = re.findall(r"step (\d) of 6, virtual time \d+\.\d s \(.*? × real\), \d+ s elapsed", heard.getvalue())
     if as_json and not terminal:
-        assert heard.getvalue() == "", "what is read by a program stays readable with 2>&1"
+        assert heard.getvalue() == "", "JSON output stays parsable with 2>&1"
     else:
         assert steps == sorted(steps) != []
     if terminal:
@@ -127,7 +125,7 @@ def test_progress_is_shown_without_a_trace_in_the_run(
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_time_left_is_estimated_from_the_part_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_estimated_from_the_completed_part(monkeypatch: pytest.MonkeyPatch) -> None:
     part, now = 0.0, 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     line = progress_line.ProgressLine(lambda: ("half of it", part))
@@ -143,7 +141,7 @@ def test_the_time_left_is_estimated_from_the_part_that_is_done(monkeypatch: pyte
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """A law that the swarm of one seed breaks."""
+    """Make the swarm of one seed break a law."""
 
     def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
         if swarm.plan.seed == seed:
@@ -152,7 +150,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(laws, "judge", judge)
 
 
-def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
+def test_a_seed_that_breaks_a_law_is_reported_with_the_command_that_repeats_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plant(monkeypatch, 8)
@@ -168,10 +166,10 @@ def test_a_seed_that_breaks_a_law_is_told_with_the_command_that_breaks_it_again(
     assert found["runs"] == 3
     assert [one["seed"] for one in found["failed"]] == [8]
     assert 0 < found["figures"]["share_of_bound"]["mean"] < 1
-    assert found["figures"]["tokens_per_s"]["runs"] == 3, "a run that broke a law has figures all the same"
+    assert found["figures"]["tokens_per_s"]["runs"] == 3, "a run that broke a law still has figures"
 
 
-def test_several_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_give_the_same_results_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (printed_json(capsys, SimOptions(sets=SMALL, seeds="1:3", jobs=jobs)) for jobs in (1, 2))
     assert one.pop("machine")["wall_s"] > 0
     assert two.pop("machine")["wall_s"] > 0
@@ -181,27 +179,27 @@ def test_several_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str
     assert (rates["runs"], one["failed"]) == (2, [])
 
 
-def test_a_process_that_dies_is_told_and_leaves_no_other_behind() -> None:
+def test_a_worker_that_dies_is_reported_and_leaves_no_other_behind() -> None:
     deadly: Any = Deadly(Scenario())
     before = multiprocessing.active_children()
     with pytest.raises(LocalError, match=r"a worker process has died .*: give --jobs 1"):
         next(sim_command.simulate_all([deadly, deadly], 2))
     for child in [child for child in multiprocessing.active_children() if child not in before]:
-        # Not its exit code: that is read by whichever thread comes first, here or in the pool.
+        # The exit code is not checked, because a thread of the pool may have read it first.
         assert connection.wait([child.sentinel], 60)
 
 
 # --- the same run twice -----------------------------------------------------------------------------------------------
 
 
-def test_the_first_event_that_differs() -> None:
+def test_the_first_difference_between_two_traces() -> None:
     assert first_difference(["a", "b"], ["a", "b"]) is None
     assert first_difference(["a", "b", "d"], ["a", "c", "d"]) == TraceDifference(1, "b", "c")
     assert first_difference(["a"], ["a", "b"]) == TraceDifference(1, None, "b")
     assert first_difference(["a", "b"], ["a"]) == TraceDifference(1, "b", None)
 
 
-def test_two_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_of_one_seed_are_reported_as_equal(capsys: pytest.CaptureFixture[str]) -> None:
     options = SimOptions(sets=SMALL, check=True)
     found = printed_json(capsys, options)
     single = printed_json(capsys, replace(options, check=False))
@@ -214,7 +212,7 @@ def test_two_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["events"] > 500
 
 
-def test_what_hangs_on_the_order_of_a_set_shows(
+def test_a_dependence_on_set_order_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = sim_command.simulate_apart
@@ -239,13 +237,13 @@ def test_what_hangs_on_the_order_of_a_set_shows(
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = printed(capsys, SimOptions(sets=SMALL, plots=tmp_path / "plots")).splitlines()
     paths = [tmp_path / "plots" / f"{name}.svg" for name in ("time", "tokens", "nodes", "rounds", "bytes")]
     assert listed[-5:] == [str(path) for path in paths]
     drawn = [path.read_text() for path in paths]
     assert all(ElementTree.fromstring(picture).tag.endswith("svg") for picture in drawn)
-    assert len({*drawn}) == 5, "each shows something else"
+    assert len({*drawn}) == 5, "all plots differ"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -272,7 +270,7 @@ def test_pictures_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (SimOptions(sets=("run.stps=3",)), "--set run.stps: there is no key run.stps; the nearest is run.steps"),
     ],
 )
-def test_what_is_refused_before_anything_is_simulated(
+def test_bad_options_are_refused_before_anything_is_simulated(
     options: SimOptions, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_command, "simulate", None)

@@ -1,4 +1,4 @@
-"""The simulated device, the stage without torch, the registry, the batches, the trace."""
+"""The simulated device, the stage without torch, the registry, the batches and the trace."""
 
 import asyncio
 import math
@@ -57,7 +57,7 @@ def _device(index: int = 0) -> tuple[DeviceStage, LinearStage, SimDevice]:
 # --- the device -------------------------------------------------------------------------------------------------------
 
 
-def test_one_operation_at_a_time_backward_before_forward_before_evaluation() -> None:
+def test_operations_run_one_at_a_time_backward_before_forward_before_evaluation() -> None:
     inputs, targets = _batch()
 
     async def main() -> list[tuple[str, float]]:
@@ -85,7 +85,7 @@ def test_one_operation_at_a_time_backward_before_forward_before_evaluation() -> 
     assert run(main()) == [("forward 1", 2.0), ("backward", 4.0), ("forward 2", 5.0), ("evaluate", 6.0)]
 
 
-def test_cancelled_before_it_began_it_is_not_run_and_begun_it_runs_to_its_end() -> None:
+def test_an_operation_cancelled_before_its_start_does_not_run_and_a_started_one_runs_to_its_end() -> None:
     inputs, _ = _batch()
 
     async def main() -> None:
@@ -111,13 +111,13 @@ class _ObservedStage(LinearStage):
     on_forward: Callable[[], object] | None = None
 
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
-        """Tell, then as ever."""
+        """Call back, then run the pass."""
         if self.on_forward is not None:
             self.on_forward()
         return super().forward(inputs, mask)
 
 
-def test_cancelled_at_the_very_moment_of_its_turn_it_gives_the_device_on() -> None:
+def test_an_operation_cancelled_as_its_turn_comes_passes_the_device_on() -> None:
     inputs, _ = _batch()
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_cancelled_at_the_very_moment_of_its_turn_it_gives_the_device_on() -> No
     run(main())
 
 
-def test_the_graph_of_a_pass_that_ends_together_with_a_cancellation_is_freed() -> None:
+def test_the_graph_of_a_pass_cancelled_as_it_ends_is_freed() -> None:
     inputs, _ = _batch()
 
     async def main() -> None:
@@ -167,7 +167,7 @@ def test_a_halted_device_has_no_effect_and_cancels_its_waiters() -> None:
     run(main())
 
 
-def test_the_errors_of_the_stage_come_out() -> None:
+def test_errors_of_the_stage_reach_the_caller() -> None:
     inputs, targets = _batch()
 
     async def main() -> None:
@@ -191,7 +191,7 @@ def _loss(first: LinearStage, last: LinearStage, inputs: HostTensor, targets: Ho
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e9], ids=["clipped", "free"])
-def test_its_gradients_are_those_of_its_loss(clip_norm: float) -> None:
+def test_gradients_of_the_linear_stage_are_those_of_its_loss(clip_norm: float) -> None:
     inputs, targets = _batch()
     manifest = MANIFEST.model_copy(update={"inner": InnerSettings(clip_norm=clip_norm)})
     first, last = LinearStage(manifest, 0, "a"), LinearStage(manifest, 1, "b")
@@ -241,7 +241,7 @@ def test_a_spent_id_is_dropped_and_a_changed_version_is_an_error() -> None:
         first.backward(graph, _id(1), Gradient(_id(1), one.grad, one.loss_sum, one.tokens, ()))
 
 
-def test_what_is_not_finite_is_refused_or_gives_nothing() -> None:
+def test_non_finite_values_are_refused_or_contribute_nothing() -> None:
     inputs, targets = _batch()
     first, last = LinearStage(MANIFEST, 0, "a"), LinearStage(MANIFEST, 1, "b")
     graph, hidden = first.forward(inputs, None)
@@ -288,7 +288,7 @@ def test_outer_rounds_pull_two_replicas_together_and_adoption_copies() -> None:
 
 
 def _learn(stages: list[LinearStage], first: int, last: int) -> None:
-    """Inner steps `first` to `last` with a microbatch each, and a merge after every second one."""
+    """Take inner steps `first` to `last` with one microbatch each, and merge after every second step."""
     for step in range(first, last + 1):
         _count(stages, step)
         for stage in stages:
@@ -310,7 +310,7 @@ def _weights(stage: LinearStage) -> tuple[list[float], ...]:
     return stage.theta, stage.kept["slow"], stage.kept["momentum"]
 
 
-def test_a_restored_model_goes_on_like_the_captured_one() -> None:
+def test_a_restored_stage_continues_like_the_captured_one() -> None:
     mine, twin = ([LinearStage(MANIFEST, index, name) for index in (0, 1)] for name in "ab")
     _learn(mine, 1, 3)
     _count(mine, 50)
@@ -341,7 +341,7 @@ def test_a_restored_model_goes_on_like_the_captured_one() -> None:
     assert states[0].tensors != mine[0].capture(3, 7.0, 7).tensors
 
 
-def test_a_model_refuses_a_state_that_does_not_fit() -> None:
+def test_a_stage_refuses_a_state_of_another_shape() -> None:
     stage, other = (LinearStage(MANIFEST, index, "a") for index in (0, 1))
     state, before = stage.capture(0, 0.0, 0), list(stage.theta)
     bad = {math.nan: "not finite", -1.0: "mean square below zero"}
@@ -358,7 +358,7 @@ def test_a_model_refuses_a_state_that_does_not_fit() -> None:
     assert stage.state.weights == (stage.snapshot(0, 0).weights.spec,) * 2
 
 
-def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
+def test_a_closed_device_ends_its_operation_and_refuses_further_ones() -> None:
     async def main() -> None:
         stage, model, _ = _device()
         state = await stage.capture(0, 0.0, 0)
@@ -382,10 +382,10 @@ def test_a_closed_device_ends_what_it_does_and_refuses_the_rest() -> None:
 
 
 async def _at_once(adverts: int) -> None:
-    """The lines of these nodes have no limit."""
+    """Exchange adverts over lines without a limit."""
 
 
-def test_the_registry_shows_views_of_the_past_and_forgets_what_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_registry_shows_delayed_views_and_drops_expired_adverts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "DELAY_S", 0.0)
 
     async def main() -> None:
@@ -428,7 +428,7 @@ def test_a_dead_node_announces_nothing() -> None:
     run(main())
 
 
-def test_batches_follow_seed_and_peer_and_go_on_at_their_cursor() -> None:
+def test_batches_depend_on_seed_and_peer_and_resume_at_their_cursor() -> None:
     async def read(me: str, count: int, cursor: dict[str, object] | None = None) -> list[bytes]:
         batches = SimBatches(MANIFEST, me, unequal=True, cursor=cursor)
         read = [bytes((await batches.next()).inputs.data) for _ in range(count)]
@@ -449,7 +449,7 @@ def test_batches_follow_seed_and_peer_and_go_on_at_their_cursor() -> None:
     assert min(counts) >= 1
 
 
-def test_the_trace_has_virtual_times_and_one_hash_for_one_run() -> None:
+def test_the_trace_has_virtual_times_and_a_reproducible_hash() -> None:
     async def main(fields: dict[str, object]) -> Trace:
         trace = Trace()
         telemetry = SimTelemetry(trace, "a")

@@ -1,4 +1,4 @@
-"""The simulated network keeps the promises of ports.Transport, and its faults do what they say."""
+"""The simulated network keeps the contract of ports.Transport, and its faults have their stated effects."""
 
 import asyncio
 from array import array
@@ -31,7 +31,7 @@ from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
 
 
-def test_the_header_comes_first_and_the_body_takes_its_time() -> None:
+def test_the_header_arrives_first_and_the_body_takes_its_time() -> None:
     got: list[tuple[Activation, float]] = []
 
     async def answer(body: Body) -> Gradient:
@@ -51,7 +51,7 @@ def test_the_header_comes_first_and_the_body_takes_its_time() -> None:
     assert sent.header.specs == (TensorSpec("hidden", "float64", (1, 2, 1)), TensorSpec("targets", "int32", (1, 2)))
 
 
-def test_the_digest_follows_the_bytes_and_what_travels_is_a_copy() -> None:
+def test_the_digest_follows_the_bytes_and_tensors_are_copied() -> None:
     seen: list[float] = []
 
     async def answer(body: Body) -> Gradient:
@@ -76,7 +76,7 @@ def test_the_digest_follows_the_bytes_and_what_travels_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("error", [Busy("full"), Declined("no"), Violation("bad bytes")])
-def test_errors_pass_through_and_a_violation_is_ours(error: PeerError) -> None:
+def test_errors_reach_the_caller_and_a_violation_is_marked_as_its_own(error: PeerError) -> None:
     async def answer(body: Body) -> Gradient:
         raise error
 
@@ -88,7 +88,7 @@ def test_errors_pass_through_and_a_violation_is_ours(error: PeerError) -> None:
     play(script, answer)
 
 
-def test_any_other_error_is_declined_and_kept_as_a_bug() -> None:
+def test_any_other_error_is_declined_and_recorded_as_a_bug() -> None:
     async def answer(body: Body) -> Gradient:
         raise KeyError("planned")
 
@@ -99,7 +99,7 @@ def test_any_other_error_is_declined_and_kept_as_a_bug() -> None:
     play(script, answer)
 
 
-def test_a_passed_deadline_ends_both_sides() -> None:
+def test_an_expired_deadline_ends_both_sides() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         await fails(transport, Unreachable, "within 5 s", 5.0)
         await asyncio.sleep(1.0)
@@ -118,7 +118,7 @@ def test_a_cancelled_caller_cancels_the_handler() -> None:
     assert play(script, never).log == [("header from a", LATENCY_S), ("cancelled", 1.0 + LATENCY_S)]
 
 
-def test_a_handler_that_cannot_hear_that_its_caller_is_gone_ends_at_the_deadline() -> None:
+def test_a_handler_that_misses_the_cancellation_ends_at_the_deadline() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(1.0)
@@ -130,8 +130,8 @@ def test_a_handler_that_cannot_hear_that_its_caller_is_gone_ends_at_the_deadline
 
 
 @pytest.mark.parametrize("end", ["cut", "crash"])
-def test_a_handler_hears_of_its_callers_end_though_the_word_of_it_is_lost(end: str) -> None:
-    """Of the word that waits on a slow line nothing arrives: the callee finds the link dead."""
+def test_a_handler_is_cancelled_even_if_the_cancellation_is_lost(end: str) -> None:
+    """The cancellation is stuck on a slow line and never arrives: the callee notices that the link is dead."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = MessageSizes(0, 0, (0, 0), (0, 0), (0, 0), ControlSizes(word=100))
@@ -149,7 +149,7 @@ def test_a_handler_hears_of_its_callers_end_though_the_word_of_it_is_lost(end: s
     play(script, never, Link(LATENCY_S, bytes_per_s=100.0), longest_s=90.0)
 
 
-def test_a_lost_reply_leaves_the_work_done_and_the_caller_waiting() -> None:
+def test_after_a_lost_reply_the_work_is_done_and_the_caller_waits() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         lose_next_reply(network, "x", "b")
         lose_next_reply(network, "a", "b")
@@ -159,7 +159,7 @@ def test_a_lost_reply_leaves_the_work_done_and_the_caller_waiting() -> None:
     assert [what for what, _ in play(script).log] == ["header from a", "done", "header from a", "done"]
 
 
-def test_random_loss_of_requests_and_replies() -> None:
+def test_requests_and_replies_are_lost_at_the_given_rates() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         calls = [transport.propagate(CALLEE, activation()) for _ in range(400)]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -206,8 +206,8 @@ def test_held_messages_are_swallowed_until_the_release(fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["hold", "partition"])
 @pytest.mark.parametrize("at_s", [0.0, 0.5])
-def test_what_a_short_cut_swallows_is_sent_again(fault: str, at_s: float) -> None:
-    """The request, or the answer, which is ready after a second. TCP tries it 0.2, 0.4, 0.8, 1.6, 3.2 s later."""
+def test_messages_lost_in_a_short_cut_are_sent_again(fault: str, at_s: float) -> None:
+    """The request, or the answer, which is ready after a second. TCP retries after 0.2, 0.4, 0.8, 1.6 and 3.2 s."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
@@ -237,7 +237,7 @@ def test_what_a_short_cut_swallows_is_sent_again(fault: str, at_s: float) -> Non
     ],
     ids=["id", "shape", "dtype"],
 )
-def test_a_reply_that_does_not_fit_is_the_peers_violation(wrong: Gradient) -> None:
+def test_a_reply_that_does_not_match_is_the_peers_violation(wrong: Gradient) -> None:
     async def answer(body: Body) -> Gradient:
         return wrong
 
@@ -249,7 +249,7 @@ def test_a_reply_that_does_not_fit_is_the_peers_violation(wrong: Gradient) -> No
     play(script, answer)
 
 
-def test_the_other_calls() -> None:
+def test_evaluate_describe_progress_and_fetches() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         assert await transport.evaluate(CALLEE, activation()) == LossSum(3.0, 2)
         assert (await transport.describe(CALLEE)).step == 2.5
@@ -266,7 +266,7 @@ def test_the_other_calls() -> None:
     play(script)
 
 
-def test_serving_twice_is_refused_and_close_ends_what_is_in_flight() -> None:
+def test_serving_twice_is_refused_and_close_ends_calls_in_flight() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         other = SimTransport(network, "b")
         with pytest.raises(LocalError, match="already has a handler"):

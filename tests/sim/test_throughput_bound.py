@@ -1,6 +1,6 @@
-"""What links and devices allow: as worked out by hand, never more than a device or a line can do, one for a seed.
+"""The throughput bound: as worked out by hand, never above what a device or a line can do, reproducible.
 
-The figures of the shipped scenarios are held within a few percent, so that a change of the model shows.
+The figures of the shipped scenarios are checked to within a few percent, to expose changes of the model.
 """
 
 import math
@@ -23,7 +23,7 @@ from noloco_p2p.sim.world import peer_id
 FILES = Path(__file__).parents[2] / "configs" / "sim"
 UNLIMITED = ("network.access.up_mbit_per_s=null", "network.access.down_mbit_per_s=null")
 OWN_LINES = ("network.link.mbit_per_s=null", *(f"network.access.{way}_mbit_per_s=200" for way in ("up", "down")))
-"""Each node's line is shared by all that it sends, or receives."""
+"""Each node has one line, shared by everything that it sends or receives."""
 TOKENS = 8 * 1024
 
 
@@ -43,28 +43,29 @@ def of_file(name: str, *sets: str, seed: int = 0) -> float:
 def test_one_stage_is_as_fast_as_its_devices() -> None:
     found = bound_of("replicas=[3]", "run.steps=7")
     assert found.tokens_per_s == pytest.approx(3 * 4 * TOKENS / (4 * (0.2 + 0.4) + 0.05))
-    assert found.utilisation == pytest.approx((1.0,), abs=0.002), "the last inner steps are half counted"
+    assert found.utilisation == pytest.approx((1.0,), abs=0.002), "only half of the last inner steps counts"
 
 
-def test_two_stages_over_lines_without_limits() -> None:
+def test_two_stages_over_unlimited_lines() -> None:
     sets = ("replicas=[1, 1]", "run.microbatches_per_step=2", "network.link.latency_s=1", *UNLIMITED)
     found = bound_of(*sets, "compute.inner_step_s=0")
-    # The first microbatch leaves at 0.2 s, arrives at 1.2 s, its gradient is there at 1.8 s; the second one's at 2.4 s,
-    # back at 3.4 s, and ends at 3.8 s.
+    # The first microbatch is sent at 0.2 s and arrives at 1.2 s; its gradient is ready at 1.8 s. The second's gradient
+    # is ready at 2.4 s, arrives at 3.4 s, and its backward pass ends at 3.8 s.
     assert found.tokens_per_s == pytest.approx(2 * TOKENS / 3.8)
     assert found.utilisation == pytest.approx((1.2 / 3.8,) * 2)
 
 
-def test_a_chain_over_slow_lines_is_as_long_as_one_way_through_it_and_all_that_its_line_sends() -> None:
+def test_a_step_over_slow_lines_takes_one_traversal_and_all_sends_of_the_first_line() -> None:
     scenario = load(FILES / "protocol-nanogpt.yaml")
     sizes, bytes_per_s, hops = sizes_of(scenario), 200e6 / 8, 7
     there_s, back_s = sizes.activation_bytes / bytes_per_s, sizes.gradient_bytes / bytes_per_s
-    # 64 activations over the first line, the last one on to the end, its gradient back, eight devices, one inner step.
+    # 64 activations over the first line, the last of them to the last stage and its gradient back, eight devices, and
+    # one inner step.
     step_s = 63 * there_s + hops * (there_s + back_s + 2 * 0.05) + 8 * 0.009 + 0.01
     assert of_file("protocol-nanogpt") == pytest.approx(64 * TOKENS / step_s, rel=1e-3)
 
 
-def test_where_nothing_takes_time_there_is_no_bound() -> None:
+def test_if_nothing_takes_time_there_is_no_bound() -> None:
     free = [f"compute.{name}=0" for name in ("forward_s", "backward_s", "inner_step_s")]
     for routing in ("random", "balanced", "fixed", "weighted"):
         scenario = load(None, [*free, "network.link.latency_s=0", *UNLIMITED])
@@ -78,12 +79,12 @@ def test_where_nothing_takes_time_there_is_no_bound() -> None:
     ("name", "sets", "tokens_per_s"),
     [("protocol-nanogpt", (), 9_980), ("protocol-nanogpt", OWN_LINES, 5_520)],
 )
-def test_eight_stages_in_a_row(name: str, sets: tuple[str, ...], tokens_per_s: float) -> None:
+def test_the_bound_of_eight_stages_in_a_row(name: str, sets: tuple[str, ...], tokens_per_s: float) -> None:
     assert of_file(name, *sets) == pytest.approx(tokens_per_s, rel=0.005)
 
 
 @pytest.mark.parametrize(("microbatches", "share"), [(4, 0.59), (16, 0.85), (32, 0.92)])
-def test_continents_hide_their_distance_behind_more_microbatches(microbatches: int, share: float) -> None:
+def test_more_microbatches_hide_the_latency_between_continents(microbatches: int, share: float) -> None:
     scenario = load(FILES / "continents.yaml", [f"run.microbatches_per_step={microbatches}"])
     for seed in range(3):
         assert throughput_bound(scenario, seed).utilisation == pytest.approx((share,) * 2, abs=0.04)
@@ -93,29 +94,29 @@ TWO_BYTES = ("workload.wire.forward=bfloat16", "workload.wire.backward=bfloat16"
 
 
 def routed(scenario: Scenario, routing: str) -> Scenario:
-    """With a policy that manifests may not know yet."""
+    """The scenario with this policy, which manifests need not support."""
     return scenario.model_copy(update={"run": scenario.run.model_copy(update={"routing": routing})})
 
 
 @pytest.mark.parametrize(
     ("routing", "quantiles"), [("weighted", (10_900, 15_700, 20_600)), *soak([("balanced", (3_300, 7_800, 14_900))])]
 )
-def test_homes_are_as_fast_as_the_slowest_or_as_all_of_them(routing: str, quantiles: tuple[int, ...]) -> None:
+def test_the_bound_of_homes_depends_on_the_routing(routing: str, quantiles: tuple[int, ...]) -> None:
     scenario = routed(load(FILES / "consumer.yaml", [*TWO_BYTES, "run.steps=8"]), routing)
     sizes = sizes_of(scenario)
     four_bits = sizes.gradient_bytes // 4
     sizes = replace(sizes, activation_bytes=four_bits + 1024 * 4, gradient_bytes=four_bits)
     found = [throughput_bound(scenario, seed, sizes).tokens_per_s or 0.0 for seed in range(40)]
-    assert list(np.quantile(found, (0.1, 0.5, 0.9))) == pytest.approx(quantiles, rel=0.2), "over other seeds"
+    assert list(np.quantile(found, (0.1, 0.5, 0.9))) == pytest.approx(quantiles, rel=0.2), "over 40 seeds"
 
 
-def test_one_seed_gives_one_bound() -> None:
+def test_the_bound_is_a_function_of_the_seed() -> None:
     sets = ("compute.spread=0.2", "run.steps=8")
     first, again, other = (of_file("consumer", *sets, seed=seed) for seed in (3, 3, 4))
     assert first == again != other
 
 
-# --- never more than there is -----------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -127,7 +128,7 @@ def test_one_seed_gives_one_bound() -> None:
     st.sampled_from([0.0, 0.03, 0.3]),
     st.integers(0, 99),
 )
-def test_no_device_and_no_line_does_more_than_it_can(
+def test_no_device_or_line_exceeds_its_capacity(
     replicas: list[int], microbatches: int, routing: str, mbit_per_s: float, latency_s: float, seed: int
 ) -> None:
     sets = [
@@ -152,7 +153,7 @@ def test_no_device_and_no_line_does_more_than_it_can(
 # --- a server ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_ends_what_it_has_begun_and_takes_the_most_urgent_next() -> None:
+def test_a_server_finishes_its_job_and_takes_the_most_urgent_next() -> None:
     timeline, seen = Timeline(), list[tuple[str, float]]()
     server = JobServer(timeline, speed=2.0)
 

@@ -1,4 +1,4 @@
-"""Tensors share the bandwidth of a simulated network, stall and are lost with its faults, and every byte is booked."""
+"""Tensors share the bandwidth of a simulated network, stall and get lost with its faults, and every byte is counted."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ async def with_body(body: Body) -> Gradient:
 
 
 WIDE = Geography(Link(0.0), Access(1000.0, 2000.0))
-"""1,000 bytes/s up and 2,000 down, and no latency."""
+"""1,000 bytes/s up and 2,000 down, without latency."""
 
 
 def swarm(network: Network, answers: dict[PeerId, Serving]) -> dict[PeerId, SimTransport]:
@@ -52,7 +52,7 @@ def to(peer: PeerId) -> Advert:
 
 
 def totals(network: Network) -> ByteCounts:
-    """All nodes and kinds together."""
+    """The sum over all nodes and kinds."""
     return sum_of([account for kinds in network.traffic.byte_counts().values() for account in kinds.values()])
 
 
@@ -63,7 +63,7 @@ def sum_of(accounts: list[ByteCounts]) -> ByteCounts:
     return total
 
 
-def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> None:
+def test_transfers_have_the_sizes_of_the_simulated_run() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = SIZES
         await transport.propagate(CALLEE, activation(9.0))
@@ -91,7 +91,7 @@ def test_what_travels_weighs_what_it_would_in_the_run_that_is_simulated() -> Non
 
 
 def after_a_rest_s(nbytes: float, bytes_per_s: float, round_trip_s: float = 2 * LATENCY_S) -> float:
-    """How long a connection that has rested takes: ten segments in the first round trip, then twice as many in each."""
+    """How long a transfer over an idle connection takes: ten segments in the first round trip, doubling in each."""
     window, seconds = 10 * 1460.0, 0.0
     while window / round_trip_s < bytes_per_s and window < nbytes:
         nbytes, window, seconds = nbytes - window, 2 * window, seconds + round_trip_s
@@ -99,10 +99,10 @@ def after_a_rest_s(nbytes: float, bytes_per_s: float, round_trip_s: float = 2 * 
 
 
 LARGE = replace(SIZES, activation_bytes=4 * wire.PACK_BYTES, gradient_bytes=2 * wire.PACK_BYTES)
-"""A transfer of either takes longer than its header: 4 s and 2 s over the links of the tests below."""
+"""Each is larger than one message, and takes 4 s or 2 s over the links of the tests below."""
 
 
-def test_a_large_body_leaves_when_it_is_asked_for() -> None:
+def test_a_large_body_is_sent_after_the_grant() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = LARGE
         assert transport.sending(activation(), CALLEE) is Sending.ASKED
@@ -115,7 +115,7 @@ def test_a_large_body_leaves_when_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_a_far_body_that_fits_a_message_leaves_at_once_over_several_connections(asked: bool) -> None:
+def test_a_one_message_body_to_a_distant_peer_is_sent_at_once_over_several_connections(asked: bool) -> None:
     nbytes, bytes_per_s = 1 << 19, 1e7
     rest = Link(0.2, bytes_per_s=bytes_per_s)
 
@@ -151,7 +151,7 @@ def test_a_large_body_that_is_refused_or_claimed_elsewhere_costs_nothing(refuses
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("back", [False, True])
-def test_filler_saves_a_body_and_its_reply_the_slow_start(there: bool, back: bool) -> None:
+def test_filler_spares_a_body_and_its_reply_the_slow_start(there: bool, back: bool) -> None:
     seconds: list[float] = []
     fills: list[bool] = []
 
@@ -178,14 +178,16 @@ def test_filler_saves_a_body_and_its_reply_the_slow_start(there: bool, back: boo
             seconds.append(now() - began)
         filler = (there + back) * CONNECTIONS * FILLER_BYTES[0]
         kinds = [network.traffic.byte_counts()[peer]["filler"] for peer in "ab"]
-        assert sum_of(kinds) == ByteCounts(sent=filler, received=filler), "once in each direction, and nothing is lost"
+        assert sum_of(kinds) == ByteCounts(sent=filler, received=filler), (
+            "filler is sent once in each direction, and none is lost"
+        )
 
     play(script, answer, Link(0.1, bytes_per_s=50e6), longest_s=60.0)
     assert seconds[0] == pytest.approx(seconds[1])
-    assert seconds[1] - seconds[2] >= 1.9 * 0.2 * (there + back) - 1e-9, "two round trips in each direction"
+    assert seconds[1] - seconds[2] >= 1.9 * 0.2 * (there + back) - 1e-9, "it saves two round trips in each direction"
 
 
-def test_bodies_to_one_peer_go_one_after_the_other() -> None:
+def test_bodies_to_one_peer_are_sent_in_turn() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(LARGE, gradient_bytes=0)
         ends: list[float] = []
@@ -201,7 +203,7 @@ def test_bodies_to_one_peer_go_one_after_the_other() -> None:
     play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=60.0)
 
 
-def test_a_gradient_that_waits_for_its_turn_is_in_hand() -> None:
+def test_a_gradient_that_waits_for_its_turn_reports_progress() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(LARGE, activation_bytes=8)
         other = asyncio.create_task(transport.propagate(CALLEE, activation(9.0, 1)))
@@ -219,7 +221,7 @@ def test_a_gradient_that_waits_for_its_turn_is_in_hand() -> None:
     play(script, with_body, Link(LATENCY_S, bytes_per_s=wire.PACK_BYTES), longest_s=9.0)
 
 
-def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_back() -> None:
+def test_calls_of_one_node_share_its_line_up_and_a_cancelled_one_frees_its_share() -> None:
     ends: dict[str, float] = {}
 
     async def main() -> None:
@@ -239,11 +241,11 @@ def test_calls_of_one_node_share_its_way_up_and_a_cancelled_one_gives_its_share_
         assert totals(network) == ByteCounts(sent=3300, received=2800, lost=500)
 
     run(main())
-    # 500 bytes of each left in 1.5 s; the rest of two takes a second; two answers of 400 bytes come from two nodes.
+    # 500 bytes of each are sent in 1.5 s, the rest of two in another second; then two nodes answer with 400 bytes each.
     assert ends == {"b": pytest.approx(2.9), "c": pytest.approx(2.9)}
 
 
-def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
+def test_a_refused_body_costs_the_bytes_sent_until_the_refusal_arrived() -> None:
     async def busy(body: Body) -> Gradient:
         raise Busy("full")
 
@@ -256,7 +258,7 @@ def test_a_busy_callee_has_cost_what_left_until_its_word_came() -> None:
 
 
 @pytest.mark.parametrize("fault", ["hold", "partition", "one way", "split"])
-def test_tensors_stall_while_nothing_gets_through_and_leave_the_way_to_others(fault: str) -> None:
+def test_tensors_to_an_unreachable_peer_stall_and_leave_the_line_to_others(fault: str) -> None:
     async def main() -> None:
         network = Network(1, WIDE, replace(SIZES, gradient_bytes=0))
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
@@ -279,13 +281,13 @@ def test_tensors_stall_while_nothing_gets_through_and_leave_the_way_to_others(fa
             await nodes["a"].propagate(to(callee), activation(60.0))
             return now()
 
-        # Both have 500 bytes after a second; then one has the way for itself, and later the other.
+        # Both have 500 bytes after a second; then one has the line to itself, and later the other.
         assert await asyncio.gather(call("b"), call("c")) == pytest.approx([4.5, 1.5])
 
     run(main())
 
 
-def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
+def test_a_crash_loses_bytes_in_flight_and_frees_the_line_at_once() -> None:
     async def main() -> None:
         network = Network(1, WIDE, SIZES)
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
@@ -303,7 +305,7 @@ def test_a_crash_loses_what_was_on_its_way_and_frees_the_way_at_once() -> None:
     run(main())
 
 
-def test_an_answer_whose_sender_crashes_in_the_middle_is_no_answer() -> None:
+def test_an_answer_whose_sender_crashes_in_the_middle_is_unreachable() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         asyncio.get_running_loop().call_later(LATENCY_S + 0.24 + 0.08, network.crash, "b")
         with pytest.raises(Unreachable, match="broke"):
@@ -318,7 +320,7 @@ CONTROL = ControlSizes(request=9, answer=7, header=20, word=3, question=5, repor
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(seed: int) -> None:
+def test_every_byte_sent_is_received_lost_or_in_flight(seed: int) -> None:
     rng, wanted = random.Random(seed), ByteCounts()
     geography = Geography(Link(0.05, 0.5, rng.choice([None, 600.0]), 0.05, 0.05), Access(1000.0, 2000.0))
     limits = {"up": 1000.0, "down": 2000.0}
@@ -382,7 +384,7 @@ def test_every_byte_that_is_sent_is_received_lost_or_in_flight_whatever_happens(
     run(main())
 
 
-def test_the_ledger_can_be_read_after_the_end() -> None:
+def test_byte_counts_can_be_read_after_the_end() -> None:
     network = Network(1, WIDE, SIZES)
 
     async def main() -> None:
@@ -397,7 +399,7 @@ def test_the_ledger_can_be_read_after_the_end() -> None:
     assert totals(network).sent == 250
 
 
-def test_lost_packets_set_a_ceiling_and_now_and_then_a_timer() -> None:
+def test_packet_loss_limits_the_rate_and_delays_some_messages() -> None:
     assert ceiling_bytes_per_s(0.01, 0.1) == pytest.approx(1.2247 * 1460 / (0.1 * 0.1), rel=1e-4)
     assert ceiling_bytes_per_s(0.0, 0.1) == float("inf")
     rng = random.Random(1)
@@ -407,7 +409,7 @@ def test_lost_packets_set_a_ceiling_and_now_and_then_a_timer() -> None:
     assert mean(late) == pytest.approx(0.9 * sum(0.1**k * 0.25 * (2**k - 1) for k in range(1, 12)), rel=0.1)
 
 
-def test_a_lossy_link_moves_at_its_ceiling_and_delays_messages() -> None:
+def test_a_lossy_link_has_the_limited_rate_and_delays_messages() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(SIZES, activation_bytes=1_000_000, gradient_bytes=0)
         await transport.propagate(CALLEE, activation(60.0))

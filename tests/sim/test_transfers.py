@@ -1,4 +1,4 @@
-"""Simulated transfers of states and snapshots take time, stall and fail as real ones do; links that fail in part."""
+"""Simulated transfers of states and snapshots take time, stall and fail like real ones; partial failures of links."""
 
 import asyncio
 from dataclasses import replace
@@ -27,14 +27,14 @@ from noloco_p2p.sim.transport import SimTransport
 
 STATE_SPECS = (TensorSpec("slow/w", "float64", (1, 1, 1)),)
 SLOW_LINK = Link(LATENCY_S, bytes_per_s=0.8)
-"""A state takes ten seconds over it, a snapshot twenty."""
+"""A state takes ten seconds over this link, a snapshot twenty."""
 
 
 async def _fetches_state(transport: SimTransport, deadline_s: float = 60.0) -> ReplicaState:
     return await transport.fetch_state(CALLEE, deadline_s, STATE_SPECS)
 
 
-def test_a_state_takes_its_time_and_is_lent_meanwhile() -> None:
+def test_a_state_takes_its_transfer_time_and_is_on_loan_meanwhile() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         state = await _fetches_state(transport)
         assert now() == pytest.approx(10.0 + 2 * LATENCY_S)
@@ -50,7 +50,7 @@ def test_a_state_takes_its_time_and_is_lent_meanwhile() -> None:
     assert (what, round(at, 6)) == ("loan over", 10.0 + LATENCY_S)
 
 
-def test_a_donor_that_crashes_is_unreachable_at_once_and_one_that_is_held_soon() -> None:
+def test_a_crashed_donor_is_unreachable_at_once_and_a_silent_one_soon() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(4.0, network.hold, "b")
@@ -69,7 +69,7 @@ def test_a_donor_that_crashes_is_unreachable_at_once_and_one_that_is_held_soon()
     assert [what for what, _ in play(script, link=SLOW_LINK).log][-1] == "loan cancelled"
 
 
-def test_a_state_goes_on_after_a_short_hold() -> None:
+def test_a_state_transfer_resumes_after_a_short_cut() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
         loop.call_later(4.0, network.partition_one_way, "b", "a")
@@ -80,7 +80,7 @@ def test_a_state_goes_on_after_a_short_hold() -> None:
     play(script, link=SLOW_LINK)
 
 
-def test_a_snapshot_that_falls_silent_is_given_up_long_before_its_deadline() -> None:
+def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         request = SnapshotRequest(2, 4, 3.0)
         assert (await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)).peer == "c"
@@ -109,14 +109,14 @@ def test_a_one_way_partition_swallows_one_direction() -> None:
         network.repair("b", "a")
         network.partition_one_way("a", "b")
         await fails(transport, Unreachable, "no answer", 5.0)
-        assert len(serving.log) == 2, "it has not arrived"
+        assert len(serving.log) == 2, "the request has not arrived"
         network.repair("b", "a")
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script)
 
 
-def test_a_split_cuts_the_links_between_its_groups_only() -> None:
+def test_a_split_cuts_only_the_links_between_its_groups() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.split([["a", "c"], ["b"]])
         await fails(transport, Unreachable, "no answer", 5.0)

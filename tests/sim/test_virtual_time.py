@@ -1,4 +1,4 @@
-"""Virtual time: unmodified asyncio, no waiting, the same order every time, deadlocks that are errors."""
+"""Virtual time: unmodified asyncio without waiting, in a reproducible order; deadlocks are errors."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ def test_a_day_passes_at_once_and_timers_keep_their_order() -> None:
     assert seen == [(0.0, "now"), (0.5, "half"), (3600.0, "hour"), (86400.0, "day")]
 
 
-def test_timeout_queue_event_and_shield_work() -> None:
+def test_timeouts_queues_events_and_shields_work() -> None:
     async def main() -> list[object]:
         queue: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
         got: list[object] = []
@@ -91,7 +91,7 @@ async def _stuck(event: asyncio.Event) -> None:
     await event.wait()
 
 
-def test_a_deadlock_is_an_error_that_says_who_waits_where() -> None:
+def test_a_deadlock_is_an_error_that_lists_the_waiting_tasks() -> None:
     cleaned: list[bool] = []
 
     async def main() -> None:
@@ -130,7 +130,7 @@ def test_threads_are_refused() -> None:
         run(main())
 
 
-def test_results_and_errors_come_out_as_they_are() -> None:
+def test_results_and_errors_are_passed_through() -> None:
     async def value() -> int:
         return 7
 
@@ -167,7 +167,7 @@ print(run(main()))
 """
 
 
-def test_what_ends_a_run_is_all_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_tasks_cancelled_at_the_end_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fails_when_it_is_cancelled() -> None:
         try:
             await asyncio.sleep(1000.0)
@@ -184,7 +184,7 @@ def test_what_ends_a_run_is_all_that_is_said(caplog: pytest.LogCaptureFixture) -
     assert caplog.records == []
 
 
-def test_even_the_sets_of_asyncio_have_one_order() -> None:
+def test_even_sets_of_asyncio_have_a_reproducible_order() -> None:
     printed = {
         subprocess.run(
             [sys.executable, "-c", ORDER_PROGRAM],
@@ -198,7 +198,7 @@ def test_even_the_sets_of_asyncio_have_one_order() -> None:
     assert printed == {f"{[f'peer-{i}' for i in range(60)]}\n"}
 
 
-def test_the_tasks_of_a_process_stand_still_while_the_clock_and_the_others_go_on() -> None:
+def test_the_tasks_of_a_stopped_process_pause_while_the_clock_and_others_go_on() -> None:
     seen: list[tuple[str, float]] = []
 
     async def tick(who: str) -> None:

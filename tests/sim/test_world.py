@@ -1,4 +1,4 @@
-"""The swarm builder: real nodes under virtual time, faults on schedule, one run for one seed."""
+"""The swarm builder: real nodes under virtual time, scheduled faults, reproducible runs."""
 
 import gc
 import os
@@ -57,12 +57,12 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
 
 
 def _counted(outcome: Outcome, stage: int) -> Counter[MicrobatchId]:
-    """How often each id was counted at a stage."""
+    """How often each microbatch id was counted at a stage."""
     return Counter(one.microbatch for node in outcome.of_stage(stage) for one in node.linear_stage.counted)
 
 
 @pytest.mark.parametrize("routing", ["random", "weighted", "balanced", "fixed"])
-def test_a_swarm_trains_to_its_end_and_every_microbatch_counts_once_at_every_stage(routing: str) -> None:
+def test_a_swarm_trains_to_the_end_and_counts_every_microbatch_once_per_stage(routing: str) -> None:
     plan = replace(_plan((2, 3, 1), routing=routing), slowness={"s1r2": 2.0})
     outcome = SimSwarm(plan).run(limit_s=120.0)
     assert [node.peer for node in outcome.processes] == ["s0r0", "s0r1", "s1r0", "s1r1", "s1r2", "s2r0"]
@@ -81,14 +81,14 @@ def test_a_swarm_trains_to_its_end_and_every_microbatch_counts_once_at_every_sta
 
 
 def hash_with_faults(seed: int) -> str:
-    """The hash of all that happens in a swarm with a slow node, lost replies and a crash."""
+    """The trace hash of a swarm with a slow node, lost replies and a crash."""
     plan = replace(_plan((2, 3)), seed=seed, slowness={"s0r1": 2.0}, link=Link(0.002, 0.3, reply_loss=0.02))
     swarm = SimSwarm(plan)
     swarm.at(1.5, lambda: swarm.crash("s1r1"))
     return swarm.run(limit_s=600.0).trace.trace_hash
 
 
-def test_one_seed_gives_one_run_whatever_the_hash_seed() -> None:
+def test_a_run_depends_on_its_seed_and_not_on_the_hash_seed() -> None:
     hashes = {
         subprocess.run(
             [sys.executable, "-c", "from test_world import hash_with_faults; print(hash_with_faults(7))"],
@@ -105,7 +105,7 @@ def test_one_seed_gives_one_run_whatever_the_hash_seed() -> None:
 
 
 @pytest.mark.parametrize("at_s", [1.1, 1.2, 1.31, 1.42])
-def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
+def test_a_crashed_node_falls_silent_and_the_others_continue(at_s: float) -> None:
     swarm = SimSwarm(_plan((2, 3), steps=24))
     at_crash: list[tuple[int, int]] = []
 
@@ -128,7 +128,7 @@ def test_a_crashed_node_falls_silent_and_the_others_go_on(at_s: float) -> None:
     assert messages & {"s1r1 broke the connection", "s1r1 refused the connection"}
 
 
-def test_a_crashed_node_starts_again_as_another_process_with_the_same_id() -> None:
+def test_a_crashed_node_restarts_as_a_new_process_with_the_same_id() -> None:
     swarm = SimSwarm(_plan((2, 2), steps=40))
     swarm.at(1.2, lambda: swarm.crash("s0r1"))
     swarm.at(1.7, lambda: swarm.start(0, 1))
@@ -141,7 +141,7 @@ def test_a_crashed_node_starts_again_as_another_process_with_the_same_id() -> No
     assert not ids[0] & ids[1]
 
 
-def test_a_drained_node_leaves_and_a_held_one_comes_back() -> None:
+def test_a_drained_node_leaves_and_a_silenced_one_comes_back() -> None:
     swarm = SimSwarm(_plan((2, 3)))
     swarm.at(1.0, lambda: swarm.drain("s1r0"))
     swarm.at(1.0, lambda: swarm.network.hold("s1r1"))
@@ -163,19 +163,19 @@ def test_a_node_can_become_slow() -> None:
     assert steps(8.0) < 0.85 * steps(1.0)
 
 
-def test_nodes_that_are_not_told_choose_their_stages_evenly() -> None:
+def test_nodes_without_a_given_stage_spread_evenly() -> None:
     outcome = SimSwarm(replace(_plan((4, 0), start_replicas=2), chooses_stage=True)).run(limit_s=600.0)
     assert Counter(node.stage for node in outcome.processes) == {0: 2, 1: 2}
     assert {node.step for node in outcome.processes} == {STEPS}
 
 
 class _Failing(LinearStage):
-    """The last stage breaks at its third microbatch."""
+    """A last stage that fails at its third microbatch."""
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
     ) -> Contribution:
-        """As ever, twice."""
+        """Work normally for two microbatches."""
         if len(self.counted) == 2:
             raise LocalError("planted: the device is on fire")
         return super().loss_backward(microbatch, inputs, targets, mask)
@@ -203,8 +203,8 @@ def test_an_endless_run_and_a_wrong_schedule_are_errors() -> None:
 
 
 @pytest.mark.parametrize("peer", ["s0r0", *soak(["s1r0"])])
-def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
-    """Also in the middle of an inner step: a cancellation that is swallowed leaves a node that cannot be stopped."""
+def test_a_cancelled_node_ends_at_once_whatever_it_is_doing(peer: PeerId) -> None:
+    """Even in the middle of an inner step: if a cancellation is swallowed, the node cannot be stopped."""
     for turn in range(24):
         swarm = SimSwarm(_plan((2, 2), steps=20))
         at_s, ended = 1.5 + 0.005 * turn, list[bool]()
@@ -222,18 +222,18 @@ def test_a_node_that_is_cancelled_ends_at_once_whatever_it_is_doing(peer: PeerId
         swarm.at(at_s + 0.3, look)
         outcome = swarm.run(limit_s=120, tolerate=True)
         assert ended == [True], f"cancelled at {at_s:.3f} s, it still ran 0.3 s later"
-        assert [one.step for one in outcome.processes if one.peer != peer] == [20] * 3, "the others go on without it"
+        assert [one.step for one in outcome.processes if one.peer != peer] == [20] * 3, "the others continue"
 
 
 # --- faults that a node comes back from -------------------------------------------------------------------------------
 
 
 def _resumed(node: SimProcess) -> list[tuple[object, object]]:
-    """(source, round) of each time that it took weights up."""
+    """(source, round) of each time that the node resumed."""
     return [(h.get("source"), h.get("round")) for h in node.trace.of("resumed")]
 
 
-def test_a_bounced_node_comes_back_with_its_disk_or_without() -> None:
+def test_a_bounced_node_returns_with_or_without_its_disk() -> None:
     swarm = SimSwarm(_plan((2, 2), steps=60))
     swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
     swarm.at(2.0, lambda: swarm.bounce("s1r0", 0.5))
@@ -248,7 +248,7 @@ def test_a_bounced_node_comes_back_with_its_disk_or_without() -> None:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
+def test_after_all_nodes_are_killed_the_run_continues_from_their_disks(torn: bool) -> None:
     swarm = SimSwarm(_plan((2, 2), steps=60))
     peers = ("s0r0", "s0r1", "s1r0", "s1r1")
     before: dict[PeerId, list[int]] = {}
@@ -270,7 +270,7 @@ def test_all_nodes_are_killed_and_go_on_from_their_disks(torn: bool) -> None:
         assert _resumed(process)[0] == ("shard", before[process.peer][-2 if torn else -1])
 
 
-def test_where_everybody_crashes_the_schedule_starts_them_again() -> None:
+def test_scheduled_starts_happen_even_after_all_nodes_have_crashed() -> None:
     swarm = SimSwarm(_plan((1, 1), steps=40))
     for stage in range(2):
         swarm.at(2.0, partial(swarm.crash, f"s{stage}r0"))
@@ -280,7 +280,7 @@ def test_where_everybody_crashes_the_schedule_starts_them_again() -> None:
     assert [(process.crashed, process.step) for process in outcome.processes[2:]] == [(False, 40)] * 2
 
 
-def test_a_node_pauses_and_comes_back_on_schedule() -> None:
+def test_a_node_pauses_and_resumes_on_schedule() -> None:
     swarm = SimSwarm(_plan((2, 2), steps=60))
     swarm.at(2.0, lambda: swarm.pause("s1r0"))
     swarm.at(4.0, lambda: swarm.resume("s1r0"))
@@ -293,7 +293,7 @@ def test_a_node_pauses_and_comes_back_on_schedule() -> None:
     assert {node.step for node in outcome.processes} == {60}
 
 
-def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
+def test_a_split_swarm_continues_in_both_halves_and_reunites() -> None:
     halves = ("s0r0", "s1r0"), ("s0r1", "s1r1")
     swarm = SimSwarm(_plan((2, 2), steps=300))
     swarm.at(2.0, lambda: swarm.split(*halves))
@@ -318,7 +318,7 @@ def test_a_split_swarm_goes_on_in_both_halves_and_is_one_again_after() -> None:
     assert {h.peer for h in done} == {*halves[0], *halves[1]}
 
 
-def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
+def test_adverts_do_not_leave_their_group_until_the_split_is_healed() -> None:
     def view(reader: PeerId, now: float) -> dict[PeerId, float]:
         return {advert.peer_id: advert.step for advert in registry.view(now=now, reader=reader)}
 
@@ -335,14 +335,14 @@ def test_announcements_do_not_leave_their_group_until_it_is_healed() -> None:
         assert view("a", 4.0) == {"a": 3.0, "b": 1.0, "c": 3.0}
         assert view("b", 4.0) == {"a": 1.0, "b": 3.0, "c": 3.0}
         assert view("c", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
-        assert view("a", 10.5 + view_age_s) == {"a": 3.0, "c": 3.0}, "what was announced before has expired"
+        assert view("a", 10.5 + view_age_s) == {"a": 3.0, "c": 3.0}, "earlier adverts have expired"
         registry.heal()
         assert view("b", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
         publish(4.0, 5.0)
         assert view("b", 7.0) == {"a": 4.0, "b": 4.0, "c": 4.0}
 
 
-def test_one_seed_gives_one_run_with_all_faults() -> None:
+def test_a_run_with_all_faults_depends_only_on_its_seed() -> None:
     def hash_of_run(seed: int) -> str:
         swarm = SimSwarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
         swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
@@ -358,8 +358,8 @@ def test_one_seed_gives_one_run_with_all_faults() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_calls_held_is_free_without_a_garbage_collection(overlap: bool) -> None:
-    """Tensors of real stages take gigabytes before the collector looks for cycles that hold them."""
+def test_finished_calls_leave_no_reference_cycles(overlap: bool) -> None:
+    """Tensors of real stages would take up gigabytes before the collector finds the cycles that hold them."""
     swarm = SimSwarm(_plan(outer={"rule": "noloco", "inner_steps": 2, "deadline_s": 2.0, "overlap": overlap}))
     held: list[int] = []
 
