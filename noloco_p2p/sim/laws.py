@@ -120,8 +120,10 @@ def weights_survive(swarm: FaultySwarm) -> None:
         if one.source == "fresh":
             assert not rounds, f"{one.peer} began with fresh weights, although there were others: {one}"
         elif was.replaced is not None:
-            # It takes over what most of the others agree on, even if a replica that lost touch with them is further.
-            assert one.round >= was.replaced - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
+            # It takes over what most of the others agree on, even if a replica that lost touch with them is further. At
+            # the end its own round may be the last one, which the others have yet to reach.
+            mine = min(was.replaced, max(was.training, default=was.replaced))
+            assert one.round >= mine - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
             # A replica that is far ahead of the usual round may be lying, so it is asked last.
             usual = min(map(median_low, (was.living, was.training)))

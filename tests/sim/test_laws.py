@@ -213,6 +213,7 @@ def test_a_replica_far_ahead_of_the_others_need_not_be_the_donor() -> None:
 
 def test_a_replica_that_differs_adopts_the_majoritys_weights_without_giving_up_newer_ones() -> None:
     weights_survive(went_on((5, 8), 4, replaced=5))
+    weights_survive(went_on((10, 10), 10, replaced=24))
     with pytest.raises(AssertionError, match="me gave up newer weights"):
         weights_survive(went_on((5, 8), 4, replaced=8))
 
