@@ -54,6 +54,16 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
     assert said(node) == COMPLETE
 
 
+def test_a_guardian_s_weights_that_come_after_the_end_do_not_pass_for_those_of_the_last_step() -> None:
+    """They are of round 1 of 5. The node serves the evaluation with them."""
+    crashes = [Fault(12.5, "crash", (peer,)) for peer in ("s1r0", "s1r1")]
+    late = swarm(Fault(6.0, "arrive", ("s1r2",)), *crashes, replicas=(2, 2), state_s=200.0)
+    outcome = check(late)
+    assert [(one.peer, one.source, one.round) for one in late.resumptions] == [("s1r2", "guardian", 1)]
+    assert len(outcome.trace.of("evaluation")) == 2
+    assert not late.disks["s1r2"].held()
+
+
 def test_a_newcomer_that_has_only_read_that_stage_0_left_at_the_end_ends_too() -> None:
     """It was cut off from stage 0, and when the line was back nobody was there: it waited for ever."""
     cuts = [Fault(8.0, "cut", ("s1r2", peer), 60.0) for peer in ("s0r0", "s0r1")]
