@@ -1,4 +1,4 @@
-"""The command `noloco` without a swarm: bad usage, quick help, and how readings and summaries are worked out."""
+"""The command `noloco` without a swarm: bad usage, quick help, and how readings become rows and summaries."""
 
 import json
 import os
@@ -56,14 +56,14 @@ def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expec
     assert not (tmp_path / "noloco-runs").exists()
 
 
-def test_a_locale_that_lacks_a_letter_stops_no_command(tmp_path: Path) -> None:
+def test_commands_work_in_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
     ascii_only = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     done = noloco("configs", cwd=tmp_path, **ascii_only)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\\u2026" in done.stdout
 
 
-def test_without_a_command_it_helps(tmp_path: Path) -> None:
+def test_without_a_command_the_help_is_shown(tmp_path: Path) -> None:
     for words, begins in (([], "Usage: noloco ["), (["bench"], "Usage: noloco bench"), (["-h"], "Usage: noloco [")):
         done = noloco(*words, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
@@ -79,11 +79,11 @@ def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
 
 
 VALUE = r"[A-Z][^<>{}]*|[a-z]+(\|[a-z]+)+"
-"""How a value is named: FILE, or all that it may be, mean|one."""
+"""The name of a value: FILE, or all its choices, mean|one."""
 
 
 @pytest.mark.parametrize("app", [main.app, node.app])
-def test_every_help_fits_80_columns_and_names_its_values(app: typer.Typer) -> None:
+def test_every_help_text_fits_80_columns_and_names_its_values(app: typer.Typer) -> None:
     for words in commands(typer.main.get_command(app)):
         text = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*words, "--help"]).output
         assert max(map(len, text.splitlines())) <= 80, words
@@ -104,8 +104,8 @@ def test_a_shell_completes_commands_and_options() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
-def test_what_a_locale_cannot_say_is_said_by_its_code(encoding: str, tmp_path: Path) -> None:
-    """A name in another encoding than the terminal's, too."""
+def test_characters_that_a_locale_lacks_are_escaped(encoding: str, tmp_path: Path) -> None:
+    """Including a file name in another encoding than the terminal's."""
     command = [*(sys.executable, "-m", "noloco_p2p.cli.main", "key", "new"), "caf\udce9 …"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60, check=False)
@@ -114,8 +114,8 @@ def test_what_a_locale_cannot_say_is_said_by_its_code(encoding: str, tmp_path: P
     assert done.stdout.startswith(said)
 
 
-def test_a_standard_file_that_is_closed_is_that_of_no_other() -> None:
-    """What is opened next would have its number, and processes that are started would have none."""
+def test_closed_standard_files_are_not_reused_for_others() -> None:
+    """The next file opened would otherwise get its descriptor, and child processes would have none."""
     code = "import os, sys; from noloco_p2p.cli import main; sys.argv[1:] = ['configs']\ntry: main.main()\n"
     code += "except SystemExit: sys.exit(not all(map(os.get_inheritable, range(3))))"
     command = ["sh", "-c", f'"{sys.executable}" -c "$0" <&- >&- 2>&-', code]
@@ -123,7 +123,7 @@ def test_a_standard_file_that_is_closed_is_that_of_no_other() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_an_output_on_a_full_disk_is_no_bug() -> None:
+def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "noloco_p2p.cli.main", "configs"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -131,7 +131,7 @@ def test_an_output_on_a_full_disk_is_no_bug() -> None:
     assert (done.returncode, done.stderr) == (2, line)
 
 
-def test_debug_shows_where(tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = noloco("swarm", "--set", "steps=none", "--debug", cwd=tmp_path)
     assert "Traceback" in done.stderr
 
@@ -149,8 +149,8 @@ def test_help_imports_nothing_heavy(module: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_a_node_imports_nothing_that_it_does_not_use() -> None:
-    """What it imports it waits for, and holds for all of the run."""
+def test_a_node_imports_nothing_unused() -> None:
+    """Imports delay the start, and take up memory for the whole run."""
     unused = ("scipy", "datasets", "pandas", "pyarrow", "hivemind.averaging", "hivemind.moe", "hivemind.optim")
     program = (
         "import gc, sys; gc.disable()\n"
@@ -159,7 +159,7 @@ def test_a_node_imports_nothing_that_it_does_not_use() -> None:
         f"print([m for m in {unused!r} if m in sys.modules], gc.isenabled(), gc.get_freeze_count() > 100_000)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[] True True", "and what it imports is not scanned for garbage in training"
+    assert done.stdout.strip() == "[] True True", "imported objects are exempt from garbage collection during training"
 
 
 def reading(at: float, steps: float, tokens: float) -> MetricsReading:
@@ -182,11 +182,11 @@ def reading(at: float, steps: float, tokens: float) -> MetricsReading:
 
 
 def line(*values: object, **more: object) -> dict[str, object]:
-    """A node's line, in the order of the columns."""
+    """The row of a node, with values in the order of the columns."""
     return dict(zip(COLUMNS, values, strict=False)) | more
 
 
-def test_a_row_comes_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_made_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = NodeProcess(tmp_path, 0, 1)
     assert row(node) == current_row(node) == line("0-1", 0)
     node.readings.append(reading(10.0, 0.0, 0.0))
@@ -194,14 +194,14 @@ def test_a_row_comes_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     node.readings.append(reading(12.0, 4.0, 3000.0))
     assert row(node) == current_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
     node.readings.append(MetricsReading(14.0, (("noloco_inner_steps_total", {}, 1.0),)))
-    assert row(node)["loss"] is None, "a step without tokens has no loss, and no 0.000"
+    assert row(node)["loss"] is None, "a step without tokens has no loss, rather than 0.000"
     node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25, step=9)
-    assert current_row(node) == line("0-1", 0), "it has not been started: the summary is of an earlier run"
+    assert current_row(node) == line("0-1", 0), "the node has not been started: the summary is of an earlier run"
     monkeypatch.setattr(NodeProcess, "exit_code", 0)
     assert current_row(node) == line("0-1", 0, "finished", 5, 4, 2.25, step=9)
     last = written(tmp_path, 1, 1, inner_steps=5, outer_rounds=4, final_loss=None, step=9)
     last.readings.append(reading(12.0, 4.0, 3000.0))
-    assert current_row(last)["loss"] is None, "the loss that was read last is of an earlier step"
+    assert current_row(last)["loss"] is None, "the last loss read is of an earlier step"
 
 
 def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,14 +221,14 @@ def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture
 
 
 def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> NodeProcess:
-    """A node that has left its summary behind."""
+    """A node whose directory has a summary."""
     child = NodeProcess(run_dir, stage, replica)
     child.dir.mkdir(parents=True)
     (child.dir / "summary.json").write_text(json.dumps({"state": "finished", **figures}))
     return child
 
 
-def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"tokens": 1000, "inner_steps": 10, "outer_rounds": 2, "replica_std": 0.1}
     nodes = [
         written(
@@ -242,7 +242,7 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path, monkeypatch: p
     ]
     manifest = RunManifest(stages=2, start_replicas=2, steps=10)
     before = swarm_summary.summarise(nodes, manifest, 4, 1.0)
-    assert (before["tokens"], before["inner_steps"]) == (0, None), "stopped before they were started again"
+    assert (before["tokens"], before["inner_steps"]) == (0, None), "stopped before the nodes were restarted"
     monkeypatch.setattr(NodeProcess, "exit_code", 0)
     summary = swarm_summary.summarise(nodes, manifest, 4, 30.0)
     assert (summary["stages"], summary["replicas"], summary["steps"], summary["resumed_from_step"]) == (2, 2, 10, 4)
@@ -252,11 +252,11 @@ def test_the_summary_is_worked_out_from_the_nodes(tmp_path: Path, monkeypatch: p
     assert summary["validation_perplexity"] == pytest.approx(exp(2.5))
     assert (summary["inner_steps"], summary["outer_rounds"]) == (10, 3)
     assert summary["replica_std"] == [pytest.approx(0.1), 0.3]
-    assert summary["completed"] is False, "one node wrote nothing"
+    assert summary["completed"] is False, "one node wrote no summary"
     assert summary["nodes"][3]["peer_id"] is None
     lines = swarm_summary.summary_lines(summary, Path("noloco-runs/tiny-1/summary.json"))
     assert lines[0] == "not completed after 30 s: 10 inner steps, 3 outer rounds"
-    assert max(map(len, lines)) <= 60, "a narrow terminal"
+    assert max(map(len, lines)) <= 60, "the lines fit a narrow terminal"
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:
@@ -272,7 +272,7 @@ def test_cpu_seconds_are_split_by_thread() -> None:
 
 
 def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.NodeSample:
-    """A node of the bench: its counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
+    """A node's counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
     samples: tuple[tuple[str, dict[str, str], float], ...] = (
         ("noloco_tokens_total", {}, tokens),
         ("noloco_device_seconds_total", {}, busy),
@@ -283,7 +283,7 @@ def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, flo
 
 
 @pytest.mark.parametrize(("least_s", "said"), [(59.0, ""), (90.0, "this takes more than 1 min 30 s\n")])
-def test_a_long_measurement_says_so_before(least_s: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_measurement_is_announced(least_s: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     heard: list[str] = []
 
     def measure() -> dict[str, float]:
@@ -311,7 +311,7 @@ def test_the_bench_prints_its_figures_for_people(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_computes_its_figures_between_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_seconds, "cores", lambda: 4)
     begin = {
         "0-0": moment(1, 100.0, 5000.0, 50.0, {1: 10.0, 2: 90.0}),
@@ -322,7 +322,7 @@ def test_the_bench_takes_its_figures_between_two_moments(monkeypatch: pytest.Mon
         "1-0": moment(5, 110.0, 29000.0, 56.0, {5: 12.0, 6: 87.0}),
     }
     found = pipeline.figures(begin, end)
-    assert found["tokens_per_s"] == pytest.approx(2000.0), "of stage 0 only"
+    assert found["tokens_per_s"] == pytest.approx(2000.0), "only stage 0 counts"
     assert found["device_busy"] == pytest.approx((0.8 + 0.6) / 2)
     assert found["idle_by_cause"] == {"partner": pytest.approx(0.1)}
     shares = {"compute": 15 / 40, "loop": 3 / 40, "wire": 2 / 40, "others": 10 / 40, "idle": 10 / 40}

@@ -1,4 +1,4 @@
-"""The probe of links: round trips, and the bandwidth by a snapshot, whole or cut off."""
+"""The probe of links: round trips, and the bandwidth measured with a snapshot, complete or cut off."""
 
 import pytest
 from link_fixture import Proxy
@@ -18,7 +18,9 @@ BIG = Snapshot(
 
 
 async def give(request: SnapshotRequest) -> Snapshot:
-    assert (request.round, request.wait_s, request.weights) == (None, 0.0, "float32"), "the newest weights, at once"
+    assert (request.round, request.wait_s, request.weights) == (None, 0.0, "float32"), (
+        "the probe asks for the newest weights, without waiting"
+    )
     return SNAPSHOT
 
 
@@ -26,7 +28,7 @@ async def give_big(request: SnapshotRequest) -> Snapshot:
     return BIG
 
 
-def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
+def test_a_complete_snapshot_is_measured_by_its_bytes_and_time() -> None:
     async def scenario() -> None:
         async with pair(Node(echo, give)) as both:
             probe = LinkProbe(NamedLinks("A"))
@@ -42,7 +44,7 @@ def test_a_whole_snapshot_gives_its_bytes_and_the_time_that_they_took() -> None:
     run(scenario())
 
 
-def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
+def test_a_link_that_falls_silent_is_measured_by_the_bytes_before() -> None:
     async def scenario() -> None:
         async with pair(Node(hang, give_big)) as both, Proxy(both.b.port, (BYTES, "swallow")) as link:
             probe = LinkProbe(NamedLinks("A"))
@@ -56,7 +58,7 @@ def test_a_link_that_falls_silent_is_measured_by_what_came_before() -> None:
     run(scenario())
 
 
-def test_a_peer_without_snapshot_and_one_that_is_not_there_say_so() -> None:
+def test_a_peer_without_a_snapshot_and_an_absent_peer_are_reported() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             probe = LinkProbe(NamedLinks("A"))

@@ -1,4 +1,4 @@
-"""The diagnosis on plain data: every finding with a case in which it is made and a near one in which it is not."""
+"""The diagnosis on plain data: each finding, with a case in which it is made and a similar one in which it is not."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -212,7 +212,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
 
 
 @pytest.mark.parametrize("case", ONE_NODE)
-def test_what_one_node_shows(case: str) -> None:
+def test_findings_about_one_node(case: str) -> None:
     name, severity, expected, ill, well = ONE_NODE[case]
     nodes = swarm()
     ill(nodes)
@@ -227,14 +227,14 @@ def test_what_one_node_shows(case: str) -> None:
     assert name not in _names(nodes)
 
 
-def test_a_slow_one_of_two_is_compared_with_the_other_one() -> None:
+def test_a_slow_replica_of_two_is_compared_with_the_other() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], microbatches_per_s=2.0)
     assert [(f.name, f.peer) for f in _found(nodes)] == [("slow-node", peer(0, 1))]
     assert "5.0× slower" in diagnose(list(nodes.values())).sentence
 
 
-def test_a_slow_one_that_is_alone_in_its_stage_is_compared_with_other_stages() -> None:
+def test_the_only_replica_of_a_stage_is_compared_with_other_stages() -> None:
     nodes = swarm(2, 2)
     del nodes["S0R1"]
     nodes["S0R0"] = with_advert(nodes["S0R0"], microbatches_per_s=2.0)
@@ -242,7 +242,7 @@ def test_a_slow_one_that_is_alone_in_its_stage_is_compared_with_other_stages() -
     assert [f.peer for f in found] == [peer(0, 0)]
     assert "5.0× slower than the other stages' median" in found[0].sentence
     nodes["S0R0"] = with_advert(nodes["S0R0"], microbatches_per_s=4.0)
-    assert "slow-node" not in _names(nodes), "stages differ in their work"
+    assert "slow-node" not in _names(nodes), "half the speed can be due to the work of the stage"
 
 
 def test_the_observers_own_wrong_clock_is_recognised() -> None:
@@ -262,7 +262,7 @@ def test_two_clocks_that_differ_are_both_named() -> None:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stage_without_replica() -> None:
+def test_a_stage_without_a_replica_is_named() -> None:
     nodes = {name: with_status(r, deserted={1: 42.0}) for name, r in swarm().items() if not name.startswith("S1")}
     nodes["S0R0"] = waiting(nodes["S0R0"], wait("gradient", AnyReplica(1), 41.0, None, why(1)))
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 42.0})
@@ -273,44 +273,44 @@ def test_a_stage_without_replica() -> None:
     assert diagnose(list(nodes.values())).sentence == found[0].sentence
 
 
-def test_a_stage_whose_only_replica_is_paused() -> None:
+def test_a_stage_whose_only_replica_is_paused_is_named_with_the_command_to_resume() -> None:
     nodes = swarm(2, 1)
     nodes["S1R0"] = with_advert(nodes["S1R0"], state="paused")
     found = _found(nodes)[0]
     assert (found.name, found.peer) == ("stage-empty", peer(1, 0))
     assert "12D3…xS1R0 is paused" in found.sentence
-    assert "noloco resume --dir DIR" in found.advice, "as the command line has it"
+    assert "noloco resume --dir DIR" in found.advice, "the advice is the command to type"
     assert "noloco resume --dir DIR" in next(f.advice for f in _found(nodes) if f.name == "paused")
     nodes["S1R0"] = with_status(nodes["S1R0"], closed_until="22:00")
     assert "until 22:00" in _found(nodes)[0].advice
 
 
 def _announced(report: Report, age_s: float) -> Report:
-    """The same node, whose advert is so old."""
+    """The same node, with an advert of this age."""
     return replace(report, age_s=age_s)
 
 
-def test_where_nobody_answers_that_is_all_that_is_known() -> None:
+def test_if_no_node_answers_each_is_reported_unreachable() -> None:
     nodes = {name: silent(report) for name, report in swarm(2, 1).items()}
     assert [(f.severity, f.name) for f in _found(nodes)] == [("error", "unreachable")] * 2
     assert diagnose(list(nodes.values())).progress == "no status of 2 nodes"
 
 
-def test_a_stage_whose_replicas_do_not_answer() -> None:
+def test_a_stage_whose_replicas_do_not_answer_is_named_once_their_adverts_are_old() -> None:
     nodes = swarm()
     for name in ("S1R0", "S1R1", "S1R2"):
         nodes[name] = silent(nodes[name])
-    assert _names(nodes) == ["unreachable"] * 3, "they have just announced themselves: training may go on"
+    assert _names(nodes) == ["unreachable"] * 3, "their adverts are recent, so training may still go on"
     assert diagnose(list(nodes.values())).sentence.startswith("training: ")
     old = {name: _announced(r, 20.0) if name[1] == "1" else r for name, r in nodes.items()}
     assert _names(old) == ["stage-empty"]
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
     found = _found(nodes)
-    assert [f.name for f in found] == ["stage-empty"], "that they do not answer is said there"
+    assert [f.name for f in found] == ["stage-empty"], "the finding about the stage mentions that they do not answer"
     assert "12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer" in found[0].sentence
 
 
-def test_a_stage_with_one_replica() -> None:
+def test_a_stage_with_one_replica_is_a_warning() -> None:
     nodes = swarm()
     del nodes["S1R0"]
     assert _found(nodes) == []
@@ -318,15 +318,15 @@ def test_a_stage_with_one_replica() -> None:
     found = _found(nodes)
     assert [(f.severity, f.name) for f in found] == [("warning", "stage-thin")]
     assert found[0].sentence == "stage 1 has one replica: the run stops without it"
-    assert diagnose(list(nodes.values())).sentence.startswith("training: "), "training goes on"
+    assert diagnose(list(nodes.values())).sentence.startswith("training: "), "a warning does not replace the progress"
 
 
-def test_a_run_that_has_ended_lacks_nobody() -> None:
+def test_after_the_end_of_a_run_no_replica_is_missing() -> None:
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] == "0"}
     assert _found(nodes) == []
     assert diagnose(list(nodes.values())).sentence == "finished: step 5,000 of 5,000 (100 %), 3 nodes, loss 2.31"
     nodes = {name: with_advert(r, state="finished", step=5000.0) for name, r in swarm().items() if name[1] != "0"}
-    assert _found(nodes) == [], "stage 0 has left first"
+    assert _found(nodes) == [], "stage 0 may leave first"
 
 
 def _not_begun(state: str) -> Nodes:
@@ -334,7 +334,7 @@ def _not_begun(state: str) -> Nodes:
     return {name: waiting(r, wait("replicas of every stage", Resource.SWARM, 30.0)) for name, r in nodes.items()}
 
 
-def test_a_run_that_waits_for_its_start() -> None:
+def test_a_run_that_waits_for_its_start_names_the_missing_replicas() -> None:
     nodes = _not_begun("waiting")
     assert _found(nodes) == []
     assert diagnose(list(nodes.values())).sentence == "starting: 4 nodes"
@@ -344,10 +344,10 @@ def test_a_run_that_waits_for_its_start() -> None:
     assert found[0].sentence == "waiting for 1 more replica of stage 1 (for 30 s): the run has not begun"
     nodes["new"] = with_advert(replace(swarm()["S2R2"], peer=peer(2, 2)), stage=-1, state="starting")
     nodes["new"] = with_status(nodes["new"], inner_steps=0)
-    assert _found(nodes) == [], "one that has not chosen its stage yet will take that one"
+    assert _found(nodes) == [], "a node that has not chosen its stage yet will take that one"
 
 
-# --- order, words, limits ---------------------------------------------------------------------------------------------
+# --- order, texts, limits ---------------------------------------------------------------------------------------------
 
 
 def test_the_worst_comes_first() -> None:
@@ -359,7 +359,7 @@ def test_the_worst_comes_first() -> None:
     assert _names(nodes) == ["loop", "clock", "slow-node", "paused"]
 
 
-def test_what_strangers_say_stays_one_printable_line() -> None:
+def test_texts_of_strangers_become_one_bounded_printable_line() -> None:
     nodes = swarm()
     nodes["S1R0"] = troubled(nodes["S1R0"], "x\x1b[2J", "a\nb\x1b[31m" + "c" * 10_000)
     found = _found(nodes)[0]
@@ -369,10 +369,10 @@ def test_what_strangers_say_stays_one_printable_line() -> None:
     assert "a b" in found.sentence
 
 
-def test_what_strangers_write_is_shown_as_one_line() -> None:
+def test_white_space_in_a_line_is_collapsed() -> None:
     assert line("a\r\n\tb") == "a b"
 
 
-def test_nobody() -> None:
+def test_without_nodes_there_are_no_findings() -> None:
     assert diagnose([]).findings == ()
     assert diagnose([]).sentence == "no node was found"

@@ -1,4 +1,4 @@
-"""Following the waits from node to node to the cause, and the diagnosis of whatever nodes may say."""
+"""Following waits from node to node to their cause, and the diagnosis of arbitrary statuses."""
 
 from diagnosed import (
     aside,
@@ -45,7 +45,7 @@ def _names(nodes: dict[str, Report]) -> list[str]:
 
 
 def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
-    """S0R0 → S1R1 → S2R2, whose device is stuck; S2R0 waits for microbatches from stage 1, S0R1 trains on."""
+    """S0R0 → S1R1 → S2R2, whose device is stuck. S2R0 waits for microbatches from stage 1, S0R1 continues."""
     nodes = swarm()
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 20.0))
     call = Serving(peer(0, 0), why(5), 20.0)
@@ -59,8 +59,8 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     assert found[0].sentence.endswith("its device has been stuck in backward for 19 s; that holds back 3 nodes")
 
 
-def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:
-    """S1R0 has a microbatch of S0R0 at its door; its inner step waits for a gradient of S2R0, which is gone."""
+def test_a_call_waiting_for_admission_waits_for_whatever_its_callee_waits_for() -> None:
+    """A microbatch of S0R0 waits for admission at S1R0, whose inner step waits for a gradient of S2R0, now dead."""
     nodes = swarm()
     call = Serving(peer(0, 0), why(5), 20.0)
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 0, 5, 20.0))
@@ -72,33 +72,33 @@ def test_who_waits_at_the_door_waits_for_what_that_node_waits_for() -> None:
     assert found[0].sentence.endswith("that holds back 2 nodes")
 
 
-def test_a_call_that_has_not_come_is_a_half_open_link() -> None:
+def test_a_call_that_has_not_arrived_means_a_half_open_link() -> None:
     nodes = swarm()
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 9.0))
     found = _found(nodes)
     assert [(f.severity, f.name, f.peer) for f in found] == [("error", "half-open-link", peer(1, 1))]
     assert "node 12D3…xS0R0 of stage 0 cannot reach node 12D3…xS1R1 of stage 1 at 192.0.2.2:4101" in found[0].sentence
     nodes["S1R1"] = waiting(nodes["S1R1"], serving=[Serving(peer(0, 0), why(5), 9.0)])
-    assert _found(nodes) == [], "the call has come"
+    assert _found(nodes) == [], "the call has arrived"
     nodes["S1R1"] = swarm()["S1R1"]
     nodes["S0R0"] = with_status(nodes["S0R0"], step_took_s=5.0)
-    assert _found(nodes) == [], "where steps take 5 s, a call may be on its way for 9 s"
+    assert _found(nodes) == [], "if steps take 5 s, a call may take 9 s"
     nodes["S0R0"] = with_status(nodes["S0R0"], step_took_s=None)
-    assert _found(nodes) == [], "before the first step nobody knows how long a call takes"
+    assert _found(nodes) == [], "before the first step the usual duration of a call is unknown"
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 16.0))
     assert [f.name for f in _found(nodes)] == ["half-open-link"]
 
 
-def test_a_peer_that_is_well_and_set_aside_by_one_has_a_half_open_link() -> None:
+def test_a_healthy_peer_set_aside_by_one_node_means_a_half_open_link() -> None:
     nodes = swarm()
     nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 1): 7.5})
     found = _found(nodes)
     assert [(f.severity, f.name, f.peer) for f in found] == [("warning", "half-open-link", peer(1, 1))]
     nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 1): 0.5})
-    assert _found(nodes) == [], "one failure is none"
+    assert _found(nodes) == [], "a single failure is not a finding"
 
 
-def test_a_peer_that_is_well_and_set_aside_by_all_has_a_closed_port() -> None:
+def test_a_healthy_peer_set_aside_by_all_means_a_closed_port() -> None:
     nodes = swarm()
     for name in ("S0R0", "S0R1", "S0R2"):
         nodes[name] = aside(nodes[name], {peer(1, 1): 7.5})
@@ -106,10 +106,10 @@ def test_a_peer_that_is_well_and_set_aside_by_all_has_a_closed_port() -> None:
     assert [(f.severity, f.name, f.peer) for f in found] == [("error", "port", peer(1, 1))]
     assert "at 192.0.2.2:4101 cannot be reached by" in found[0].sentence
     nodes["S1R1"] = with_figures(nodes["S1R1"], loop_silent_s=30.0)
-    assert _names(nodes) == ["loop"], "it stands still: no wonder that nobody reaches it"
+    assert _names(nodes) == ["loop"], "its event loop is blocked, which explains that it cannot be reached"
 
 
-def test_a_node_that_nobody_announces_any_more_is_named() -> None:
+def test_a_node_without_an_advert_that_others_wait_for_is_named() -> None:
     nodes = swarm()
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 9.0))
     del nodes["S1R1"]
@@ -117,7 +117,7 @@ def test_a_node_that_nobody_announces_any_more_is_named() -> None:
     assert [(f.name, f.peer) for f in found] == [("unreachable", peer(1, 1))]
 
 
-def test_what_follows_from_a_standing_loop_is_not_told_twice() -> None:
+def test_consequences_of_a_blocked_loop_are_not_reported_separately() -> None:
     nodes = swarm()
     call = Serving(peer(0, 0), why(5), 20.0)
     stuck = waiting(nodes["S1R0"], wait("forward", Resource.DEVICE, 70.0, 60.0, why(5)), serving=[call])
@@ -128,7 +128,7 @@ def test_what_follows_from_a_standing_loop_is_not_told_twice() -> None:
     assert found[0].sentence.endswith("that holds back 1 node")
 
 
-def test_waits_in_a_circle_end() -> None:
+def test_circular_waits_terminate() -> None:
     nodes = swarm(1, 3)
     for at, to in ((0, 1), (1, 2), (2, 0)):
         held = waiting(nodes[f"S0R{at}"], wait("snapshot", peer(0, to), 30.0, 90.0, ForRound(12)))
@@ -207,7 +207,7 @@ REPORTS = st.lists(
 
 @given(reports=REPORTS)
 @settings(max_examples=60)
-def test_whatever_nodes_say_the_diagnosis_does_not_raise(reports: list[Report]) -> None:
+def test_the_diagnosis_does_not_raise_on_arbitrary_reports(reports: list[Report]) -> None:
     found = diagnose(reports)
     advice = (finding.advice for finding in found.findings)
     for text in (found.sentence, found.progress, *(finding.sentence for finding in found.findings), *advice):

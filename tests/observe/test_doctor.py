@@ -1,4 +1,4 @@
-"""`noloco doctor`: what it finds on this machine and in a node's directory, and how it shows it."""
+"""`noloco doctor`: its findings about this machine and a node's directory, and how it shows them."""
 
 import fcntl
 import importlib.metadata
@@ -84,7 +84,7 @@ def test_json_is_one_object_at_the_end(capsys: pytest.CaptureFixture[str]) -> No
     assert found["findings"] == [{"group": "swarm", **finding}]
 
 
-def test_work_that_takes_too_long_is_named_and_does_not_hold_the_process() -> None:
+def test_work_that_takes_too_long_is_reported_and_does_not_block_the_process() -> None:
     async def late() -> None:
         await in_time("counting sheep", 0.05, lambda: time.sleep(0.5))
 
@@ -114,7 +114,7 @@ def test_packages_are_compared_with_what_the_project_declares(monkeypatch: pytes
     assert "-m pip install -U 'grpcio" in report.findings[0][1].advice
 
 
-def test_a_package_that_is_not_there_and_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_and_an_old_python_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (">=99", ["no_such_package_at_all>=3", 'no_such_thing; python_version < "3"'])
     monkeypatch.setattr(machine, "declared", lambda: wanted)
     report = DoctorReport()
@@ -133,7 +133,7 @@ def test_an_absent_device_is_an_error_and_too_many_threads_a_warning() -> None:
 
 
 @pytest.mark.parametrize(("limit", "severity"), [(4096, "ok"), (512, "warning"), (100, "error")])
-def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_on_open_files_is_reported(limit: int, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
     report = DoctorReport()
     machine.check_files(report)
@@ -142,7 +142,7 @@ def test_the_limit_on_open_files(limit: int, severity: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("found", "sentence"), [("1\n", "as root"), ("0\n", "keep their speed"), (None, "")])
-def test_connections_that_start_slowly(
+def test_slow_start_after_idle_is_reported(
     found: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     setting = tmp_path / "setting"
@@ -155,7 +155,7 @@ def test_connections_that_start_slowly(
     assert sentence in sentences(report)
 
 
-def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_before_the_release_of_the_program_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     report = DoctorReport()
     machine.check_time(report)
     monkeypatch.setattr(time, "time", lambda: 86400.0)
@@ -164,7 +164,7 @@ def test_a_clock_before_this_program_was_written_cannot_be_right(monkeypatch: py
     assert "1970-01-02" in sentences(report)
 
 
-def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> None:
+def test_a_port_in_use_is_named_and_replaced_for_the_remaining_checks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         report = DoctorReport()
@@ -174,7 +174,7 @@ def test_a_port_in_use_is_named_and_replaced_so_that_the_rest_can_go_on() -> Non
         assert left.grpc_port == 0
         report = DoctorReport()
         machine.check_ports(report, ListenSettings(grpc_port=taken), own_node=True)
-        assert {severity for severity, _ in outcome(report)} == {"ok"}, "the node that runs has it"
+        assert {severity for severity, _ in outcome(report)} == {"ok"}, "the running node itself uses the port"
     report = DoctorReport()
     machine.check_ports(report, ListenSettings(host="192.0.2.77"), own_node=False)
     assert {severity for severity, _ in outcome(report)} == {"error"}
@@ -191,16 +191,18 @@ def against(report: DoctorReport) -> RunRequirements:
 @pytest.mark.parametrize(
     ("free", "severity"), [(10_000_000, "ok"), (2_000_000, "warning"), (999_000, "error"), (0, "error")]
 )
-def test_room_for_the_checkpoints(free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_the_checkpoints_is_checked(
+    free: int, severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, free))
     report = DoctorReport()
     against(report).check_disk(tmp_path / "not" / "there" / "yet", 1_000_000)
     assert outcome(report) == [(severity, "disk")]
     assert str(tmp_path) in sentences(report)
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "the check leaves no file behind"
 
 
-def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_checkpoints_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 1_500_000))
     held = tmp_path / "checkpoints" / "run" / "stage-0-round-000001-0.safetensors"
     held.parent.mkdir(parents=True)
@@ -210,7 +212,7 @@ def test_checkpoints_that_lie_there_already_count_as_room(tmp_path: Path, monkey
     assert outcome(report) == [("ok", "disk")]
 
 
-def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     report = DoctorReport()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
@@ -222,7 +224,7 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
     assert "cannot write to" in sentences(report)
 
 
-def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_fit_is_named_with_the_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from noloco_p2p.compute import factory
 
     report = DoctorReport()
@@ -236,7 +238,7 @@ def test_a_stage_that_does_not_fit_is_named_with_what_it_needs(monkeypatch: pyte
     assert "use more stages or a larger machine" in sentences(report)
 
 
-def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_missing_data_is_named(tmp_path: Path) -> None:
     manifest = RunManifest.model_validate({"data": {"kind": "text"}})
     local = NodeConfig(data_files=(str(tmp_path / "*.txt"),))
     report = DoctorReport()
@@ -248,7 +250,7 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
 # --- a node's directory -------------------------------------------------------------------------------------------
 
 
-def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path) -> None:
+def test_a_killed_node_is_a_warning_and_an_unused_directory_is_not(tmp_path: Path) -> None:
     report = DoctorReport()
     assert uvloop.run(machine.check_node_dirs(report, tmp_path / "nowhere")) == []
     assert outcome(report) == [("ok", "node")]
@@ -266,8 +268,8 @@ def test_a_directory_without_a_node_and_one_whose_node_was_killed(tmp_path: Path
     assert "finished" in sentences(report)
 
 
-def test_a_node_that_was_started_again_for_a_moment_has_ended_by_itself(tmp_path: Path) -> None:
-    """It took no step, so the summary of its earlier process stays; but it did write where it can be reached."""
+def test_a_node_restarted_briefly_without_a_step_has_exited_cleanly(tmp_path: Path) -> None:
+    """It took no step, so the summary of the earlier process stays, but it has written new endpoints."""
     (tmp_path / "identity.key.lock").touch()
     summary = tmp_path / "summary.json"
     assert run_files.store_unless_less(summary, {"state": "left", "inner_steps": 5})
@@ -280,7 +282,7 @@ def test_a_node_that_was_started_again_for_a_moment_has_ended_by_itself(tmp_path
     assert outcome(report) == [("ok", "node")]
 
 
-def test_of_several_nodes_the_swarm_is_asked_through_one_that_is_well(tmp_path: Path) -> None:
+def test_of_several_nodes_a_healthy_one_is_asked_first(tmp_path: Path) -> None:
     swarm = dict(zip(("0-0", "0-1"), diagnosed.swarm(1, 2).values(), strict=True))
     with served_nodes(swarm) as served, ExitStack() as held:
         served.stop("0-0")
@@ -298,7 +300,7 @@ def test_of_several_nodes_the_swarm_is_asked_through_one_that_is_well(tmp_path: 
 
 @pytest.mark.parametrize(("own", "severity"), [(True, "ok"), (False, "error")])
 def test_the_owner_of_a_members_node_needs_no_invitation(tmp_path: Path, own: bool, severity: str) -> None:
-    """`--dir` finds the node's address, and nobody gave one that an invitation could be in."""
+    """With `--dir` the address comes from the node, so there is none that could contain an invitation."""
     manifest = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
     report = DoctorReport()
     with closing(Identity.open(tmp_path / KEY)) as identity:
@@ -311,7 +313,7 @@ def test_the_owner_of_a_members_node_needs_no_invitation(tmp_path: Path, own: bo
 # --- all of it ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_swarm_it_tells_of_the_machine_and_leaves_nothing_behind(
+def test_without_a_swarm_the_machine_is_checked_and_nothing_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -335,7 +337,7 @@ GROUPS = {
 }
 
 
-def test_what_is_no_join_address_is_refused_before_anything_is_begun(tmp_path: Path) -> None:
+def test_a_malformed_join_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
     nothing = read(None, {}, [])
     with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):
         run_doctor(("nonsense",), nothing, None, as_json=False)

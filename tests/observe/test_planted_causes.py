@@ -1,7 +1,7 @@
-"""Nine causes, each planted in a swarm that is well: the diagnosis names that cause and that node, and before it none.
+"""Nine causes, each planted in a healthy swarm: the diagnosis names the cause and the node, and nothing before that.
 
-A stage without replica, a slow node, a half-open link and a stuck device are planted in simulated swarms of real nodes.
-The rest is planted in one swarm of real processes, and taken back.
+A stage without a replica, a slow node, a half-open link and a stuck device are planted in simulated swarms of real
+nodes. The others are planted in one swarm of real processes, and removed again.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm, peer_id
 
 WELL_S, PLANTED_S = (4.0, 5.0, 6.0, 7.0), 8.05
-"""Virtual seconds: when a swarm is looked at while it is well, and when something is done to it."""
+"""Virtual seconds: when a swarm is observed while healthy, and when the cause is planted."""
 FOR_EVER = 1e9
 
 
@@ -46,19 +46,19 @@ FOR_EVER = 1e9
 
 @dataclass(frozen=True)
 class Look:
-    """What an observer saw of a swarm at one moment."""
+    """An observer's view of a swarm at one moment."""
 
     findings: list[Finding]
     sentence: str
 
     @property
     def bad(self) -> list[tuple[str, PeerId | None]]:
-        """(name, peer) of what is not well, worst first."""
+        """(name, peer) of each finding that is not ok, worst first."""
         return [(finding.name, finding.peer) for finding in self.findings if finding.severity != "ok"]
 
 
 def reports(swarm: SimSwarm) -> list[Report]:
-    """What every announced node says of itself; a crashed one refuses the connection."""
+    """The status of every announced node; a crashed node refuses the connection."""
     now = asyncio.get_running_loop().time()
     found = []
     for advert in swarm.registry.view(now=now):
@@ -69,9 +69,9 @@ def reports(swarm: SimSwarm) -> list[Report]:
 
 
 def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *after_s: float) -> list[Look]:
-    """A swarm is looked at while it is well, then hurt by `plant`, looked at again `after_s` seconds later, and ended.
+    """Observe a healthy swarm, plant a cause, observe it again `after_s` seconds later, and end the swarm.
 
-    Fails the test when something is found while all is well.
+    Fails if anything is found while the swarm is healthy.
     """
     config = NodeConfig(limits=LIMITS, directory=DirectorySettings(refresh_s=0.5, ttl_s=6.0))
     plan = SimPlan(manifest_for(replicas, steps=100_000), replicas, seed=3, config=config, link=Link(latency_s=0.002))
@@ -101,12 +101,12 @@ def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *afte
     return hurt
 
 
-def test_1_a_stage_without_replica_is_named() -> None:
+def test_1_a_stage_without_a_replica_is_named() -> None:
     def plant(swarm: SimSwarm) -> None:
         swarm.crash("s1r0")
         swarm.crash("s1r1")
 
-    for seen in looked((2, 2), plant, 4.0, 6.0, 10.0):  # while their adverts still live, and after that
+    for seen in looked((2, 2), plant, 4.0, 6.0, 10.0):  # while their adverts are valid, and later
         assert seen.bad[0] == ("stage-empty", None), seen.findings
         assert seen.sentence.startswith("stage 1 has had no replica for ")
 
@@ -122,7 +122,7 @@ HALF_OPEN = ("half-open-link", "s1r1")
 
 @pytest.mark.parametrize("way", [("s0r0", "s1r1"), ("s1r1", "s0r0")], ids=["requests", "answers"])
 def test_3_a_half_open_link_is_named_with_both_its_ends(way: tuple[PeerId, PeerId]) -> None:
-    """Just when the link is tried again there is nothing to see of it; an observer looks twice."""
+    """At the moment when the link is retried nothing shows, so an observer looks twice."""
     looks = looked((2, 2), lambda swarm: swarm.network.partition_one_way(*way), *(10 + 0.5 * n for n in range(12)))
     for first, second in zip(looks, looks[5:], strict=False):
         assert HALF_OPEN in (first.bad + second.bad)
@@ -138,7 +138,7 @@ def test_3_the_only_link_to_a_stage_is_an_error() -> None:
         assert "s0r0" in seen.sentence
 
 
-def test_9_a_device_that_is_stuck_is_named_and_not_those_who_wait_for_it() -> None:
+def test_9_a_stuck_device_is_named_and_not_the_nodes_that_wait_for_it() -> None:
     for seen in looked((2, 2), lambda swarm: swarm.slow("s1r0", FOR_EVER), 15.0, 18.0):
         assert seen.bad[0] == ("device", "s1r0"), seen.findings
         assert "its device has been stuck in" in seen.sentence
@@ -148,53 +148,53 @@ def test_9_a_device_that_is_stuck_is_named_and_not_those_who_wait_for_it() -> No
 
 NODE_WITH_CLOCK = (sys.executable, str(Path(__file__).parents[1] / "support" / "node_with_clock.py"))
 CHECKPOINT_LIMIT_BYTES = 300_000
-"""Less than a checkpoint of SMALL takes, more than the rest of what a node writes."""
+"""Less than the size of a checkpoint of SMALL, more than any other file of a node."""
 OFF_S = 120.0
 PLANTED = {"clock", "disk", "port", "run", "libp2p"}
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(bytes(range(32)))}"
-"""A join address at which nobody answers."""
+"""A join address that does not answer."""
 SEEN_S = 40.0
-"""Within this time a planted cause must be seen, and be over once it is taken back."""
+"""A planted cause must be found within this time, and be gone within it after it is removed."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A swarm of one stage with two replicas, each a process, which train until the end of the tests."""
+    """A swarm of one stage with two replicas, each a process, which trains until the end of the tests."""
 
     first: NodeProcess
     second: NodeProcess
 
     @property
     def clock(self) -> Path:
-        """What this file says, in seconds, the second node's clock is ahead."""
+        """The file with the seconds by which the second node's clock is ahead."""
         return self.second.dir.with_suffix(".clock")
 
     @property
     def address(self) -> str:
-        """To join it."""
+        """The join address."""
         return self.first.endpoints().join[0]
 
     def with_cause(self, cause: str) -> list[PeerId | None]:
-        """Whom the diagnosis of both nodes' statuses names for this cause."""
+        """The nodes that the diagnosis of both statuses names for this cause."""
         found = diagnose(uvloop.run(survey.by_url(self.first.endpoints().metrics))).findings
         return [finding.peer for finding in found if finding.name == cause]
 
     @contextmanager
     def names(self, cause: str, node: NodeProcess) -> Iterator[None]:
-        """Something is planted inside the `with`: then this node, and no other, is named for it, and nobody before."""
+        """Check that no node is named for the cause before the `with` block plants it, and only this one afterwards."""
         assert not self.with_cause(cause), "nothing was planted yet"
         me = node.endpoints().peer_id
         yield
         wait_until(lambda: self.with_cause(cause) == [me], f"{cause} of {me} in the diagnosis", SEEN_S)
 
     def forgets(self, cause: str) -> None:
-        """What was planted has been taken back: after a while nobody is named for it any more."""
+        """Wait until no node is named for the cause any more, after it has been removed."""
         wait_until(lambda: not self.with_cause(cause), f"the end of {cause} in the diagnosis", SEEN_S)
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    """Starting two nodes takes longer than all that is done with them."""
+    """Shared, because starting two nodes takes longer than all the tests with them."""
     with tempfile.TemporaryDirectory(prefix="noloco-planted-") as name, node_processes(Path(name)) as nodes:
         run = settings(stages="1", steps="1000000", checkpoint__every_steps="1")
 
@@ -210,7 +210,7 @@ def pair() -> Iterator[Pair]:
 
 
 def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()) -> list[Finding]:
-    """What `noloco doctor` finds about the swarm, with these settings."""
+    """The findings of `noloco doctor` about the swarm, with these settings."""
     report, join = DoctorReport(), (pair.address, NOBODY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examination, "LOOK_AGAIN_S", 0.1)
@@ -228,12 +228,12 @@ def doctor(pair: Pair, *, config: Path | None = None, sets: tuple[str, ...] = ()
 
 @pytest.fixture(scope="module")
 def misled(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
-    """What the doctor finds on a machine with three faults at once; without them it finds nothing."""
+    """The doctor's findings on a machine with three faults at once; checks that it finds none without them."""
     well = doctor(pair)
     assert not [finding for finding in well if finding.severity != "ok" and finding.name in PLANTED]
     (dead,) = [finding for finding in well if finding.name == "join" and finding.severity != "ok"]
     assert dead.severity == "warning"
-    assert dead.sentence.startswith(f"join address {NOBODY}: nobody answers"), "the other one does"
+    assert dead.sentence.startswith(f"join address {NOBODY}: nobody answers"), "the other address answers"
     assert {"run", "clock", "port", "libp2p", "peers", "latency", "bandwidth", "round"} <= {f.name for f in well}
     config = tmp_path_factory.mktemp("misled") / "other.yaml"
     config.write_text("stages: 1\nouter:\n  inner_steps: 7\n")
@@ -287,7 +287,7 @@ def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> No
     assert f"(process {pair.first.process.pid}) is healthy" in report.findings[0][1].sentence
 
 
-@pytest.mark.usefixtures("misled")  # a daemon that died is remembered for a minute, in which not all is well
+@pytest.mark.usefixtures("misled")  # must run first, because a dead daemon is reported for a minute
 def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:
     node = pair.second
     with pair.names("libp2p", node):
@@ -298,7 +298,7 @@ def test_8_a_killed_libp2p_daemon_is_named(pair: Pair) -> None:
 def daemon_of(node: NodeProcess) -> int:
     """The process id of a node's p2pd."""
     for task in Path(f"/proc/{node.process.pid}/task").iterdir():
-        with suppress(OSError):  # a thread or a process that has just ended
+        with suppress(OSError):  # the thread or process has just ended
             for child in (task / "children").read_text().split():
                 if "p2pd" in Path(f"/proc/{child}/cmdline").read_text():
                     return int(child)

@@ -1,4 +1,4 @@
-"""Charts as SVG files: well-formed, equal for equal figures, and everything that is measured is drawn."""
+"""Charts as SVG files: well-formed, equal for equal figures, and complete."""
 
 import math
 import re
@@ -19,18 +19,18 @@ HEAT = Heatmap("heat", "Heat", ("x", "y", "z"), GRID, [[1.0, None, 2.0]], [(0.5,
 
 
 def drawn(chart: Chart, tag: str, kind: str = "") -> list[ElementTree.Element]:
-    """Elements of a tag and a class."""
+    """The elements with this tag and class."""
     found = ElementTree.fromstring(svg(chart)).iter(NAME + tag)
     return [each for each in found if kind in each.get("class", "").split() or not kind]
 
 
 @pytest.mark.parametrize("chart", [PLOT, HEAT])
-def test_a_file_needs_nothing_else_and_follows_the_readers_scheme(chart: Plot | Heatmap) -> None:
+def test_a_chart_is_self_contained_and_follows_the_readers_colour_scheme(chart: Plot | Heatmap) -> None:
     text = svg(chart)
     assert text == svg(chart)
     assert "prefers-color-scheme: dark" in text
     assert not re.search(r"url\(|@import|href|var\(", text)
-    assert text.count("//") == 1, "the name space only"
+    assert text.count("//") == 1, "only the namespace"
     root = ElementTree.fromstring(text)
     assert root.get("aria-label") == root.findtext(NAME + "title") == chart.title
     assert {chart.axes[0], chart.axes[1], *(curve.label for curve in chart.curves)} <= {*root.itertext()}
@@ -42,10 +42,10 @@ def test_a_curve_has_its_line_its_points_and_its_bars() -> None:
     # One in the chart, one in the legend.
     assert len(drawn(PLOT, "path", "line")) == 2
     dashed = Plot("d", "D", ("x", "y"), [Curve("d", [1, 2], [1, math.nan], style="dashed")])
-    assert len(drawn(dashed, "circle")) == 1, "what is no number is left out, and a single point is a dot"
+    assert len(drawn(dashed, "circle")) == 1, "NaN is left out, and a single point is a dot"
 
 
-def test_every_one_of_many_points_is_drawn() -> None:
+def test_all_of_many_points_are_drawn() -> None:
     many = Curve("many", range(1_000), [n % 7 for n in range(1_000)], style="points")
     assert len(drawn(Plot("m", "M", ("x", "y"), [many]), "circle")) == 1_000 + 1, "one in the legend"
 
@@ -55,7 +55,7 @@ def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
     assert [each.findtext(NAME + "title") for each in cells[:2]] == ["1", "2"]
     assert len(cells) > 30
     assert len(drawn(HEAT, "path", "cross")) == 1
-    assert len(drawn(HEAT, "circle")) == 2, "one in the grid, one in the legend; what lies outside is left out"
+    assert len(drawn(HEAT, "circle")) == 2, "one in the grid, one in the legend; points outside are left out"
 
 
 def test_bars_are_divided_into_shares_and_have_one_legend() -> None:
@@ -96,7 +96,7 @@ def test_logarithmic_ticks_are_round_numbers(low: float, high: float, scale: Sca
 
 @pytest.mark.parametrize("scale", ["linear", "log", "log2"])
 @pytest.mark.parametrize("values", [[1.0, 5.0], [3.0], [0.0], [], [math.inf, 2.0, math.nan]])
-def test_an_axis_holds_what_it_was_made_for(values: list[float], scale: Scale) -> None:
+def test_an_axis_covers_its_values(values: list[float], scale: Scale) -> None:
     axis = fitted("", values, scale)
     assert axis.low < axis.high
     assert all(axis.holds(value) for value in values if math.isfinite(value) and (value > 0 or scale == "linear"))

@@ -1,4 +1,4 @@
-"""`noloco report`: the page of a recorded run tells the run's figures, and nothing in the files can hurt it."""
+"""`noloco report`: the page of a recorded run shows the run's figures, and survives whatever is in the files."""
 
 import base64
 import csv
@@ -40,7 +40,7 @@ HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&a
 
 
 class RecordedClock:
-    """A clock that a recorded trace sets."""
+    """A clock set by a recorded trace."""
 
     def __init__(self, start: float) -> None:
         self.start = start
@@ -51,7 +51,7 @@ class RecordedClock:
 
 
 def read_run(paths: Sequence[Path]) -> RecordedRun:
-    """The only run there."""
+    """The only run of these paths."""
     (run,) = read_runs(paths).values()
     return run
 
@@ -82,12 +82,12 @@ def record(process: SimProcess, directory: Path, manifest: RunManifest, started_
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run directory, and what its nodes counted themselves; `s1r1` was killed, `s0r1` too and started again."""
+    """A run directory, and what its nodes counted themselves; `s1r1` was killed, `s0r1` killed and restarted."""
 
     directory: Path
     manifest: RunManifest
     totals: Mapping[str, list[dict[str, Any]]]
-    """Of every process, by peer."""
+    """The telemetry's totals of every process, by peer."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def run(recorded: Recorded) -> RecordedRun:
 
 
 class Outline(HTMLParser):
-    """What a browser would fetch or run."""
+    """The tags and attributes of a page: whatever a browser might fetch or run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Outline(HTMLParser):
 
 
 def parsed(page: str) -> ElementTree.Element:
-    """The page as XML: every element is closed, every text escaped."""
+    """The page parsed as XML, so every element must be closed and every text escaped."""
     return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
 
 
@@ -164,7 +164,7 @@ def mean(found: list[Any]) -> float:
 # === the page =========================================================================================================
 
 
-def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: RecordedRun) -> None:
+def test_the_page_is_well_formed_and_self_contained(run: RecordedRun) -> None:
     page = render(run)
     outline = Outline()
     outline.feed(page)
@@ -182,7 +182,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(run: RecordedRun
     assert 'name="viewport"' in page
 
 
-def test_the_script_is_told_the_values_behind_the_places(run: RecordedRun) -> None:
+def test_the_script_gets_the_values_behind_the_coordinates(run: RecordedRun) -> None:
     charts = {svg.get("aria-label"): svg for svg in parsed(render(run)).findall(".//svg") if svg.get("data-y")}
     assert set(charts) == {
         "Loss",
@@ -204,18 +204,18 @@ def test_the_script_is_told_the_values_behind_the_places(run: RecordedRun) -> No
         assert x == pytest.approx(left + (step - first) / (last - first) * (right - left), abs=0.06)
         assert y == pytest.approx(bottom - (loss - low) / (high - low) * (bottom - top), abs=0.06)
     ticks = charts["Loss"].findall(".//g[@class='scale']")
-    assert [group.get("display") for group in ticks] == [None, "none"], "those of a logarithmic axis are hidden"
-    assert charts["Tokens per second"].get("data-log") is None, "it may be 0"
+    assert [group.get("display") for group in ticks] == [None, "none"], "the logarithmic scale is hidden at first"
+    assert charts["Tokens per second"].get("data-log") is None, "no logarithmic scale, because the value may be 0"
 
 
-def test_every_chart_has_a_name_for_who_cannot_see_it(run: RecordedRun) -> None:
+def test_every_chart_has_an_accessible_name(run: RecordedRun) -> None:
     for svg in parsed(render(run)).findall(".//svg"):
         assert svg.get("role") == "img"
         assert svg.get("aria-label") == svg.findtext("title") != ""
 
 
-def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recorded) -> None:
-    """Of nodes that were not killed: exactly."""
+def test_the_figures_equal_those_that_the_nodes_counted(recorded: Recorded) -> None:
+    """Exactly, for nodes that were not killed."""
     places = [recorded.directory / name for name in ("0-0", "0-2", "1-0", "1-2")]
     run = read_run(places)
     page, first = render(run), [recorded.totals[peer][0] for peer in ("s0r0", "s0r2")]
@@ -237,7 +237,7 @@ def test_the_figures_are_those_that_the_nodes_counted_themselves(recorded: Recor
     assert run.last("spread", 1) == pytest.approx(mean([totals["replica_std"] for totals in later]), rel=1e-5)
 
 
-def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: RecordedRun) -> None:
+def test_a_kill_loses_at_most_the_counts_of_a_second(recorded: Recorded, run: RecordedRun) -> None:
     totals = recorded.totals["s0r1"]
     (history,) = [history for history in run.nodes if history.peer_id == "s0r1"]
     a_second = totals[0]["tokens"] / (history.processes[0].ended_at - (history.training_at or 0.0))
@@ -245,7 +245,7 @@ def test_a_kill_loses_the_counts_of_a_second_at_most(recorded: Recorded, run: Re
     assert 0 <= lost <= 2 * a_second
 
 
-def test_the_figures_that_only_a_launcher_knows_come_from_its_summary(recorded: Recorded, tmp_path: Path) -> None:
+def test_figures_that_only_the_launcher_knows_come_from_its_summary(recorded: Recorded, tmp_path: Path) -> None:
     for place in recorded.directory.iterdir():
         if place.name != "0-1":
             (tmp_path / place.name).symlink_to(place)
@@ -255,7 +255,7 @@ def test_the_figures_that_only_a_launcher_knows_come_from_its_summary(recorded: 
     assert (after(page, "tokens/s"), after(page, "wall time")) == ("4,321", "1 min 23 s")
 
 
-def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None:
+def test_kills_and_restarts_are_shown_in_the_life_of_a_node(run: RecordedRun) -> None:
     histories = {history.peer_id: history for history in run.nodes}
     assert [process.ended for process in histories["s0r1"].processes] == [False, True]
     assert [process.ended for process in histories["s1r1"].processes] == [False]
@@ -264,7 +264,7 @@ def test_kills_and_restarts_show_in_the_life_of_a_node(run: RecordedRun) -> None
     assert 1.9 < down_s < 3.1
     (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "Lives of the nodes"]
     assert len(svg.findall(".//path[@class='cross']")) == 2
-    assert len(svg.findall(".//line[@class='start']")) == 1, "what came before training is not on the axis"
+    assert len(svg.findall(".//line[@class='start']")) == 1, "starts before the training are not on the axis"
     assert svg.findall(".//rect[@class='f0']/title")[0].text == "0-0: finished, " + _span(
         histories["s0r0"].processes[0].spans, run.training_at
     )
@@ -275,7 +275,7 @@ def _span(spans: tuple[StateSpan, ...], training_at: float) -> str:
     return f"{finished.began_at - training_at:.0f} to {finished.ended_at - training_at:.0f} s"
 
 
-def test_the_page_says_how_the_run_stands(recorded: Recorded, tmp_path: Path) -> None:
+def test_the_page_shows_the_state_of_the_run(recorded: Recorded, tmp_path: Path) -> None:
     page = render(read_run([recorded.directory]))
     assert re.fullmatch(r"Completed, in .*\.", after(page, "recorded"))
     ended = line("state", 4.0, state="finished") + line("end", 5.0)
@@ -295,10 +295,10 @@ def test_the_page_says_how_the_run_stands(recorded: Recorded, tmp_path: Path) ->
     assert after(render(read_run([tmp_path])), "mine") == "Completed, in 5 s."
 
 
-def test_the_series_of_a_run_for_other_programs(
+def test_the_csv_series_match_the_run(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The charts' points, and tokens that add up to those of the run."""
+    """It has the points of the charts, and tokens that add up to those of the run."""
     out = tmp_path / "series.csv"
     monkeypatch.setattr(sys, "argv", ["noloco", "report", str(recorded.directory), "--csv", str(out)])
     with pytest.raises(SystemExit) as end:
@@ -316,7 +316,7 @@ def test_the_series_of_a_run_for_other_programs(
     assert len(points) >= 3
     progress = [(float(row["time"]), float(row["tokens_per_s"])) for row in mine if row["tokens_per_s"]]
     tokens = sum(rate * (at - before) for (before, _), (at, rate) in itertools.pairwise(progress))
-    assert tokens == pytest.approx(first.total("tokens"), rel=0.1), "but for what came before the first row"
+    assert tokens == pytest.approx(first.total("tokens"), rel=0.1), "except for the tokens before the first row"
     out.write_text("mine")
     with pytest.raises(ConfigError, match="exists and is not a series of noloco"):
         series.write([recorded.directory], out)
@@ -336,7 +336,7 @@ def node(tmp_path: Path) -> Path:
     return directory
 
 
-def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
+def test_hostile_contents_of_files_are_shown_as_text(node: Path) -> None:
     (node / NAME).write_bytes(
         line("start", 0.0, peer_id=HOSTILE, run_id=HOSTILE, name=HOSTILE, version=HOSTILE, stage=0)
         + line("state", 1.0, state=HOSTILE)
@@ -369,7 +369,7 @@ def test_whatever_stands_in_the_files_is_shown_as_text(node: Path) -> None:
         b'{"time":1' + b"0" * 400 + b',"event":"progress","up_s":1}\n',
     ],
 )
-def test_a_torn_or_strange_line_is_passed_over(node: Path, torn: bytes) -> None:
+def test_a_torn_or_invalid_line_is_skipped(node: Path, torn: bytes) -> None:
     good = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
     (node / NAME).write_bytes(good + torn + b"\n" + line("progress", 3.0, stage=0, step=3, tokens=30))
     assert read_run([node]).tokens == 30
@@ -378,9 +378,7 @@ def test_a_torn_or_strange_line_is_passed_over(node: Path, torn: bytes) -> None:
 
 @pytest.mark.parametrize("number", [1.7e308, -1.7e308, 9e59, -9e59, 5e-324, 1e-310])
 @pytest.mark.parametrize("field", ["time", "up_s", "tokens", "loss", "learning_rate", "grad_norm", "wall_s"])
-def test_a_number_that_no_node_can_mean_does_not_keep_the_rest_off_the_page(
-    node: Path, field: str, number: float
-) -> None:
+def test_an_impossible_number_does_not_keep_the_rest_off_the_page(node: Path, field: str, number: float) -> None:
     lines = [json.loads(line("start", 0.0, stage=0)), json.loads(line("state", 1.0, state="training"))]
     for s in range(1, 5):
         figures = {"tokens": 10 * s, "loss": 2.0, "learning_rate": 1e-3, "grad_norm": 1.0}
@@ -393,7 +391,7 @@ def test_a_number_that_no_node_can_mean_does_not_keep_the_rest_off_the_page(
     series.write([node], node / "series.csv")
 
 
-def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
+def test_a_last_line_torn_by_a_kill_does_not_affect_the_others(node: Path) -> None:
     whole = line("start", 0.0, stage=0) + line("progress", 1.0, stage=0, step=1, tokens=10)
     second = line("progress", 2.0, stage=0, step=2, tokens=20)
     for cut in range(0, len(second), 7):
@@ -401,7 +399,7 @@ def test_a_last_line_that_a_kill_tore_leaves_the_others(node: Path) -> None:
         assert read_run([node]).tokens == 10
 
 
-def test_rotated_files_are_read_in_order_and_lost_ones_are_not_missed(node: Path) -> None:
+def test_rotated_files_are_read_in_order_even_if_older_ones_are_lost(node: Path) -> None:
     (node / f"{NAME}.2").write_bytes(line("progress", 100.0, stage=0, step=1, tokens=1_000))
     (node / f"{NAME}.1").write_bytes(line("progress", 200.0, stage=0, step=2, tokens=2_000))
     (node / NAME).write_bytes(line("progress", 300.0, stage=0, step=3, tokens=3_000) + line("end", 301.0))
@@ -412,17 +410,17 @@ def test_rotated_files_are_read_in_order_and_lost_ones_are_not_missed(node: Path
     assert [process.ended for process in history.processes] == [True]
 
 
-def test_a_clock_that_jumps_moves_nothing(node: Path) -> None:
+def test_clock_jumps_do_not_move_the_start_or_the_end(node: Path) -> None:
     lines = [json.loads(line("progress", float(s), stage=0, step=s, tokens=s)) for s in range(1, 21)]
     for s in (0, 1, 2):
-        lines[s]["time"] -= 1e9  # before the machine had asked for the time
+        lines[s]["time"] -= 1e9  # before the machine's clock was synchronised
     lines[9]["time"] += 7_200.0
     (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
     run = read_run([node])
     assert (run.began_at, run.ended_at) == (BEGAN_AT + 1, BEGAN_AT + 20)
 
 
-def test_a_clock_set_back_between_two_starts_makes_no_time_negative(node: Path) -> None:
+def test_a_clock_set_back_between_two_starts_leads_to_no_negative_time(node: Path) -> None:
     def process(clock_s: float, first: int) -> bytes:
         steps = [line("progress", float(s), stage=0, state="training", step=first + s, tokens=s) for s in range(1, 11)]
         begun = line("start", 0.0, stage=0), line("state", 0.5, state="training")
@@ -436,7 +434,7 @@ def test_a_clock_set_back_between_two_starts_makes_no_time_negative(node: Path) 
     assert (run.wall_s, after(render(run), "steps")) == (7_210, "20")
 
 
-def test_the_speed_of_a_run_that_was_resumed_is_that_while_it_trained(node: Path) -> None:
+def test_the_speed_of_a_resumed_run_counts_only_training_time(node: Path) -> None:
     trained = [line("progress", float(s), stage=0, state="training", step=s, tokens=20 * s) for s in range(1, 12)]
     begun = line("start", 0.0, stage=0), line("state", 1.0, state="training")
     first = [*begun, *trained, line("end", 11.0)]
@@ -448,7 +446,7 @@ def test_the_speed_of_a_run_that_was_resumed_is_that_while_it_trained(node: Path
     assert run.tokens_per_s == pytest.approx(22.0)
 
 
-def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) -> None:
+def test_a_restart_is_recognised_even_if_its_first_line_is_lost(node: Path) -> None:
     (node / NAME).write_bytes(
         line("start", 0.0, stage=0)
         + line("progress", 50.0, stage=0, step=5, tokens=50)
@@ -458,7 +456,7 @@ def test_a_restart_is_a_new_life_also_when_its_first_line_is_lost(node: Path) ->
     assert read_run([node]).tokens == 57
 
 
-def test_one_node_alone_shows_the_swarm_as_it_saw_it(recorded: Recorded) -> None:
+def test_the_report_of_one_node_shows_its_view_of_the_swarm(recorded: Recorded) -> None:
     page = render(read_run([recorded.directory / "0-0"]))
     assert "As this node saw the swarm." in texts(page)
 
@@ -472,8 +470,8 @@ def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -
     page = render_all(runs)
     assert [len(run.nodes) for run in runs.values()] == [6, 1]
     assert "2 runs" in texts(page)
-    assert ("steps", "60") in cells(page), "a setting in which they differ"
-    assert "seed" not in texts(page), "one in which they do not"
+    assert ("steps", "60") in cells(page), "a setting that differs is shown"
+    assert "seed" not in texts(page), "a setting that is equal is not shown"
     assert ("validation loss", f"{runs[next(iter(runs))].last('validation'):.4f}") in cells(page)
     (loss, *_) = parsed(page).findall(".//svg")
     assert [path.findtext("title") for path in loss.findall(".//*[@data-v]")] == list(runs)
@@ -490,20 +488,18 @@ def test_a_directory_may_have_any_name(node: Path) -> None:
     assert "caf   " in node.with_name("series.csv").read_text("utf-8")
 
 
-def test_directories_of_swarms_are_runs_of_their_own_whatever_they_ran(
-    node: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_directory_of_a_swarm_is_a_separate_run(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (node / "a", node / "b"):
         (place / "0-0").mkdir(parents=True)
         (place / "swarm.json").touch()
         (place / "0-0" / NAME).write_bytes(line("start", 0.0, run_id="same", stage=0))
     assert list(read_runs([node / "a", node / "b"])) == ["a", "b"]
     monkeypatch.chdir(node / "a")
-    assert list(read_runs([Path(), node / "b"])) == ["a", "b"], "the directory that one is in has a name, too"
-    assert len(read_runs([node / "a" / "0-0", node / "b" / "0-0"])) == 1, "nodes of one run, of two machines"
+    assert list(read_runs([Path(), node / "b"])) == ["a", "b"], "the current directory has a name, too"
+    assert len(read_runs([node / "a" / "0-0", node / "b" / "0-0"])) == 1, "nodes of one run on two machines"
 
 
-def test_what_was_trained_with_what_stands_on_top(node: Path) -> None:
+def test_the_page_names_hardware_command_software_model_and_data(node: Path) -> None:
     machine, command = "Linux x86_64, 2 cores, 24 GiB of memory", "noloco-node --config tiny"
     began = line("start", 0.0, run_id="r", stage=0, version="1.2", machine=machine, command=command)
     (node / NAME).write_bytes(began + line("progress", 1.0, stage=0, step=1, grad_norm=0.5))
@@ -516,7 +512,7 @@ def test_what_was_trained_with_what_stands_on_top(node: Path) -> None:
     assert after(page, "data") == "the source text of Python's standard library, tokenizer bytes"
 
 
-def test_the_command_that_is_written_down_has_no_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_contains_no_invitation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "argv", ["/x/y.py", "--join", "/ip4/1.2.3.4/tcp/1/p2p/12D3/invite/3Secret9", "--set", "a=b c"]
     )
@@ -540,7 +536,7 @@ def test_without_a_journal_one_line_says_what_to_do(
     assert not (node / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_written_is_an_error_of_one_line(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error(recorded: Recorded, tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="cannot be written"):
         make([recorded.directory], tmp_path / "nowhere" / "report.html")
     with pytest.raises(ConfigError, match="no such directory"):
@@ -548,7 +544,7 @@ def test_a_page_that_cannot_be_written_is_an_error_of_one_line(recorded: Recorde
 
 
 def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
-    """Every node of stage 0 keeps dying, and every one of stage 1 changes its state all the time."""
+    """Every node of stage 0 keeps dying, and every node of stage 1 keeps changing its state."""
     for n in range(12):
         place = tmp_path / f"{n % 2}-{n}"
         place.mkdir()
@@ -567,14 +563,14 @@ def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
 # === curves ===========================================================================================================
 
 
-def test_rates_hold_everything_that_was_added() -> None:
+def test_rates_add_up_to_all_increments() -> None:
     increments = [Increment(0.0, 3.3, 10.0), Increment(3.3, 9.9, 5.0), Increment(9.9, 9.9, 1.0)]
     rates = TimeBins(0.0, 10.0, 7).rates(increments)
     assert sum(rate for _, rate in rates) * 10.0 / 7 == pytest.approx(16.0)
     assert rates[0][1] == pytest.approx(10.0 / 3.3)
 
 
-def test_nodes_are_counted_in_the_middle_of_each_time() -> None:
+def test_nodes_are_counted_at_the_middle_of_each_time_bin() -> None:
     spans = [(0.0, 5.0, {"training": 1.0}), (5.0, 10.0, {"finished": 1.0}), (0.0, 2.4, {"training": 1.0})]
     found = TimeBins(0.0, 10.0, 10).present(spans)
     assert [counts["training"] for counts in found] == [2, 2, 1, 1, 1, 0, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Asking nodes for their status, against servers that are slow, huge, elsewhere, or no nodes at all."""
+"""Requests for the status of nodes, to servers that are slow, send too much, redirect, or are no nodes at all."""
 
 import asyncio
 import time
@@ -17,18 +17,18 @@ from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import Report
 
 Answering = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
-"""Answers a request, given its head."""
+"""Answers a request, given the head of it."""
 
 
 @asynccontextmanager
 async def _server(answering: Answering) -> AsyncIterator[str]:
-    """A server on loopback; its `http://host:port`."""
+    """Runs a server on loopback; yields its `http://host:port`."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await answering(await reader.readuntil(b"\r\n\r\n"), writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client has gone, as it may
+            pass  # the client may disconnect
         finally:
             writer.close()
 
@@ -59,7 +59,7 @@ def _page(report: Report, unix_time_s: float | None = None) -> bytes:
 
 
 def _asked(answering: Answering) -> str:
-    """Why a server's answer is none."""
+    """The error that a server's answer leads to."""
 
     async def go() -> str:
         async with _server(answering) as url:
@@ -73,7 +73,7 @@ def _asked(answering: Answering) -> str:
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_status_and_a_clock() -> None:
+def test_a_status_is_read_and_its_clock_compared() -> None:
     report = swarm()["S1R0"]
 
     async def go() -> Report:
@@ -88,7 +88,7 @@ def test_a_status_and_a_clock() -> None:
     assert answer.clock_ahead_s == pytest.approx(120.0, abs=1.0)
 
 
-def test_without_a_time_there_is_no_clock() -> None:
+def test_without_a_time_the_clock_is_unknown() -> None:
     async def go() -> Report:
         async with _server(_saying(_page(swarm()["S1R0"], 0.0))) as url:
             return await survey.ask(survey.base_url(url))
@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_status_is_refused(case: str) -> None:
+def test_an_answer_that_is_not_a_status_is_a_violation(case: str) -> None:
     reply, expected = REFUSED[case]
     found = _asked(_saying(reply))
     assert found.startswith("Violation: ")
@@ -138,8 +138,8 @@ def test_a_redirect_is_not_followed() -> None:
     assert asked == []
 
 
-def test_only_the_status_is_asked_for() -> None:
-    """Whatever path an advert claims."""
+def test_only_the_path_of_the_status_is_requested() -> None:
+    """Whatever path an advert contains."""
     asked: list[bytes] = []
 
     async def note(head: bytes, writer: asyncio.StreamWriter) -> None:
@@ -154,7 +154,7 @@ def test_only_the_status_is_asked_for() -> None:
     assert asked == [b"GET /status HTTP/1.0"]
 
 
-def test_who_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_sends_too_slowly_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "TIMEOUT_S", 0.3)
 
     async def drip(head: bytes, writer: asyncio.StreamWriter) -> None:
@@ -169,7 +169,7 @@ def test_who_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_time(time.monotonic() - began, 2.0)
 
 
-def test_nobody_listens() -> None:
+def test_a_refused_connection_is_unreachable() -> None:
     with pytest.raises(Unreachable, match=r"no answer from http://127\.0\.0\.1:1: Connection refused"):
         asyncio.run(survey.ask("http://127.0.0.1:1"))
 
@@ -189,12 +189,12 @@ def test_nobody_listens() -> None:
         "http://xn\u00e9:80",
     ],
 )
-def test_malformed_addresses(url: str) -> None:
+def test_malformed_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="not of the form http://HOST:PORT"):
         survey.base_url(url)
 
 
-def test_addresses() -> None:
+def test_base_urls() -> None:
     assert survey.base_url("http://10.0.0.1:9100/metrics") == "http://10.0.0.1:9100"
     assert survey.base_url("http://[::1]:9100") == "http://[::1]:9100"
 
@@ -204,7 +204,7 @@ def test_addresses() -> None:
 
 @asynccontextmanager
 async def _swarm(reports: dict[str, Report], unseen: Sequence[str] = ()) -> AsyncIterator[dict[str, Report]]:
-    """The same nodes, each with a server of its own, and all others in its view; only S0R0 sees the `unseen` too."""
+    """Serves these nodes, each with its own server and all others in its view; only S0R0 also sees the `unseen`."""
     async with AsyncExitStack() as closing:
         pages: dict[str, bytes] = {}
 
@@ -231,7 +231,7 @@ def _url(report: Report) -> str:
     return report.advert.metrics
 
 
-def test_one_url_leads_to_everybody() -> None:
+def test_one_url_leads_to_all_nodes() -> None:
     async def go() -> list[Report]:
         async with _swarm(swarm()) as nodes:
             return await survey.by_url(_url(nodes["S1R1"]))
@@ -242,7 +242,7 @@ def test_one_url_leads_to_everybody() -> None:
     assert all(report.clock_ahead_s is not None and abs(report.clock_ahead_s) < 5.0 for report in found)
 
 
-def test_who_is_missing_in_the_adverts_and_known_to_most_is_asked_too() -> None:
+def test_a_node_missing_in_the_adverts_but_known_to_most_is_asked_too() -> None:
     async def go() -> list[Report]:
         async with _swarm(swarm(2, 2)) as nodes:
             adverts = [report.advert for name, report in nodes.items() if name != "S1R1" and report.advert is not None]
@@ -253,8 +253,8 @@ def test_who_is_missing_in_the_adverts_and_known_to_most_is_asked_too() -> None:
     assert all(report.status is not None for report in found)
 
 
-def test_who_is_known_to_few_is_not_asked() -> None:
-    """One liar cannot send the observer to a thousand addresses."""
+def test_a_node_known_to_few_is_not_asked() -> None:
+    """So a single liar cannot send the observer to a thousand addresses."""
 
     async def go() -> list[Report]:
         async with _swarm(swarm(2, 2), unseen=["S1R1"]) as nodes:
@@ -264,7 +264,7 @@ def test_who_is_known_to_few_is_not_asked() -> None:
     assert peer(1, 1) not in [report.peer for report in asyncio.run(go())]
 
 
-def test_a_node_that_gives_no_status_is_reported_with_the_reason() -> None:
+def test_a_node_without_a_status_is_reported_with_the_reason() -> None:
     async def go() -> dict[str, Report]:
         async with _swarm(swarm(2, 2)) as nodes:
             gone, other, mute, left = (nodes[name].advert for name in ("S0R0", "S0R1", "S1R0", "S1R1"))
@@ -288,7 +288,7 @@ def test_a_node_that_gives_no_status_is_reported_with_the_reason() -> None:
     assert found[peer(0, 0)].advert is not None
 
 
-def test_slow_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_nodes_are_waited_for_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "TIMEOUT_S", 0.5)
 
     async def hang(head: bytes, writer: asyncio.StreamWriter) -> None:
@@ -306,13 +306,13 @@ def test_slow_nodes_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> 
     assert in_time(took_s, 2.5)
 
 
-def test_no_more_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_nodes_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "NODES_LIMIT", 1)
     found = asyncio.run(survey.by_adverts([replace(advert(0, r), metrics="http://127.0.0.1:1") for r in range(2)]))
     assert [report.failure[:9] for report in found] == ["no answer", "not asked"]
 
 
-def test_a_url_at_which_no_node_answers() -> None:
+def test_a_url_without_a_node_is_reported() -> None:
     with pytest.raises(Unreachable, match="Connection refused: give the metrics address that a running node prints"):
         asyncio.run(survey.by_url("http://127.0.0.1:1"))
 

@@ -1,4 +1,4 @@
-"""The estimate against the idealised pipeline of the simulator, and the advice that is made of it."""
+"""The throughput estimate, compared with the simulator's idealised pipeline, and the advice that follows from it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ SHARED = ("network.link.mbit_per_s=null", "network.access.up_mbit_per_s=200", "n
 
 
 def medians_of(scenario: Scenario) -> list[StageMedian]:
-    """What nodes that are all alike would measure."""
+    """The medians that identical nodes would measure."""
     access, link = scenario.network.access, scenario.network.link
     up, down = (
         min(rate or 1e9, link.mbit_per_s or 1e9) * BYTES_PER_MEGABIT
@@ -43,7 +43,9 @@ def medians_of(scenario: Scenario) -> list[StageMedian]:
 @pytest.mark.parametrize(
     ("name", "changes"), [("protocol-nanogpt", SHARED), ("home-200", ()), ("lan", ()), ("consumer", ())]
 )
-def test_the_estimate_is_near_the_bound(name: str, changes: tuple[str, ...], per_step: int, codec: str) -> None:
+def test_the_estimate_is_near_the_simulators_bound(
+    name: str, changes: tuple[str, ...], per_step: int, codec: str
+) -> None:
     codecs = (f"workload.wire.forward={codec}", f"workload.wire.backward={codec}")
     sets = [*ALIKE, *changes, *codecs, f"run.microbatches_per_step={per_step}"]
     scenario = scenario_files.load(SCENARIOS / f"{name}.yaml", sets)
@@ -65,7 +67,7 @@ MBIT = 1e6 / 8
 def measured(
     nodes: Nodes, size: MicrobatchSize, *, device_s: float, mbit_per_s: float, in_use: float, round_trip_s: float
 ) -> Nodes:
-    """The same swarm, all of whose nodes have measured the same."""
+    """The same swarm, with equal measurements at all nodes."""
     figures = {
         "upload_bytes_per_s": mbit_per_s * MBIT,
         "download_bytes_per_s": mbit_per_s * MBIT,
@@ -80,7 +82,7 @@ def measured(
 
 
 def homes(in_use: float = 0.12, per_step: int = 4) -> Nodes:
-    """Four and four homes at 200 Mbit/s, a stage of 0.3 s and 27 MB of float32 each way."""
+    """Two stages of four homes at 200 Mbit/s, 0.3 s per microbatch, and 27 MB of float32 in each direction."""
     size = MicrobatchSize(per_step, 27_000_000, 27_000_000, "float32", "float32")
     return measured(swarm(2, 4), size, device_s=0.3, mbit_per_s=200.0, in_use=in_use, round_trip_s=0.05)
 
@@ -89,7 +91,7 @@ def advice(nodes: Nodes) -> list[Finding]:
     return [f for f in diagnose(list(nodes.values())).findings if f.name == "throughput"]
 
 
-def test_a_full_line_gets_the_settings_that_would_do_better() -> None:
+def test_for_a_full_line_better_settings_are_advised() -> None:
     [found] = advice(homes(in_use=0.2))
     assert found.severity == "ok"
     assert found.sentence == (
@@ -101,8 +103,8 @@ def test_a_full_line_gets_the_settings_that_would_do_better() -> None:
     )
 
 
-def test_what_is_promised_is_scaled_by_what_is_reached() -> None:
-    """Of an estimate that the swarm reaches by two thirds, two thirds are promised."""
+def test_the_promise_is_scaled_by_the_present_share_of_the_estimate() -> None:
+    """If the swarm reaches two thirds of the estimate, two thirds are promised."""
     whole, part = advice(homes(in_use=0.2))[0].sentence, advice(homes(in_use=0.16))[0].sentence
     promised = [int(sentence.removesuffix(" %").rpartition(" ")[2]) for sentence in (whole, part)]
     assert promised[1] < promised[0]
@@ -110,7 +112,7 @@ def test_what_is_promised_is_scaled_by_what_is_reached() -> None:
 
 
 def simulated_use(scenario: Scenario) -> float:
-    """Share of the time in which the devices of the busiest stage work, in a run of the real node."""
+    """The share of time during which the devices of the busiest stage work, in a simulated run of real nodes."""
     found = simulate(SimRequest(scenario, 0))
     assert found.broken is None
     assert found.figures is not None
@@ -118,10 +120,10 @@ def simulated_use(scenario: Scenario) -> float:
 
 
 @pytest.mark.soak
-def test_the_simulated_swarm_then_does_what_is_promised() -> None:
-    """A run of the real nodes on home lines, the advice on its figures, and a run with the settings of the advice.
+def test_a_simulated_swarm_with_the_advised_settings_keeps_the_promise() -> None:
+    """A simulated run of real nodes on home lines, the advice on its figures, and a run with the advised settings.
 
-    It is rather better, for longer steps lose less at their borders.
+    The result is rather better, because longer steps lose less at their borders.
     """
     sets = ["run.steps=12", "run.microbatches_per_step=4", "run.outer.pairing=none"]
     scenario = scenario_files.load(SCENARIOS / "home-200.yaml", sets)
@@ -139,7 +141,7 @@ def test_the_simulated_swarm_then_does_what_is_promised() -> None:
     assert 0.8 * had < promised < 1.1 * had
 
 
-def test_a_long_way_wants_more_microbatches_and_no_codec() -> None:
+def test_for_long_round_trips_more_microbatches_and_no_codec_are_advised() -> None:
     size = MicrobatchSize(2, 1_000_000, 1_000_000, "int8", "int8")
     nodes = measured(swarm(3, 2), size, device_s=0.05, mbit_per_s=10_000.0, in_use=0.2, round_trip_s=0.2)
     [found] = advice(nodes)
@@ -177,7 +179,7 @@ NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
 
 
 @pytest.mark.parametrize("case", NO_ADVICE)
-def test_no_advice(case: str) -> None:
+def test_cases_without_advice(case: str) -> None:
     assert advice(homes(in_use=0.2))
     assert not advice(NO_ADVICE[case](homes(in_use=0.2)))
 
@@ -193,7 +195,7 @@ LINE_FIGURES = ("upload_bytes_per_s", "download_bytes_per_s", "round_trip_s")
     speed=claims,
     in_use=st.floats(0, 1),
 )
-def test_no_claim_of_a_stranger_stops_the_diagnosis(
+def test_no_claim_of_a_stranger_breaks_the_diagnosis(
     size: MicrobatchSize, figures: dict[str, float], speed: float, in_use: float
 ) -> None:
     nodes = homes(in_use=in_use)
@@ -204,8 +206,8 @@ def test_no_claim_of_a_stranger_stops_the_diagnosis(
     assert all(found.sentence for found in advice(nodes))
 
 
-def test_a_node_that_lacks_memory_comes_first() -> None:
-    """Four microbatches a step, as many replicas in both stages: four places are enough, three are not."""
+def test_a_node_that_lacks_memory_takes_precedence() -> None:
+    """With four microbatches per step and equally many replicas in both stages, four places suffice, three do not."""
     nodes = homes(in_use=0.2)
     nodes["S0R1"] = with_status(nodes["S0R1"], places=4)
     assert advice(nodes)
@@ -216,7 +218,7 @@ def test_a_node_that_lacks_memory_comes_first() -> None:
     assert found.advice.startswith("set compute.recompute there")
 
 
-def test_top_shows_it_below_the_progress() -> None:
+def test_top_shows_the_advice_below_the_progress() -> None:
     found = overview(list(homes(in_use=0.2).values()))
     assert found.sentence == found.progress
     assert found.severity == "ok"

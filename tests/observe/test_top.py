@@ -1,4 +1,4 @@
-"""`noloco top`: what it shows, how wide it is, and how it ends; the nodes are made up, and served over HTTP."""
+"""`noloco top`: its contents, its width, and how it ends; the nodes are invented and served over HTTP."""
 
 import asyncio
 import json
@@ -48,10 +48,10 @@ def _overview(reports: dict[str, Report]) -> Overview:
     return overview(list(reports.values()))
 
 
-# --- what it shows --------------------------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------------------------
 
 
-def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
+def test_a_healthy_swarm_is_shown_as_one_sentence_stages_and_nodes() -> None:
     found = _overview(swarm())
     assert found.sentence == found.progress
     assert found.severity == "ok"
@@ -65,7 +65,7 @@ def test_a_healthy_swarm_is_one_sentence_stages_and_nodes() -> None:
     assert rows[8][5] == "10.0", "a later stage is shown in microbatches/s"
 
 
-def test_rounds_with_all_replicas_are_shown_as_such() -> None:
+def test_rounds_with_all_replicas_are_labelled() -> None:
     nodes = {name: with_figures(one, rounds={"all": 11, "some": 2, "alone": 1}) for name, one in swarm(1, 1).items()}
     drawn = _drawn(_overview(nodes))
     (row,) = (row.split() for row in drawn if row.startswith("12D3…"))
@@ -73,7 +73,7 @@ def test_rounds_with_all_replicas_are_shown_as_such() -> None:
     assert "all/some/alone" in " ".join(drawn[-2:])
 
 
-def test_a_wide_screen_has_the_host_of_each_node() -> None:
+def test_a_wide_screen_shows_the_host_of_each_node() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], metrics="")
     nodes["S1R0"] = silent(with_advert(nodes["S1R0"], metrics=f"http://{'long.' * 9}org:9100/metrics"), "refused")
@@ -81,11 +81,11 @@ def test_a_wide_screen_has_the_host_of_each_node() -> None:
     rows = [row.split() for row in drawn if row.startswith("12D3…")]
     assert [row[1] for row in rows] == ["192.0.2.1", "–", "long.long.long.long.lon…", "192.0.2.2"]
     assert drawn[-6].split()[:3] == ["node", "host", "st"]
-    assert [len(row) for row in rows[:2]] == [12, 12], "no other cell is lost"
+    assert [len(row) for row in rows[:2]] == [12, 12], "no other column is lost"
     assert not any("192.0.2." in row for row in _drawn(_overview(nodes)))
 
 
-def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
+def test_findings_are_shown_on_top_in_their_colour() -> None:
     nodes = swarm()
     nodes["S1R0"] = with_figures(nodes["S1R0"], loop_silent_s=42.0)
     found = _overview(nodes)
@@ -96,10 +96,10 @@ def test_what_is_wrong_stands_on_top_in_its_colour() -> None:
         console.print(top.render(found, None))
     first, second = captured.get().splitlines()[:2]
     assert first.startswith("\x1b[1;31mnode"), "bold and red"
-    assert second.startswith("tiny: training: step 1,234"), "how far it has come is shown all the same"
+    assert second.startswith("tiny: training: step 1,234"), "the progress is still shown"
 
 
-def test_at_most_three_findings_and_the_others_counted() -> None:
+def test_at_most_three_findings_are_shown_and_the_others_counted() -> None:
     nodes = {name: replace(r, clock_ahead_s=120.0 * index) for index, (name, r) in enumerate(swarm().items())}
     nodes["S0R0"] = with_advert(nodes["S0R0"], state="paused")
     found = _overview(nodes)
@@ -108,7 +108,7 @@ def test_at_most_three_findings_and_the_others_counted() -> None:
     assert f"and {len(found.findings) - 5} errors, 1 ok more" in drawn
 
 
-def test_a_node_tells_what_it_waits_for() -> None:
+def test_a_node_is_shown_with_what_it_waits_for() -> None:
     nodes = swarm()
     nodes["S0R0"] = waiting(nodes["S0R0"], *gradient_of(1, 1, 5, 20.0), wait("word", Resource.SWARM, 99.0, idle=True))
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused")
@@ -117,7 +117,7 @@ def test_a_node_tells_what_it_waits_for() -> None:
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused" * 4)
     cut = next(row for row in _drawn(_overview(nodes)) if row.startswith("12D3…xS1R0"))
     assert len(cut) == terminal.WIDTH
-    assert cut.split()[1:4] == ["1", "training", "–"], "only the last column gives way"
+    assert cut.split()[1:4] == ["1", "training", "–"], "only the last column is cut"
     row = next(row for row in drawn if row.startswith("12D3…xS1R0"))
     assert row.split()[1:4] == ["1", "training", "–"]
     assert row.endswith("silent: Connection refused")
@@ -153,7 +153,7 @@ def test_rows_are_bounded_by_the_height_and_the_others_counted() -> None:
     assert "and 28 stages more" in "\n".join(many)
 
 
-def test_json_has_everything() -> None:
+def test_json_output_is_complete() -> None:
     nodes = swarm(2, 2)
     nodes["S0R0"] = with_figures(nodes["S0R0"], loss=None)
     nodes["S1R0"] = silent(waiting(nodes["S1R0"]))
@@ -174,7 +174,7 @@ def test_json_has_everything() -> None:
 
 
 def wait_json(what: str, whom: str, since_s: float, deadline_s: float, why: str) -> dict[str, Any]:
-    """A wait as JSON."""
+    """A wait, as in the JSON output."""
     return {"what": what, "whom": whom, "since_s": since_s, "deadline_s": deadline_s, "why": why, "idle": False}
 
 
@@ -197,7 +197,7 @@ def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert (code, err) == (0, "")
         assert out.startswith("training: step 1,234 of 5,000 (25 %), 4 nodes, 4.1k tokens/s")
         code, piped, _ = _run(["--url", url], monkeypatch, capsys)
-        assert piped == out, "without a terminal it prints once"
+        assert piped == out, "without a terminal the output is printed once"
         code, out, err = _run(["--url", url, "--json"], monkeypatch, capsys)
         assert (code, err) == (0, "")
         assert len(json.loads(out)["nodes"]) == 4
@@ -223,7 +223,7 @@ def test_errors_are_one_line(
 
 
 def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A real libp2p daemon and directory; what the node says over HTTP is made up."""
+    """A real libp2p daemon and directory; the node's answer over HTTP is invented."""
     manifest = RunManifest()
 
     async def test() -> None:
@@ -248,21 +248,21 @@ def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run(test)
 
 
-def test_when_the_node_at_the_url_goes_the_others_are_watched_on() -> None:
+def test_when_the_node_at_the_url_leaves_the_others_are_still_watched() -> None:
     with served_nodes(swarm(2, 2)) as served:
         read, began = top.from_url(served.urls["S0R0"]), time.monotonic()
         assert all(report.status is not None for report in asyncio.run(read()))
         served.stop("S0R0")
         found = {report.peer: report for report in asyncio.run(read())}
         assert [at for at, report in found.items() if report.status is None] == [peer(0, 0)]
-        assert found[peer(0, 0)].age_s <= time.monotonic() - began, "it has just answered"
+        assert found[peer(0, 0)].age_s <= time.monotonic() - began, "its last answer is recent"
         for name in ("S0R1", "S1R0", "S1R1"):
             served.stop(name)
         with pytest.raises(Unreachable):
             asyncio.run(read())
 
 
-def test_a_directory_is_read_anew_each_time() -> None:
+def test_the_directory_is_read_again_each_time() -> None:
     class Directory:
         readings = 0
 
@@ -278,8 +278,8 @@ def test_a_directory_is_read_anew_each_time() -> None:
     assert asyncio.run(twice()) == [1, 2]
 
 
-def test_while_nobody_answers_the_last_view_stays_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three readings: all is well, nobody answers, Ctrl-C."""
+def test_while_no_node_answers_the_last_view_stays_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three reads: success, no answer, Ctrl-C."""
     notes: list[str] = []
     sentences: list[str] = []
     render = top.render

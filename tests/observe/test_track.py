@@ -1,4 +1,4 @@
-"""`noloco track`: what a swarm says comes out of an event file again; the nodes are made up."""
+"""`noloco track`: the figures of a swarm can be read back from an event file; the nodes are invented."""
 
 import importlib.util
 import json
@@ -21,12 +21,12 @@ from noloco_p2p.observe.diagnosis.findings import Report
 
 
 def nodes(step: float, state: str = "training", **figures: object) -> dict[str, Report]:
-    """A 2 × 2 swarm at this step, in which every node has these figures."""
+    """A 2 × 2 swarm at this step, with these figures at every node."""
     found = {name: with_advert(report, step=step, state=state) for name, report in swarm(2, 2).items()}
     return {name: with_figures(report, **figures) for name, report in found.items()}
 
 
-def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None:
+def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> None:
     tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
     first = nodes(
         10.0, loss=4.0, validation_loss=5.0, learning_rate=0.25, grad_norm=0.5, replica_std=2.0, bytes_per_s=100.0
@@ -34,9 +34,9 @@ def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None
     first["S0R1"] = with_advert(with_figures(first["S0R1"], loss=2.0), state="no such state" * 9)
     first["S1R1"] = silent(first["S1R1"])
     tracking.take([*first.values()])
-    tracking.take([*first.values()])  # nothing new is not written
+    tracking.take([*first.values()])  # without news nothing is written
     tracking.take([*nodes(20.0, loss=1.0, validation_loss=5.0).values()])
-    tracking.take([*nodes(15.0, loss=9.0, validation_loss=5.0).values()])  # nor is a step before the last
+    tracking.take([*nodes(15.0, loss=9.0, validation_loss=5.0).values()])  # nor for a step before the last
     assert not tracking.ended
     tracking.take([*nodes(20.0, "finished", loss=1.0, validation_loss=3.0).values()])
     assert tracking.ended
@@ -48,7 +48,7 @@ def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None
     assert found["validation_loss"] == [(10, 5.0), (20, 3.0)]
     assert (found["learning_rate"], found["grad_norm"]) == ([(10, 0.25)], [(10, 0.5)])
     assert found["replica_std/stage_0"] == found["replica_std/stage_1"] == [(10, 2.0)]
-    assert found["tokens_per_s"] == [(10, 2050.0), (20, 4100.0)], "of the nodes of stage 0 that train"
+    assert found["tokens_per_s"] == [(10, 2050.0), (20, 4100.0)], "the sum over the training nodes of stage 0"
     assert found["bytes_per_s"] == [(10, 300.0), (20, 0.0), (20, 0.0)]
     states = {name: points for name, points in found.items() if name.startswith("nodes/")}
     assert states == {
@@ -59,8 +59,8 @@ def test_the_figures_of_the_swarm_come_out_again_by_step(tmp_path: Path) -> None
     }
 
 
-def test_a_validation_is_written_once_whoever_is_gone_or_comes_back(tmp_path: Path) -> None:
-    """The mean of those that are left is no new validation, and one that has evaluated first waits for nobody."""
+def test_a_validation_is_written_once_whichever_nodes_leave_or_return(tmp_path: Path) -> None:
+    """A mean over fewer nodes is not a new validation, and the first node to evaluate does not wait for others."""
     tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
 
     def at(step: float, *losses: float | None) -> list[Report]:
@@ -73,7 +73,7 @@ def test_a_validation_is_written_once_whoever_is_gone_or_comes_back(tmp_path: Pa
     gone = at(20.0, 5.0, 4.0)
     tracking.take([silent(report) if report.peer == gone[0].peer else report for report in gone])
     tracking.take(at(30.0, 5.0, 4.0))
-    tracking.take(at(40.0, 5.0, None))  # the other one has been started again
+    tracking.take(at(40.0, 5.0, None))  # the other node has been restarted
     tracking.take(at(50.0, 3.0, None))
     tracking.take(at(60.0, 3.0, 2.5))
     tracking.take(at(70.0, 2.0, 2.5))
@@ -81,7 +81,7 @@ def test_a_validation_is_written_once_whoever_is_gone_or_comes_back(tmp_path: Pa
     assert read_back(tmp_path / "tensorboard")["validation_loss"] == [(10, 4.5), (50, 3.0), (60, 2.5), (70, 2.0)]
 
 
-def test_a_run_that_has_not_begun_has_no_step(tmp_path: Path) -> None:
+def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
     tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
     waiting = [with_advert(report, state="waiting") for report in nodes(0.0).values()]
     tracking.take(waiting)
@@ -90,7 +90,7 @@ def test_a_run_that_has_not_begun_has_no_step(tmp_path: Path) -> None:
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of `noloco`."""
+    """Run `noloco` with these arguments; returns its exit code."""
     monkeypatch.setattr("sys.argv", ["noloco", *arguments])
     with pytest.raises(SystemExit) as ended:
         main.main()
@@ -122,7 +122,7 @@ def test_an_observer_writes_until_the_run_has_ended(
 
 
 @pytest.mark.parametrize("words", [["track", "--url", "http://127.0.0.1:1", "--to"], ["swarm", "--track"]])
-def test_a_package_that_is_missing_is_named_before_anything_is_made(
+def test_a_missing_package_is_named_before_anything_is_created(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -132,13 +132,13 @@ def test_a_package_that_is_missing_is_named_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "swarm.json").touch()
     words = ("track", "--to", "tensorboard", "--url", "http://127.0.0.1:1", "--dir", str(tmp_path))
     assert command(monkeypatch, *words) == 2
 
 
-def test_a_sink_that_fails_ends_the_tracking_and_not_the_run(
+def test_a_failing_sink_ends_the_tracking_but_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(sink: track.EventFile, step: int, figures: Mapping[str, float]) -> None:
@@ -151,11 +151,11 @@ def test_a_sink_that_fails_ends_the_tracking_and_not_the_run(
 
 
 class WandbError(Exception):
-    """What wandb raises."""
+    """Stands in for wandb's own exception."""
 
 
-def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the package, the four things of it that are used."""
+def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The four parts of the package that are used stand in for it."""
     logged: list[tuple[int, Mapping[str, float]]] = []
 
     def init(**given: Any) -> SimpleNamespace:

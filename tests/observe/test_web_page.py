@@ -1,4 +1,4 @@
-"""The page of a node for browsers: what it is sent, that no address is in it, and that others are asked seldom."""
+"""A node's web page: its policy, that it contains no address, and that other nodes are asked seldom."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ HOSTILE = '<img src=x onerror="document.title=1"></script><script>alert(1)</scri
 
 
 class Others:
-    """All nodes but the first on one server, each at a port's path of its own; counts what they are asked."""
+    """A server that stands in for all nodes but the first, and counts the requests."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -55,7 +55,7 @@ def others() -> Iterator[Others]:
 
 
 def two_nodes(others: Others) -> Status:
-    """A node that sees another one, which answers with a hostile name and trouble."""
+    """A node that sees another, which answers with a hostile name and trouble."""
     mine, theirs = list(swarm(1, 2).values())
     theirs = with_status(troubled(theirs, "disk", HOSTILE), run_name=HOSTILE)
     theirs = with_advert(theirs, metrics=others.url, version="<b>9</b>")
@@ -81,7 +81,7 @@ def served(others: Others) -> Iterator[Callable[[str], http.client.HTTPResponse]
     telemetry.close()
 
 
-def test_the_page_admits_its_own_script_only(served: Callable[[str], http.client.HTTPResponse]) -> None:
+def test_the_page_allows_only_its_own_script(served: Callable[[str], http.client.HTTPResponse]) -> None:
     answer = served("/")
     text = answer.read().decode()
     policy = dict(part.split(" ", 1) for part in str(answer.getheader("Content-Security-Policy")).split("; "))
@@ -92,10 +92,10 @@ def test_the_page_admits_its_own_script_only(served: Callable[[str], http.client
     assert answer.getheader("X-Content-Type-Options") == "nosniff"
     assert text.count("<script>") == 1
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "http:", "https:", "//cdn"):
-        assert way not in text, "text of peers is set as text, and nothing comes from elsewhere"
+        assert way not in text, "texts of peers are set as text, and nothing is loaded from elsewhere"
 
 
-def test_the_figures_are_those_of_top_without_an_address(
+def test_the_figures_are_those_of_top_without_addresses(
     served: Callable[[str], http.client.HTTPResponse], others: Others
 ) -> None:
     answer = served("/swarm")
@@ -103,14 +103,16 @@ def test_the_figures_are_those_of_top_without_an_address(
     text = answer.read().decode()
     found = json.loads(text)
     assert [node["answers"] for node in found["nodes"]] == [True, True]
-    assert any("onerror" in each["sentence"] for each in found["findings"]), "it is the page that shows it as text"
+    assert any("onerror" in each["sentence"] for each in found["findings"]), (
+        "the page itself is responsible for showing it as text"
+    )
     assert '"host"' not in text
     assert "127.0.0.1" not in text
     assert "10.1.2.3" not in text
     assert ":4101" not in text
 
 
-def test_asking_often_asks_the_others_seldom(
+def test_frequent_requests_do_not_reach_the_other_nodes_each_time(
     served: Callable[[str], http.client.HTTPResponse], others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
@@ -122,7 +124,7 @@ def test_asking_often_asks_the_others_seldom(
     assert others.asked == 2
 
 
-def test_a_node_that_starts_says_so() -> None:
+def test_a_starting_node_answers_that_it_is_starting() -> None:
     answer = web_page.pages(lambda: (None, "starting"))["/swarm"]("", "")
     assert (answer.code, json.loads(answer.body)) == (503, {"health": "starting"})
 
@@ -136,7 +138,7 @@ def test_a_node_that_starts_says_so() -> None:
         ("version 0.1.0, 12:30 is a time, step 3", "version 0.1.0, … is a time, step 3"),
     ],
 )
-def test_addresses_are_taken_out_of_texts(text: str, shown: str) -> None:
+def test_addresses_are_removed_from_texts(text: str, shown: str) -> None:
     assert web_page.without_addresses({"a": [text, 3, None]}) == {"a": [shown, 3, None]}
 
 
