@@ -22,8 +22,10 @@ from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch
 from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, TICK_S, Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
 from noloco_p2p.launch.progress_line import Position, ProgressLine
+from noloco_p2p.node.guardian import EVERY_STEPS
 
-TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": 1}
+TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": EVERY_STEPS}
+"""Of `rounds_lost`: guardians copy weights every EVERY_STEPS steps, and by default a round follows each step."""
 COLD_TARGETS_S = {"2x2": 20.0, "3x3": 45.0}
 SETTINGS: dict[str, object] = {
     "checkpoint.every_steps": "1",
