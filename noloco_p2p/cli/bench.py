@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from noloco_p2p import humanize
-from noloco_p2p.cli.options import MOST_SEED, ConfigFile, Device, Json, Settings
+from noloco_p2p.cli.options import MAX_SEED, ConfigFile, Device, Json, Settings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.errors import ConfigError
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
-MOST_S = 86_400.0
+MAX_S = 86_400.0
 """The longest measurement: a day."""
 Measure = Callable[[], Mapping[str, Any]]
 """A measurement; returns its figures."""
@@ -26,7 +26,7 @@ Measure = Callable[[], Mapping[str, Any]]
 @bench.command("pipeline")
 def bench_pipeline(
     microbatches: Annotated[int, typer.Option(metavar="N", min=1, help="Microbatches per step of a stage-0 node.")] = 4,
-    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MOST_S, help="Length of the measurement.")] = 30.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MAX_S, help="Length of the measurement.")] = 30.0,
     as_json: Json = False,
 ) -> None:
     """Measure a 2 x 2 swarm against single processes. The figure is its tokens/s over twice those of one process with
@@ -101,7 +101,7 @@ def bench_outer(as_json: Json = False) -> None:
 @bench.command("monitoring")
 def bench_monitoring(
     pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs of windows, with and without readers.")] = 6,
-    seconds: Annotated[float, typer.Option(metavar="X", min=5, max=MOST_S, help="Length of a window.")] = 15.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=5, max=MAX_S, help="Length of a window.")] = 15.0,
     as_json: Json = False,
 ) -> None:
     """Measure what monitoring costs a node's training. Both the instruments and their readers count."""
@@ -128,7 +128,7 @@ def bench_flood(
     pairs: Annotated[
         int, typer.Option(metavar="N", min=1, help="How often each kind of flood is compared with no flood.")
     ] = 3,
-    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MOST_S, help="Length of a window.")] = 20.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MAX_S, help="Length of a window.")] = 20.0,
     kinds: Annotated[
         str, typer.Option(metavar="KIND,...", help="silent, handshakes, connections, streams, bodies.")
     ] = ("silent,handshakes,connections,streams,bodies"),
@@ -144,13 +144,13 @@ def bench_flood(
 
 @bench.command("churn")
 def bench_churn(
-    kill_every: Annotated[float, typer.Option(min=1, max=MOST_S, metavar="S", help="Seconds between kills.")] = 10.0,
+    kill_every: Annotated[float, typer.Option(min=1, max=MAX_S, metavar="S", help="Seconds between kills.")] = 10.0,
     minutes: Annotated[
-        float, typer.Option(min=0.05, max=MOST_S / 60, metavar="M", help="Minutes during which nodes are killed.")
+        float, typer.Option(min=0.05, max=MAX_S / 60, metavar="M", help="Minutes during which nodes are killed.")
     ] = 5.0,
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "3x3",
     kill_last: Annotated[bool, typer.Option("--kill-last", help="Kill all replicas of a stage for good.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the run and of the kills.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=MAX_SEED, help="Seed of the run and of the kills.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, metavar="K", help="Repeat with K consecutive seeds.")] = 1,
     steps: Annotated[
         int | None,
@@ -178,7 +178,7 @@ def bench_links(
         str, typer.Option(metavar="CODEC,...", help="Codecs of hidden states and gradients to measure.")
     ] = "bfloat16",
     nodes: Annotated[str, typer.Option(metavar="PxD", help="Stages x replicas.")] = "2x2",
-    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MOST_S, help="Length of each measurement.")] = 30.0,
+    seconds: Annotated[float, typer.Option(metavar="X", min=1, max=MAX_S, help="Length of each measurement.")] = 30.0,
     quick: Annotated[bool, typer.Option("--quick", help="Only 50 Mbit/s with 10 and 50 ms, unless given.")] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the page.")] = Path("noloco-links"),
     set: Settings = None,

@@ -15,7 +15,7 @@ from noloco_p2p.cli.bench import bench
 from noloco_p2p.cli.exits import DEBUG, ended_by_signals, run_app
 from noloco_p2p.cli.finetune import finetune_model, make_tasks
 from noloco_p2p.cli.options import (
-    MOST_SEED,
+    MAX_SEED,
     ConfigFile,
     Device,
     ExportDir,
@@ -201,7 +201,7 @@ def generate_text(
     chat: Annotated[bool, Option("--chat", help="Answer the prompt, with the tokenizer's chat template.")] = False,
     tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
     temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
-    seed: Annotated[int, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(metavar="N", min=0, max=MAX_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Continue a prompt with an exported model. Text appears as it is made; a terminal gets only printable text."""
@@ -221,7 +221,7 @@ def simulate(
         Argument(metavar="FILE|NAME", help="YAML file, or one of noloco configs by its name; default: lan."),
     ] = None,
     nodes: Annotated[int | None, Option(min=1, metavar="N", help="Number of nodes, spread over the stages.")] = None,
-    seed: Annotated[int | None, Option(metavar="N", min=0, max=MOST_SEED, help="Seed of the run; default: 0.")] = None,
+    seed: Annotated[int | None, Option(metavar="N", min=0, max=MAX_SEED, help="Seed of the run; default: 0.")] = None,
     seeds: Annotated[str | None, Option(metavar="A:B", help="One run per seed from A up to, not including, B.")] = None,
     set: Settings = None,
     as_json: Json = False,

@@ -23,7 +23,7 @@ NodeUrl = Annotated[
     str | None, Option(metavar="URL", help="A node's metrics address, http://HOST:PORT; quicker than --join.")
 ]
 Device = Annotated[str, Option(metavar="DEVICE", help="cpu, cuda, cuda:1, ...; auto: CUDA if available.")]
-MOST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 """The largest seed of a run, and of torch."""
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
 

@@ -32,7 +32,7 @@ HOST_COPIES = 10
 TOLERANCE = 1e-5
 """Maximum of the largest difference over the largest value. A correct split differs only by the order of summation."""
 SAMPLES, TOKENS = 2, 6
-MOST_PARAMETERS = 1 << 27
+MAX_PARAMETERS = 1 << 27
 """Maximum parameters of the small model: it keeps the head size, by which a stranger's manifest could fill memory."""
 
 
@@ -158,7 +158,7 @@ def check_architecture(config: Any, stages: int, dtype: torch.dtype) -> None:
         small = model_family.small_config(config)
         count = sum(parameter.numel() for parameter in meta_stage_module(small, 0, 1, dtype=dtype).parameters.values())
         too_large = f"its heads are too wide for a trial: even a small model has {count:,} parameters"
-        reason = too_large if count > MOST_PARAMETERS else next(_differences(small, dtype), None)
+        reason = too_large if count > MAX_PARAMETERS else next(_differences(small, dtype), None)
     except model_family.FOREIGN_ERRORS as error:
         reason = f"it fails with {type(error).__name__}: {model_family.one_line(error)}"
     if reason is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
-from noloco_p2p.core.lattice_format import BOUND_ZERO, CHUNK, LARGEST_BOUND, LEAST_BOUND, PLAIN, LatticeRequest
+from noloco_p2p.core.lattice_format import BOUND_ZERO, CHUNK, LARGEST_BOUND, MIN_BOUND, PLAIN, LatticeRequest
 
 SAFETY, DECAY = 1.25, 0.7
 """Ratio of a bound to the largest recent distance, and the factor by which that decays per round (METHOD.md)."""
@@ -40,7 +40,7 @@ class ReplicaDistances:
         self._before = vector if self._largest_C is None else None
         finest_C = _exponent(_largest(vector)) - FINEST_BITS + self._bits - 1
         bound_C = torch.maximum(_exponent(SAFETY * distance_C), finest_C) + BOUND_ZERO
-        return torch.where(bound_C > LARGEST_BOUND, PLAIN, bound_C.clamp(min=LEAST_BOUND)).to(torch.uint8)
+        return torch.where(bound_C > LARGEST_BOUND, PLAIN, bound_C.clamp(min=MIN_BOUND)).to(torch.uint8)
 
     def observe(self, distance_C: Tensor) -> None:
         """Record the distances that a pull has found."""
@@ -87,5 +87,5 @@ def _exponent(magnitude_C: Tensor) -> Tensor:
     """The least e with magnitude ≤ 2^e, or one more. Above all bounds if the magnitude is not finite; that of the least
     bound if it is 0."""
     exponent_C = torch.frexp(magnitude_C).exponent
-    exponent_C = torch.where(magnitude_C == 0, LEAST_BOUND - BOUND_ZERO, exponent_C)
+    exponent_C = torch.where(magnitude_C == 0, MIN_BOUND - BOUND_ZERO, exponent_C)
     return torch.where(torch.isfinite(magnitude_C), exponent_C, PLAIN + FINEST_BITS)

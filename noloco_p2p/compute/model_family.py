@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from noloco_p2p.config import MOST_LAYERS, ModelSettings, RunManifest
+from noloco_p2p.config import MAX_LAYERS, ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
 
 EAGER_FAMILIES = frozenset({"gemma2"})
@@ -126,8 +126,8 @@ def check_split(config: Any, stages: int) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
         raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
-    if layers > MOST_LAYERS:
-        raise ConfigError(f"model.config: {layers} layers; at most {MOST_LAYERS} are allowed")
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"model.config: {layers} layers; at most {MAX_LAYERS} are allowed")
     if stages > layers:
         raise ConfigError(f"stages is {stages}, but the model has only {layers} layers: each stage needs one")
     if stages > 1 and getattr(config, "tie_word_embeddings", False):

@@ -7,7 +7,7 @@ command line; this package only defines the values and checks them.
 from noloco_p2p.config.base import Positive, Seconds, Settings
 from noloco_p2p.config.manifest import (
     MANIFEST_LIMIT_BYTES,
-    MOST_LAYERS,
+    MAX_LAYERS,
     DataSettings,
     EvaluationSettings,
     InnerSettings,
@@ -28,7 +28,7 @@ from noloco_p2p.config.outer_settings import OuterSettings
 
 __all__ = [
     "MANIFEST_LIMIT_BYTES",
-    "MOST_LAYERS",
+    "MAX_LAYERS",
     "AuditSettings",
     "CheckpointSettings",
     "DataSettings",

@@ -15,7 +15,7 @@ from noloco_p2p.core.outer_rules import state_kinds
 
 MANIFEST_LIMIT_BYTES = 65_536
 """Largest size of a manifest in canonical JSON; a larger one is refused."""
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 """Upper limit on layers and on stages. A manifest comes from strangers, and each costs memory even without weights."""
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
 HubName = Annotated[str, matching(HUB_NAME, "NAME or OWNER/NAME on the hub")]
@@ -141,7 +141,7 @@ class RunManifest(Settings):
     """Seed of initial weights, data order, routes and pairs."""
     start_replicas: Positive = 2
     """Replicas that every stage must have before step 1."""
-    stages: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 2
+    stages: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = 2
     """Pipeline stages; the layers are split over them contiguously and evenly."""
     model: ModelSettings = ModelSettings()
     """The model."""

@@ -13,10 +13,10 @@ from operator import add
 from noloco_p2p.core.members import PRESENT
 from noloco_p2p.core.messages import NO_STAGE, Advert
 
-LEAST_GAIN = 1.2
+MIN_GAIN = 1.2
 """A move must raise the slower of the two stages by a fifth: measured speeds vary by about a tenth from one reading to
 the next, and a move costs the device time for a drain and a transfer."""
-LEAST_ROUNDS = 4.0
+MIN_ROUNDS = 4.0
 """Outer rounds that must remain: a node that moves is no partner before its first complete outer interval, and should
 then stay for longer than the move took."""
 OTHERS_LEFT = 2
@@ -129,7 +129,7 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
     now = capacities(everybody, stages)
     target = now.slowest()
     lost = all(a.stage != target for a in others)
-    if (rounds_left < LEAST_ROUNDS and not lost) or any(a.state == "finished" for a in others):
+    if (rounds_left < MIN_ROUNDS and not lost) or any(a.state == "finished" for a in others):
         return None, "the run is near its end"
     if not may_move(me, others) if me.moving_to is not None else any(a.moving_to is not None for a in others):
         return None, "another node moves"
@@ -149,7 +149,7 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
 
 def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Advert | None:
     """The node that should move to `target`; None unless both stages would then be well above what `target` is now."""
-    wanted = LEAST_GAIN * now.of_stage[target]
+    wanted = MIN_GAIN * now.of_stage[target]
     if now.of_stage[target] + now.one_more[target] < wanted:
         return None
     training = [a for a in everybody if a.state == "training" and 0 <= a.stage < len(now.of_stage)]

@@ -16,8 +16,8 @@ EARLY, CALM, SUSPICIOUS = 1 / 10, 1 / 100, 1 / 2
 """Share of the microbatches whose data is sent twice: for the first EARLY_PAIRS pairs, usually, and while one of the
 last SUSPICIOUS_PAIRS pairs is an outlier."""
 EARLY_PAIRS, SUSPICIOUS_PAIRS = 32, 16
-LEAST, FACTOR = 0.9, 3.0
-"""An outlier is further apart than LEAST, and than FACTOR times the distance of honest pairs. Figures: METHOD.md."""
+MIN_DISTANCE, FACTOR = 0.9, 3.0
+"""An outlier is further apart than MIN_DISTANCE, and FACTOR times the distance of honest pairs. Figures: METHOD.md."""
 COMPARED = 64
 """The distance of honest pairs is the lower quartile of this many pairs: right while at most three quarters include a
 liar."""
@@ -91,7 +91,7 @@ class GradientPairs:
 
         The pairs of a replica that dissents are forgotten: they must not be held against the others.
         """
-        outlier = apart > max(LEAST, FACTOR * quantiles(self._apart)[0] if len(self._apart) > 1 else 0.0)
+        outlier = apart > max(MIN_DISTANCE, FACTOR * quantiles(self._apart)[0] if len(self._apart) > 1 else 0.0)
         self._apart.append(apart)
         self._pairs.append(pair := _Pair((one, other), outlier))
         suspects = ((hop, peer) for hop in range(len(one)) for peer in pair.at(hop) if outlier)

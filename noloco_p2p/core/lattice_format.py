@@ -20,7 +20,7 @@ PLAIN = 255
 """In place of a bound: the values of this chunk travel unencoded."""
 BOUND_ZERO = 127
 """A chunk's bound is one byte that stands for 2^(byte − 127): powers of two are exact, and so is dividing by a step."""
-LEAST_BOUND, LARGEST_BOUND = BOUND_ZERO - 100, BOUND_ZERO + 100
+MIN_BOUND, LARGEST_BOUND = BOUND_ZERO - 100, BOUND_ZERO + 100
 
 
 def chunk_count(parameters: int) -> int:
@@ -32,7 +32,7 @@ class LatticeRequest(NamedTuple):
     """What a puller requests of a vector: these chunks, with these bounds."""
 
     bounds: bytes
-    """One for each requested chunk: `LEAST_BOUND` to `LARGEST_BOUND`, or `PLAIN`."""
+    """One for each requested chunk: `MIN_BOUND` to `LARGEST_BOUND`, or `PLAIN`."""
     some: tuple[int, ...] = ()
     """The requested chunks, ascending; empty if all are requested."""
     widened: int = 0
@@ -89,5 +89,5 @@ class LatticeFormat(NamedTuple):
             raise Violation(f"{len(some) or 'all'} of {count} chunks are requested, with {len(asked.bounds)} bounds")
         if some and not (some[0] >= 0 and some[-1] < count and all(a < b for a, b in pairwise(some))):
             raise Violation(f"the requested chunks do not ascend within 0 to {count - 1}")
-        if asked.bounds.translate(None, bytes((*range(LEAST_BOUND, LARGEST_BOUND + 1), PLAIN))):
+        if asked.bounds.translate(None, bytes((*range(MIN_BOUND, LARGEST_BOUND + 1), PLAIN))):
             raise Violation("the bound of a chunk is invalid")

@@ -18,7 +18,7 @@ HELD_S = 0.1
 """Capacity of the bucket, in seconds at its rate. An event loop that wakes up later than this wastes some of it."""
 MESSAGE_S = 0.05
 """The size to which messages on a capped line are limited, in seconds at its rate."""
-LEAST_MESSAGE_BYTES = 16_384
+MIN_MESSAGE_BYTES = 16_384
 """Messages are never limited to less than this, an HTTP/2 frame."""
 SHARE = 0.1
 """Minimum share of a busy line for each waiting kind."""
@@ -78,7 +78,7 @@ class LineCap:
     @property
     def message_bytes(self) -> int:
         """The largest message that keeps the traffic smooth."""
-        return max(LEAST_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
+        return max(MIN_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
 
     def ask(self, turn: LineTurn) -> None:
         """Queue a message."""

@@ -19,7 +19,7 @@ UP_SHARE, DOWN_SHARE = 0.75, 1.0
 """The rate of a direction is this quantile of the transfers' rates, weighted by bytes. The connection or the other end
 may have slowed down any of them, so the faster ones show what this line can do. Downloads depend so much on the lines
 of others that only the fastest one shows it."""
-LEAST_DOWN_S = 0.25
+MIN_DOWN_S = 0.25
 """Downloads are measured over at least this long: a message may have waited in a buffer for most of the time that it
 took to arrive, and a single one would then seem much too fast."""
 SMALL_BYTES = 1 << 16
@@ -29,8 +29,8 @@ peer is: asking first costs both ends work."""
 STALE_S = 60.0
 """A rate older than this is measured again."""
 ASKED_S = 2.0
-LEAST_ASKED = 2
-"""A node asks for places for as many bodies as its line sends in ASKED_S, and for at least LEAST_ASKED: one that is
+MIN_ASKED = 2
+"""A node asks for places for as many bodies as its line sends in ASKED_S, and for at least MIN_ASKED: one that is
 being sent, and one to follow it."""
 ROUND_TRIPS = 16
 """The shortest of this many recent round trips to a peer counts: the others were delayed by something."""
@@ -46,9 +46,9 @@ round trip, but at most one more for each PART_BYTES of the body, and at most CO
 has 15 KB in flight after a rest, twice as much after each round trip, and never more than its buffers hold. Twice as
 many connections reach full speed a round trip earlier. PART_BYTES is a little less than what one connection carries in
 its first four flights, 225 KB."""
-LEAST_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
+MIN_STRIPE_BYTES, STRIPES = 1 << 16, 4 * CONNECTIONS
 """Such a body is divided into the same number of messages for each connection, so that all end at about the same time:
-STRIPES in all, or fewer of at least LEAST_STRIPE_BYTES. There are not more, because messages cost CPU: 33.5 MB and an
+STRIPES in all, or fewer of at least MIN_STRIPE_BYTES. There are not more, because messages cost CPU: 33.5 MB and an
 equally large reply took both ends 184 ms in 64 messages each way, and 204 ms in 128."""
 RESTED_S = 0.5
 """If nothing has been sent for RESTED_S, connections to a peer are slow: TCP halves their windows each time that its
@@ -145,7 +145,7 @@ class MeasuredLine:
 
     def __init__(self) -> None:
         self.up = LineRate(UP_SHARE)
-        self.down = LineRate(DOWN_SHARE, LEAST_DOWN_S)
+        self.down = LineRate(DOWN_SHARE, MIN_DOWN_S)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
         """For each peer: how many bodies are being sent to it, and when the last one had been sent."""
@@ -237,7 +237,7 @@ class MeasuredLine:
     def asks_for(self, asked: int) -> bool:
         """Whether to ask for another place while `asked` activations have asked for theirs or are being sent."""
         body_s = self.up.seconds(("activation",))
-        return asked < LEAST_ASKED or asked * body_s < ASKED_S
+        return asked < MIN_ASKED or asked * body_s < ASKED_S
 
     def microbatch_s(self, *, first: bool, last: bool) -> float:
         """Seconds for which a microbatch occupies the busier direction: at the first stage, the last, or in between.
@@ -256,7 +256,7 @@ def unsent_bytes(bytes_per_s: float | None) -> int:
 
 def stripe_bytes(nbytes: int, connections: int) -> int:
     """The size of a message of a body that uses several connections, so that each gets the same number of messages."""
-    each = max(1, min(STRIPES // connections, nbytes // (connections * LEAST_STRIPE_BYTES)))
+    each = max(1, min(STRIPES // connections, nbytes // (connections * MIN_STRIPE_BYTES)))
     return -(-nbytes // (connections * each))
 
 

@@ -24,7 +24,7 @@ PeerId = str
 """A libp2p peer id in base58 (`12D3KooW…`); it encodes the node's Ed25519 public key."""
 PEER_ID_CHARACTERS = 128
 """Maximum length of a peer id that is accepted; Ed25519 ids have 52 characters."""
-MOST_AVOIDED = 8
+MAX_AVOIDED = 8
 """Maximum number of replicas that a microbatch may ask to bypass (`Header.avoid`)."""
 LARGEST_COUNT = 2**53
 """Counts of rounds and steps beyond this are invalid: the step clock, a float, could not represent them exactly."""

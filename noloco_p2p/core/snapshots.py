@@ -25,7 +25,7 @@ from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.tiles import PLACE
 
 SAMPLED_SHARE = 256
-FEWEST_SAMPLED, MOST_SAMPLED = 1024, 16_384
+MIN_SAMPLED, MAX_SAMPLED = 1024, 16_384
 """For the replica spread, one in SAMPLED_SHARE parameters of a stage is sampled, within these limits."""
 DRAW_BITS = 32
 Verdict = Literal["", "clipped", "outlier", "refused"]
@@ -202,7 +202,7 @@ def answer_specs(
 
 def sample_size(parameters: int) -> int:
     """How many coordinates of a stage are sampled; in a tiny stage, all."""
-    return min(parameters, max(FEWEST_SAMPLED, min(MOST_SAMPLED, parameters // SAMPLED_SHARE)))
+    return min(parameters, max(MIN_SAMPLED, min(MAX_SAMPLED, parameters // SAMPLED_SHARE)))
 
 
 @lru_cache(maxsize=4)

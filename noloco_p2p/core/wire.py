@@ -23,7 +23,7 @@ REPLYING = 2**62
 """Added to `Progress.events` of a microbatch whose reply is being sent; all other counts are below it."""
 MAX_TENSORS = 65_536
 """Maximum number of tensors in one stream."""
-MOST_FRAMES = 4096
+MAX_FRAMES = 4096
 """Maximum number of frames in one message: a receiver looks at each of them before it does anything else."""
 MAX_RUNS = 1024
 """Maximum number of separate pieces of one tensor, with gaps between them. Sending in order over a few connections
@@ -79,7 +79,7 @@ def group_frames(stream: Iterable[Frame], most_bytes: int = PACK_BYTES) -> Itera
     size = 0
     for frame in stream if most_bytes >= CHUNK_BYTES else _cut(stream, most_bytes):
         length = len(frame.data) if isinstance(frame, Chunk) else 0
-        if group and (size + length > most_bytes or len(group) >= MOST_FRAMES):
+        if group and (size + length > most_bytes or len(group) >= MAX_FRAMES):
             yield group
             group, size = [], 0
         group.append(frame)

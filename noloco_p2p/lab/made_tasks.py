@@ -2,7 +2,7 @@
 
 An item is a prompt, its completion, and four choices of equal length, one of which is the completion. So a model can be
 scored in two ways: by whether the text it generates is exactly right, and by whether the right choice is the likeliest.
-Everything is ASCII and at most MOST_BYTES bytes long, including the end of text. The items of a task are all different,
+Everything is ASCII and at most MAX_BYTES bytes long, including the end of text. The items of a task are all different,
 and are determined by the seed.
 """
 
@@ -20,7 +20,7 @@ from noloco_p2p.launch import homes
 from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.run_files import writing
 
-CHOICES, MOST_BYTES = 4, 64
+CHOICES, MAX_BYTES = 4, 64
 TRAIN = "train.jsonl"
 LETTERS = "abcdefgh"
 PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}

@@ -28,7 +28,7 @@ PLAIN_FIELDS = (
     "max_position_embeddings",
 )
 """Settings of a model that can be checked without importing its class: all are whole numbers, and no others are set."""
-MOST_PLAIN_LAYERS = 1024
+MAX_PLAIN_LAYERS = 1024
 """Upper limit on the layers of a model that is checked without importing its class."""
 
 
@@ -126,7 +126,7 @@ def _plain_parameters(manifest: RunManifest) -> int | None:
     right = (
         manifest.model.family == PLAIN_FAMILY
         and hidden % (2 * heads) == 0  # the rotation of positions takes the values of a head in pairs
-        and manifest.stages <= layers <= MOST_PLAIN_LAYERS
+        and manifest.stages <= layers <= MAX_PLAIN_LAYERS
         and manifest.sequence_length <= positions
     )
     layer = 4 * hidden**2 + 3 * hidden * wide + 2 * hidden

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, MSS_BYTES
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, MIN_TIMER_S, MSS_BYTES
 
 BUFFER_S = 0.05
 """Size of the buffer before a line, in seconds of that line; its connections share it."""
-LEAST_BUFFER_PIECES = 4
+MIN_BUFFER_PIECES = 4
 """A connection's share of a buffer holds at least this many pieces."""
 PIECE_S, LARGEST_PIECE_BYTES = 0.002, 1 << 16
 """How long a line serves one connection before it is another one's turn, and the most bytes that it then takes."""
@@ -72,9 +72,9 @@ class Line:
         self._numbers = itertools.count()
 
     def share_bytes(self, seconds: float) -> float:
-        """Bytes that each connection now using the line may send in `seconds`: at least LEAST_BUFFER_PIECES pieces."""
+        """Bytes that each connection now using the line may send in `seconds`: at least MIN_BUFFER_PIECES pieces."""
         share = self.bytes_per_s * seconds / max(1, len(self._turns) + self.busy)
-        return max(share, LEAST_BUFFER_PIECES * self.piece_bytes)
+        return max(share, MIN_BUFFER_PIECES * self.piece_bytes)
 
     def queue(self, lane: Lane) -> None:
         """Queue a lane for a turn. Among equals, a lane that was idle goes first."""
@@ -176,7 +176,7 @@ class LineModel:
         """`spread`: sigma of the log-normal latency, which is drawn for each burst of a connection."""
         self.latency_s = latency_s
         self._spread = spread
-        self._timer_s = 2 * latency_s + LEAST_TIMER_S
+        self._timer_s = 2 * latency_s + MIN_TIMER_S
         self._rng = rng
         self._events: list[Event] = []
         self._numbers = itertools.count()

@@ -22,7 +22,7 @@ from noloco_p2p.launch.node_process import NodeProcess
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
 FORMATS = {"inner step": ",", "outer round": ",", "loss": ".3f", "tokens/s": ",.0f"}
-MOST_ROWS = 12
+MAX_ROWS = 12
 """With more nodes than this, each line shows a stage instead of a node."""
 STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
     "inner step": lambda known: round(fmean(known)),
@@ -32,7 +32,7 @@ STAGE_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
     "peers": min,
 }
 """How the line of a stage combines the figures of its nodes."""
-LEAST_BAR, MOST_BAR = 5, 40
+MIN_BAR, MAX_BAR = 5, 40
 """Smallest and largest width of the progress bar, characters."""
 NARROW = 70
 """Columns below which the table is narrower."""
@@ -113,7 +113,7 @@ class Display:
 
         `doing`: what the swarm does while it does not train.
         """
-        shown = rows if len(rows) <= MOST_ROWS else stage_rows(rows)
+        shown = rows if len(rows) <= MAX_ROWS else stage_rows(rows)
         if self._live is not None:
             width = self._live.console.width
             head = doing or self._progress.line(rows, width)
@@ -173,12 +173,12 @@ class RunProgress:
         if not width:
             return "  ".join([head, *parts])
         for least in (so_far, speed):
-            if least in parts and len(head) + len(" · ".join(parts)) + LEAST_BAR + 3 > width:
+            if least in parts and len(head) + len(" · ".join(parts)) + MIN_BAR + 3 > width:
                 parts.remove(least)
         tail = " · ".join(parts)
-        cells = min(MOST_BAR, width - len(head) - len(tail) - 3)
+        cells = min(MAX_BAR, width - len(head) - len(tail) - 3)
         full = round(cells * step / self._steps)
-        return f"{head} {'━' * full}{'╌' * (cells - full)} {tail}" if cells >= LEAST_BAR else f"{head} {tail}"
+        return f"{head} {'━' * full}{'╌' * (cells - full)} {tail}" if cells >= MIN_BAR else f"{head} {tail}"
 
 
 def stage_rows(rows: Sequence[Row]) -> list[Row]:

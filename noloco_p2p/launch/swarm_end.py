@@ -12,7 +12,7 @@ from noloco_p2p.launch.export import TOKENIZER, run_export
 
 LINES, WIDTH = 4, 76
 SAMPLE_TOKENS = 240
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 """Upper limit on the size of the checkpoints read for a sample; larger models are only loaded on request."""
 TENSORS = "*/checkpoints/*/*.safetensors"
 """The tensor files of all checkpoints in a run's directory."""
@@ -23,7 +23,7 @@ def sample_lines(run_dir: Path) -> list[str]:
     sizes = [path.stat().st_size for path in run_dir.glob(TENSORS)]
     if not sizes:
         return ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
-    if sum(sizes) > MOST_BYTES:
+    if sum(sizes) > MAX_BYTES:
         return ["no sample: the model is large; noloco generate loads it"]
     try:
         with tempfile.TemporaryDirectory(prefix="noloco-sample-") as home:

@@ -15,7 +15,7 @@ from noloco_p2p.node.state import NodeState
 
 KEPT_S = 30.0
 """How long a copy is kept after its last use, seconds: a newcomer whose transfer broke off returns for the rest."""
-MOST_COPIES = 2
+MAX_COPIES = 2
 """One copy that is still being read, and a fresh one. No more, because a copy is up to five times the weights."""
 STALE_INTERVALS = 2
 """Outer intervals by which a copy may lag behind; then the next newcomer gets a fresh one."""
@@ -93,7 +93,7 @@ class StateDonor:
             raise Declined(f"this node is {node.advert.state}: it has no trained state to give")
         if self._copies and self._is_fresh(self._copies[-1]):
             return self._copies[-1]
-        if len(self._copies) >= MOST_COPIES:
+        if len(self._copies) >= MAX_COPIES:
             idle = [copy for copy in self._copies if copy.users == 0]
             if not idle:
                 return self._copies[-1]

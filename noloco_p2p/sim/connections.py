@@ -11,9 +11,9 @@ from noloco_p2p.core.line_rate import CONNECTIONS, unsent_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow, Segment
-from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, LEAST_TIMER_S, Geography, connection_bytes_per_s
+from noloco_p2p.sim.links import FIRST_WINDOW_BYTES, MIN_TIMER_S, Geography, connection_bytes_per_s
 
-LEAST_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
+MIN_HANDED_BYTES, HANDED_BYTES = 32 << 10, 128 << 10
 QUICK_WRITE_S, SLOW_WRITE_S = 0.1, 1.0
 """The amount that gRPC hands to the kernel at once starts at HANDED_BYTES. It grows while writes are quick, up to one
 message, and shrinks while they are slow (`Chttp2WriteSizePolicy`)."""
@@ -57,7 +57,7 @@ class Connection:
     def wake(self, connections: int) -> None:
         """Prepare for a body that starts now on this many connections."""
         self._used = connections
-        timer_s = self._round_trip_s + LEAST_TIMER_S
+        timer_s = self._round_trip_s + MIN_TIMER_S
         rested = (asyncio.get_running_loop().time() - self._used_at) / timer_s
         if self._moving or rested < 1 or not self._round_trip_s or not self._forgets:
             return
@@ -94,7 +94,7 @@ class Connection:
         now = asyncio.get_running_loop().time()
         left, rate = sum([flow.nbytes - flow.moved(now) for flow in self._moving]), self._rate / self._used
         quick, slow = min(wire.CHUNK_BYTES, QUICK_WRITE_S * rate), min(HANDED_BYTES, SLOW_WRITE_S * rate)
-        ahead = max(LEAST_HANDED_BYTES, quick, slow) + min(unsent_bytes(rate), self._round_trip_s * rate)
+        ahead = max(MIN_HANDED_BYTES, quick, slow) + min(unsent_bytes(rate), self._round_trip_s * rate)
         self._waiting.append((self._moved_by(now) + min(left, self._used * ahead), send))
         self._release()
         return True

@@ -18,7 +18,7 @@ MSS_BYTES = 1460
 RENO = math.sqrt(3 / 2)
 """1.22, for periodic losses with every segment acknowledged: Mathis, Semke, Mahdavi and Ott, "The macroscopic behavior
 of the TCP congestion avoidance algorithm", ACM CCR 27(3), 1997."""
-LEAST_TIMER_S = 0.2
+MIN_TIMER_S = 0.2
 """What the retransmission timer adds to a round trip: TCP_RTO_MIN of Linux. (RFC 6298 asks for one second.)"""
 LONGEST_TIMER_S = 120.0
 """Longest retransmission timer: TCP_RTO_MAX of Linux."""
@@ -46,7 +46,7 @@ def resend_s(loss: float, round_trip_s: float, rng: random.Random) -> float:
     Each transmission is lost with probability `loss`, which must be below 1. Each timer is twice the previous one (RFC
     6298, section 5.5).
     """
-    late_s, timer_s = 0.0, round_trip_s + LEAST_TIMER_S
+    late_s, timer_s = 0.0, round_trip_s + MIN_TIMER_S
     while rng.random() < loss:
         late_s += timer_s
         timer_s = min(2 * timer_s, LONGEST_TIMER_S)

@@ -29,11 +29,11 @@ from noloco_p2p.sim.world import peer_id
 
 MICROBATCHES = 2_000
 """About how many microbatches are processed, in whole steps: enough for a mean, and cheap next to the simulation."""
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """Minimum number of steps, however many microbatches a step has."""
 ASKED = 2
 """Number of replicas that a sender asks for a place if the routing policy leaves it the choice."""
-LEAST_S = 1e-9
+MIN_S = 1e-9
 """Smallest cost in comparisons of speeds."""
 GRADIENT, ACTIVATION = 0, 1
 """Priorities on a line; the lower goes first. On a device they stand for backward and forward passes."""
@@ -127,7 +127,7 @@ class _Pipeline:
         self._peers = [[replica.peer for replica in stage] for stage in self._stages]
         per_step = scenario.run.microbatches_per_step * scenario.replicas[0]
         self._set_targets(per_step)
-        self._steps = min(scenario.run.steps, max(LEAST_STEPS, MICROBATCHES // per_step))
+        self._steps = min(scenario.run.steps, max(MIN_STEPS, MICROBATCHES // per_step))
         self._done = 0
         """Number of stage-0 replicas that have done these steps."""
 
@@ -284,7 +284,7 @@ class _Pipeline:
         received = (0 if first else sizes.activation_bytes) + (0 if last else sizes.gradient_bytes)
         lines = ((replica.up, sent), (replica.down, received))
         times_s = [replica.microbatch_s, *(nbytes / line.speed for line, nbytes in lines if line is not None)]
-        return 1.0 / max(LEAST_S, *times_s)
+        return 1.0 / max(MIN_S, *times_s)
 
     def _replica(self, stage: int, rank: int, costs: Costs, slow: dict[PeerId, float]) -> _Replica:
         peer = peer_id(stage, rank)

@@ -20,7 +20,7 @@ from noloco_p2p.core.lattice_format import (
     CHUNK,
     LARGEST_BOUND,
     LATTICE_BITS,
-    LEAST_BOUND,
+    MIN_BOUND,
     PLAIN,
     LatticeFormat,
     LatticeRequest,
@@ -328,7 +328,7 @@ def test_answers_that_do_not_match_the_request_are_violations(bits: int) -> None
         ([1, 0], [127, 127], "do not ascend"),
         ([-1], [127], "do not ascend"),
         ([4], [127], "do not ascend"),
-        ([0], [LEAST_BOUND - 1], "is invalid"),
+        ([0], [MIN_BOUND - 1], "is invalid"),
         ([0], [LARGEST_BOUND + 1], "is invalid"),
         ([0], [254], "is invalid"),
         ([0], [0], "is invalid"),
@@ -376,4 +376,4 @@ def test_bounds_follow_the_distances(bits: int) -> None:
         distances.observe(torch.tensor([1e-3, 1e-4, 1e-4, 0.0], dtype=torch.float64))
     assert distances.bounds(vector).tolist()[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 10, BOUND_ZERO - 2]
     assert distances.bounds(vector.index_fill(0, torch.tensor([0]), math.nan))[0] == PLAIN
-    assert ReplicaDistances(bits).bounds(torch.zeros(SIZE)).tolist() == [LEAST_BOUND] * 4
+    assert ReplicaDistances(bits).bounds(torch.zeros(SIZE)).tolist() == [MIN_BOUND] * 4

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from soak import soak
 
-from noloco_p2p.core.balance import LEAST_ROUNDS, capacities, choose_move, choose_stage, may_move, others_left
+from noloco_p2p.core.balance import MIN_ROUNDS, capacities, choose_move, choose_stage, may_move, others_left
 from noloco_p2p.core.messages import Advert
 
 
@@ -188,8 +188,8 @@ def test_nobody_moves_while_another_node(what: str) -> None:
 def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
     adverts = trainers("abcd", "x")
     me, others = without(adverts, "a")
-    assert choose_move(me, others, 2, LEAST_ROUNDS)[0] == 1
-    assert choose_move(me, others, 2, LEAST_ROUNDS - 0.1) == (None, "the run is near its end")
+    assert choose_move(me, others, 2, MIN_ROUNDS)[0] == 1
+    assert choose_move(me, others, 2, MIN_ROUNDS - 0.1) == (None, "the run is near its end")
     assert choose_move(replace(me, state="paused"), others, 2) == (None, "not training, or nowhere to move")
 
 

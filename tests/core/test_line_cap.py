@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.line_cap import HELD_S, LEAST_MESSAGE_BYTES, SHARE, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_cap import HELD_S, MIN_MESSAGE_BYTES, SHARE, LineCap, LineTurn, Precedence
 
 RATE = 1e6
 GRADIENT, ACTIVATION, OTHER = Precedence
@@ -45,9 +45,7 @@ class World:
 Asked = tuple[float, Precedence, int, int]
 """Seconds after the previous message, kind, age, bytes."""
 asked = st.lists(
-    st.tuples(
-        st.floats(0, 0.3), st.sampled_from(Precedence), st.integers(0, 9), st.integers(1, 3 * LEAST_MESSAGE_BYTES)
-    ),
+    st.tuples(st.floats(0, 0.3), st.sampled_from(Precedence), st.integers(0, 9), st.integers(1, 3 * MIN_MESSAGE_BYTES)),
     min_size=1,
     max_size=60,
 )

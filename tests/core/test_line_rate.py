@@ -8,8 +8,8 @@ from noloco_p2p.core.line_rate import (
     ASKED_S,
     DOWN_SHARE,
     FAR_S,
-    LEAST_ASKED,
-    LEAST_DOWN_S,
+    MIN_ASKED,
+    MIN_DOWN_S,
     PART_BYTES,
     PARTS,
     PEERS,
@@ -81,10 +81,10 @@ def test_a_line_that_becomes_slower_is_measured_anew_and_memory_is_bounded() -> 
 
 def test_messages_that_waited_in_a_buffer_do_not_make_the_line_faster() -> None:
     """Most of every second message had arrived before: it takes 1 ms, and the next one 19 ms."""
-    line, now = LineRate(DOWN_SHARE, LEAST_DOWN_S), 0.0
+    line, now = LineRate(DOWN_SHARE, MIN_DOWN_S), 0.0
     for number in range(4 * PARTS):
         line.ended(line.began(now), RATE * 0.01, now := now + (0.001 if number % 2 else 0.019))
-        assert (line.bytes_per_s is None) == (now < LEAST_DOWN_S)
+        assert (line.bytes_per_s is None) == (now < MIN_DOWN_S)
     assert line.bytes_per_s == pytest.approx(RATE, rel=0.05)
 
 
@@ -157,7 +157,7 @@ def test_places_are_asked_for_what_the_line_sends_soon() -> None:
     slow, fast = line_of(), line_of(100 * RATE)
     for line in (slow, fast):
         line.up.carries("activation", int(2 * RATE * ASKED_S))
-    assert [slow.asks_for(asked) for asked in range(4)] == [asked < LEAST_ASKED for asked in range(4)]
+    assert [slow.asks_for(asked) for asked in range(4)] == [asked < MIN_ASKED for asked in range(4)]
     assert fast.asks_for(49)
     assert not fast.asks_for(50)
 

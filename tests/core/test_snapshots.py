@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from soak import soak
 
 from noloco_p2p.core.snapshots import (
-    FEWEST_SAMPLED,
-    MOST_SAMPLED,
+    MAX_SAMPLED,
+    MIN_SAMPLED,
     SAMPLED_SHARE,
     SnapshotRequest,
     pair_std,
@@ -22,7 +22,7 @@ from noloco_p2p.core.snapshots import (
 @given(st.integers(1, 10**11), st.integers(0, 2**63 - 1), st.integers(0, 40), st.integers(0, 10**6))
 def test_the_sample_is_small_in_order_and_within_the_stage(parameters: int, seed: int, stage: int, round: int) -> None:
     size = sample_size(parameters)
-    assert size == min(parameters, FEWEST_SAMPLED) or size <= min(MOST_SAMPLED, parameters // SAMPLED_SHARE)
+    assert size == min(parameters, MIN_SAMPLED) or size <= min(MAX_SAMPLED, parameters // SAMPLED_SHARE)
     places = sampled_coordinates(seed, stage, round, parameters)
     assert len(places) == size
     assert places == tuple(sorted(places)) == sampled_coordinates(seed, stage, round, parameters)
@@ -32,7 +32,7 @@ def test_the_sample_is_small_in_order_and_within_the_stage(parameters: int, seed
 
 
 def test_all_of_a_tiny_stage_and_others_by_seed_stage_and_round() -> None:
-    assert sampled_coordinates(1, 0, 3, FEWEST_SAMPLED) == tuple(range(FEWEST_SAMPLED))
+    assert sampled_coordinates(1, 0, 3, MIN_SAMPLED) == tuple(range(MIN_SAMPLED))
     assert sampled_coordinates(1, 0, 3, 5) == (0, 1, 2, 3, 4)
     drawn = [sampled_coordinates(*which, 10**6) for which in ((1, 0, 3), (2, 0, 3), (1, 1, 3), (1, 0, 4))]
     assert all(one != other for n, one in enumerate(drawn) for other in drawn[:n])

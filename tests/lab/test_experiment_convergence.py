@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import pytest
 from soak import soak
 
-from noloco_p2p.core.snapshots import FEWEST_SAMPLED
+from noloco_p2p.core.snapshots import MIN_SAMPLED
 from noloco_p2p.lab.experiments import convergence
 from noloco_p2p.lab.experiments.convergence import FULL, METHODS, REPLICAS, STAGES, cases, further, measure, report
 from noloco_p2p.lab.experiments.markdown_page import markdown
@@ -36,7 +36,7 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
     parameters = found["parallel"]["parameters"]
     assert found["parallel"]["per_parameter_step"] == 2 * 7 / 8 * 4
     # One round, the last step's: of each stage a vector in float32 and the sample, which is the smallest there is.
-    values = parameters + STAGES * FEWEST_SAMPLED
+    values = parameters + STAGES * MIN_SAMPLED
     assert found["noloco"]["per_parameter_step"] == pytest.approx(4 * values / (TINY["steps"] * parameters))
     assert found["gossip"]["per_parameter_step"] == pytest.approx(4 * values / parameters), "a round at every step"
     assert 0 < found["gossip-int4-2"]["per_parameter_step"] < found["gossip-int4"]["per_parameter_step"]

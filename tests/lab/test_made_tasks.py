@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from noloco_p2p.cli.main import app
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.lab.made_tasks import CHOICES, MOST_BYTES, PAIRS, TASKS, TRAIN, TaskItem, items, write_tasks
+from noloco_p2p.lab.made_tasks import CHOICES, MAX_BYTES, PAIRS, TASKS, TRAIN, TaskItem, items, write_tasks
 from noloco_p2p.launch.examples import read_examples
 
 
@@ -44,7 +44,7 @@ def test_items_are_right_different_and_short(task: str) -> None:
         assert item.choices[item.answer] == item.completion
         assert len(set(item.choices)) == CHOICES
         assert {len(choice) for choice in item.choices} == {len(item.completion)}
-        assert len((item.prompt + item.completion).encode()) < MOST_BYTES
+        assert len((item.prompt + item.completion).encode()) < MAX_BYTES
     assert len({item.prompt for item in found}) == 1000
     # No place is favoured: of 1,000 four times in five between 224 and 276 at each, never below 190 (4σ).
     assert all(sum(item.answer == place for item in found) > 190 for place in range(CHOICES))

@@ -70,7 +70,7 @@ def test_the_display_fits_the_terminal(width: int, replicas: int, clock: Clock) 
     progress.line(rows, width)
     clock.now += 36_000
     assert len(progress.line(nodes(2, replicas, step=99_500.0), width)) <= width
-    shown = rows if len(rows) <= swarm_display.MOST_ROWS else stage_rows(rows)
+    shown = rows if len(rows) <= swarm_display.MAX_ROWS else stage_rows(rows)
     console = Console(width=width, height=50, record=True, file=io.StringIO())
     console.print(swarm_display._table(shown, width))
     lines = console.export_text().splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from noloco_p2p.core.line_rate import ASKED_S, LEAST_ASKED, MeasuredLine
+from noloco_p2p.core.line_rate import ASKED_S, MIN_ASKED, MeasuredLine
 from noloco_p2p.core.messages import MicrobatchId
 from noloco_p2p.node.pipeline.asking import Asking
 from noloco_p2p.node.waits import Waits
@@ -51,7 +51,7 @@ def most(of: Asking, tried: int = 100) -> int:
 
 
 @pytest.mark.parametrize(
-    ("body_s", "expected"), [(ASKED_S / 10, 10), (ASKED_S, LEAST_ASKED), (60.0, LEAST_ASKED), (None, 100)]
+    ("body_s", "expected"), [(ASKED_S / 10, 10), (ASKED_S, MIN_ASKED), (60.0, MIN_ASKED), (None, 100)]
 )
 def test_as_many_ask_as_the_line_sends_soon(body_s: float | None, expected: int) -> None:
     assert most(asking(body_s)) == expected
@@ -77,13 +77,13 @@ def test_one_that_has_left_makes_room_once() -> None:
 def test_each_body_that_has_left_lets_one_waiting_body_ask() -> None:
     async def scenario() -> None:
         of = asking(60.0)
-        lefts = [of.begin() for _ in range(LEAST_ASKED)]
+        lefts = [of.begin() for _ in range(MIN_ASKED)]
 
         async def one() -> None:
             assert await of.until_may_ask(ID, 1e6)
             of.begin()
 
-        waiting = {asyncio.create_task(one()) for _ in range(LEAST_ASKED + 1)}
+        waiting = {asyncio.create_task(one()) for _ in range(MIN_ASKED + 1)}
         for left in lefts:
             left()
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +99,7 @@ def test_each_body_that_has_left_lets_one_waiting_body_ask() -> None:
 def test_a_body_that_waits_without_any_leaving_gives_up() -> None:
     async def scenario() -> None:
         of = asking(60.0)
-        for _ in range(LEAST_ASKED):
+        for _ in range(MIN_ASKED):
             of.begin()
         assert not await of.until_may_ask(ID, 0.01)
 

@@ -90,7 +90,7 @@ def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pyte
     # A fixed number of these is always kept; it must not hide what grows.
     monkeypatch.setattr(spent_ids, "SPENT_IDS", 64)
     monkeypatch.setattr(line_rate, "PEERS", 16)
-    monkeypatch.setattr(log, "MOST_KEYS", 16)
+    monkeypatch.setattr(log, "MAX_KEYS", 16)
     manifest = RunManifest(
         stages=2,
         start_replicas=1,

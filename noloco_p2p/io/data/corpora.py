@@ -24,8 +24,8 @@ HELD_OUT_EVERY = 50
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests"})
 
 PIECE_BYTES = 8_192
-MOST_PIECES = 65_536
-"""Files are read in pieces of PIECE_BYTES, or of 1 / MOST_PIECES of all data if that is more, so that a permutation of
+MAX_PIECES = 65_536
+"""Files are read in pieces of PIECE_BYTES, or of 1 / MAX_PIECES of all data if that is more, so that a permutation of
 the pieces mixes the data even if there are only a few files."""
 
 FEW_UNITS = 64
@@ -160,7 +160,7 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
         sizes = {name: found[name].stat().st_size for name in names}
     except OSError as error:
         raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
-    length = max(PIECE_BYTES, -(-sum(sizes.values()) // MOST_PIECES))
+    length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
     chosen = {name for name in names if zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0}
     pieces = {name: _pieces(found[name], sizes[name], length) for name in names}
     if chosen and len(chosen) < len(names):

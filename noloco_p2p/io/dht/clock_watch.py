@@ -13,7 +13,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 PERIOD_S = 60.0
 ASKED = 8
 """How many linked peers are asked each time, chosen at random."""
-LEAST_AGREEING = 2
+MIN_AGREEING = 2
 """How many clocks must agree against ours. If only two clocks differ, nobody can say which of them is wrong."""
 
 
@@ -30,13 +30,13 @@ async def keep(libp2p: Libp2pDaemon, ttl_s: float, trouble: Callable[[str | None
 def wrong_clock(ahead: Sequence[float], ttl_s: float) -> str | None:
     """What is wrong with this machine's clock, or None if nothing is. Pure.
 
-    It is wrong if most of the peers' clocks, and at least LEAST_AGREEING, are off in the same direction by more than
+    It is wrong if most of the peers' clocks, and at least MIN_AGREEING, are off in the same direction by more than
     half of an advert's lifetime, which is also the limit for a node that joins. `ahead` says how far each clock is
     ahead of ours, seconds.
     """
     for sign, side in ((1, "behind"), (-1, "ahead of")):
         off = [sign * one for one in ahead if sign * one > ttl_s / 2]
-        if len(off) >= LEAST_AGREEING and 2 * len(off) > len(ahead):
+        if len(off) >= MIN_AGREEING and 2 * len(off) > len(ahead):
             return (
                 f"this machine's clock is {median(off):,.0f} s {side} those of {len(off)} of {len(ahead)} nodes, and "
                 f"adverts expire after {ttl_s:g} s: set the clock (for example with NTP)"

@@ -28,7 +28,7 @@ ASKED_AT_ONCE = 16
 """How many linked peers are asked for the records they hold at each rejoin, or notified that this node leaves."""
 SHORTEST_TTL_S = 15.0
 """Lifetime of the record that a node has left, and of a record announced again after it expired during a sleep."""
-_LEAST_GROWTH_S = 0.001
+_MIN_GROWTH_S = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class HivemindDirectory:
             await self._give_directly(*own)
 
     async def _store_at_others(self, advert: Advert, payload: bytes, ttl_s: float) -> None:
-        expires = max(dht_time() + ttl_s, self._until(advert.stage) + _LEAST_GROWTH_S)
+        expires = max(dht_time() + ttl_s, self._until(advert.stage) + _MIN_GROWTH_S)
         for _ in range(2):
             if await self._put(advert, payload, expires):
                 return
@@ -225,7 +225,7 @@ class HivemindDirectory:
                 return
             if held is None or held < expires:
                 break
-            expires = held + _LEAST_GROWTH_S  # an earlier process of this node announced a longer life
+            expires = held + _MIN_GROWTH_S  # an earlier process of this node announced a longer life
         raise Unreachable("the directory does not accept this node's advert: no peer stored it")
 
     def _until(self, stage: int) -> float:

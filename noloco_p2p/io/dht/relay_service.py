@@ -18,7 +18,7 @@ from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, RESERVE_CA
 
 RESERVED_S = 15.0
 """Lifetime of a reservation that is not renewed, seconds."""
-MOST_RESERVED = 256
+MAX_RESERVED = 256
 CIRCUITS, CIRCUITS_OF_PEER = 512, 64
 """Most circuits (pairs of spliced streams) at a time: in all, and per peer, which needs three for each it calls."""
 BURST_S = 0.25
@@ -56,7 +56,7 @@ class MemberRelay:
         if self._members is not None and not self._members.belongs(caller, certificate, dht_time() + RESERVED_S):
             raise Declined("this relay serves only members of its run")
         self._until = {peer: until for peer, until in self._until.items() if until > now}
-        if caller not in self._until and len(self._until) >= MOST_RESERVED:
+        if caller not in self._until and len(self._until) >= MAX_RESERVED:
             raise Declined("this relay accepts no more reservations")
         self._until[caller] = now + RESERVED_S
         return b""

@@ -24,9 +24,9 @@ REFUSED_S = 60.0
 """How long a public member that refused to relay is not asked again, seconds."""
 DIALS = 8
 """Most links opened at once."""
-MOST_LINKS = 128
+MAX_LINKS = 128
 """Most public members to which this node keeps links; all others come through the relays."""
-STREAMS_OF_PEER, STREAMS_OF_RELAY, MOST_STREAMS = 16, 64, 512
+STREAMS_OF_PEER, STREAMS_OF_RELAY, MAX_STREAMS = 16, 64, 512
 """Most streams open at a time: from one peer, through one relay, in all."""
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class WaysIn:
 
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public
-        wanted = sorted(public, key=self._place)[:MOST_LINKS]
+        wanted = sorted(public, key=self._place)[:MAX_LINKS]
         missing = [public[peer] for peer in wanted if peer not in linked][:DIALS]
         failures = await asyncio.gather(*map(self._libp2p.dial, missing), return_exceptions=True)
         for failure in failures:
@@ -151,7 +151,7 @@ class WaysIn:
     async def _carry(self, kind: str, most: int, peer: PeerId, stream: Stream) -> None:
         """Splice a stream with a connection to the gRPC server, and record whose stream that connection carries."""
         whose = kind + peer
-        if self._open[whose] >= most or self._open.total() >= MOST_STREAMS:
+        if self._open[whose] >= most or self._open.total() >= MAX_STREAMS:
             return
         self._open[whose] += 1
         try:

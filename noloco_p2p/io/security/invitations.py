@@ -16,7 +16,7 @@ from noloco_p2p.errors import ConfigError, Declined, LocalError
 from noloco_p2p.io.durable_files import write_whole
 from noloco_p2p.io.security.certificates import RunTrust
 
-MOST_USES = 10_000
+MAX_USES = 10_000
 NO_STAGE = 255
 ANOTHER = "ask for another one (noloco invite)"
 _FORM = struct.Struct(">16s8sIHB")

@@ -24,7 +24,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.durable_files import write_whole
 from noloco_p2p.io.security.certificates import RunTrust
 
-MOST = 1024
+MAX_REVOKED = 1024
 """Most peers on a list. Beyond that, the first are dropped: unrenewed, their certificates have probably expired."""
 LOOK_S = 5.0
 """Time between two checks of the file and of other nodes' lists, seconds."""
@@ -53,7 +53,7 @@ class DenyList:
     @classmethod
     def make(cls, root: Ed25519PrivateKey, run_id: str, number: int, peers: Sequence[PeerId]) -> "DenyList":
         """Make and sign a list. Raises ConfigError if one of `peers` is not a peer id."""
-        kept = tuple(dict.fromkeys(peers))[-MOST:]
+        kept = tuple(dict.fromkeys(peers))[-MAX_REVOKED:]
         keys = [public_key_of(peer) for peer in kept]
         if None in keys:
             raise ConfigError(f"{kept[keys.index(None)]} is not a peer id: copy one from noloco top --json")
@@ -67,7 +67,11 @@ class DenyList:
         keys = content[_FORM.size :]
         try:
             run, number = _FORM.unpack_from(content)
-            if len(keys) > MOST * _KEY_BYTES or len(keys) % _KEY_BYTES or run != bytes.fromhex(trust.run_id)[:16]:
+            if (
+                len(keys) > MAX_REVOKED * _KEY_BYTES
+                or len(keys) % _KEY_BYTES
+                or run != bytes.fromhex(trust.run_id)[:16]
+            ):
                 raise ValueError("another length or run")
             if not trust.has_signed(_CONTEXT + content, signature):
                 raise ValueError("another signer")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MOST_LABELS = 24
+MAX_LABELS = 24
 """Most label values of a tally counted separately; the rest count as `other`, because peers may choose them."""
 LABEL_CHARACTERS = 40
 FINAL_STEPS = 10
@@ -278,7 +278,7 @@ class RunCounters:
         sums = self.sums[tally.name]
         if labels not in sums:
             known = known_labels(tally.name)
-            if labels not in known and len({*known, *sums}) >= MOST_LABELS:
+            if labels not in known and len({*known, *sums}) >= MAX_LABELS:
                 labels = ("other",) * len(labels)
             self.created_at.setdefault((tally.name, labels), time.time())
         sums[labels] = sums.get(labels, 0) + amount

@@ -62,9 +62,9 @@ PER_PERIOD = 4
 """Lines of one kind that may be written at once, and after that in each period."""
 QUEUE_LINES = 1_024
 """Most lines that wait for the writing thread; any beyond that are lost."""
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 """Most characters of a text, which a peer may have written."""
-MOST_MEMBERS = 256
+MAX_MEMBERS = 256
 """Most entries of a mapping that are written."""
 DIGITS = 6
 NAME = "events.jsonl"
@@ -206,11 +206,11 @@ def _bounded(value: object) -> object:
         return _rounded(value)
     if isinstance(value, Mapping):
         found: dict[str, object] = {}
-        for key, each in list(value.items())[:MOST_MEMBERS]:
+        for key, each in list(value.items())[:MAX_MEMBERS]:
             name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-            found[name[:MOST_CHARACTERS]] = _bounded(each)
+            found[name[:MAX_CHARACTERS]] = _bounded(each)
         return found
-    return str(value)[:MOST_CHARACTERS]
+    return str(value)[:MAX_CHARACTERS]
 
 
 def _rounded(value: float) -> float | None:

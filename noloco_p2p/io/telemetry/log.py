@@ -25,7 +25,7 @@ PROGRESS_S = 10.0
 """Seconds between two lines of progress, and between two lines about outer rounds with the same result."""
 QUIET_S = 5.0
 """Shortest time between two lines about the same trouble, seconds."""
-MOST_KEYS = 256
+MAX_KEYS = 256
 """How many keys a limiter remembers."""
 LEVELS = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
 """Plain names of levels, because importing hivemind renames some of logging's."""
@@ -136,7 +136,7 @@ class RepeatLimiter:
         if now - last < self._interval_s:
             self._seen[key] = (last, held + 1)
             return None
-        if len(self._seen) >= MOST_KEYS:
+        if len(self._seen) >= MAX_KEYS:
             self._seen.clear()
         self._seen[key] = (now, 0)
         return held

@@ -21,7 +21,7 @@ from noloco_p2p.core.health import HealthProblem, problem, problem_line
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import NodeFigures, Status
 from noloco_p2p.io.telemetry import node_figures
-from noloco_p2p.io.telemetry.counters import LAST_VALUES, MOST_LABELS, TALLIES, RunCounters, known_labels
+from noloco_p2p.io.telemetry.counters import LAST_VALUES, MAX_LABELS, TALLIES, RunCounters, known_labels
 from noloco_p2p.io.telemetry.http_server import STARTING, Health, HttpServer, Page, pages, without_addresses
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import EventLog, RepeatLimiter
@@ -199,7 +199,7 @@ def _of_status(
         yield _gauge("run_steps", "Length of the run, in steps.", status.steps)
         longest_s = max((wait.since_s for wait in status.waits if not wait.idle), default=0.0)
         yield _gauge("longest_wait_seconds", "Age of the longest wait that holds something up.", longest_s)
-        troubles = {(trouble.name,): 1 for trouble in status.troubles[:MOST_LABELS]}
+        troubles = {(trouble.name,): 1 for trouble in status.troubles[:MAX_LABELS]}
         yield _gauges("trouble", "1 while something is wrong, by its name.", ["name"], troubles)
         if status.figures.disk_free_bytes is not None:
             yield _gauge("disk_free_bytes", "Free space where the node's directory is.", status.figures.disk_free_bytes)

@@ -37,7 +37,7 @@ STATE_RESERVE_S = 60.0
 LET_GO_S = 10.0
 """How long a caller has to end a call on which a write was broken off, before its connection is ended, seconds. The end
 of a call arrives only after everything that is waiting in its caller's sockets."""
-LEAST_BYTES_PER_S = 8192.0
+MIN_BYTES_PER_S = 8192.0
 """A slower transfer uses up its reserve, and is then aborted."""
 
 T = TypeVar("T")
@@ -125,8 +125,8 @@ def wanted_bytes(context: Any) -> int:
 
 
 def least_rate(nbytes: int, seconds: float) -> float:
-    """The rate at which `nbytes` arrive within `seconds`, but at least LEAST_BYTES_PER_S."""
-    return max(LEAST_BYTES_PER_S, nbytes / seconds)
+    """The rate at which `nbytes` arrive within `seconds`, but at least MIN_BYTES_PER_S."""
+    return max(MIN_BYTES_PER_S, nbytes / seconds)
 
 
 class Silent(Unreachable):
@@ -153,7 +153,7 @@ async def refuse(write: Callable[[bytes], Awaitable[object]], kind: Callable[...
 
 
 class Patience:
-    """Waits for peers to send or to accept bytes, and lets them fall at most `RESERVE_S` behind `LEAST_BYTES_PER_S`.
+    """Waits for peers to send or to accept bytes, and lets them fall at most `RESERVE_S` behind `MIN_BYTES_PER_S`.
 
     Concurrent waits share the allowance. Delays by this node do not count.
     """
@@ -169,7 +169,7 @@ class Patience:
         self,
         transfer: Awaitable[T],
         nbytes: int = 0,
-        least_bytes_per_s: float = LEAST_BYTES_PER_S,
+        least_bytes_per_s: float = MIN_BYTES_PER_S,
         error: type[PeerError] = Silent,
     ) -> T:
         """The result of `transfer`. It counts as `nbytes` moved, or as its length if it is bytes. Raises `error`."""
@@ -191,13 +191,13 @@ class Patience:
                     other.reschedule(self._at + self._left_s)
 
     def reading(
-        self, read: Callable[[], Awaitable[T]], least_bytes_per_s: float = LEAST_BYTES_PER_S
+        self, read: Callable[[], Awaitable[T]], least_bytes_per_s: float = MIN_BYTES_PER_S
     ) -> Callable[[], Awaitable[T]]:
         """`read` with this patience. Raises Silent."""
         return lambda: self.wait(read(), 0, least_bytes_per_s)
 
     def writing(
-        self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = LEAST_BYTES_PER_S
+        self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = MIN_BYTES_PER_S
     ) -> Callable[[bytes], Awaitable[object]]:
         """`write` with this patience. Raises Unread."""
         return lambda message: self.wait(write(message), len(message), least_bytes_per_s, Unread)

@@ -13,7 +13,7 @@ from typing import Any
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MIN_MESSAGE_BYTES, LineCap, LineTurn, Precedence
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Header
 from noloco_p2p.io.transport.frame_codec import is_filler
@@ -86,7 +86,7 @@ class OwnersLine:
         """Most tensor bytes in one message that this node sends."""
         self.wanted_bytes = 0 if self._down is None else self._down.message_bytes
         """Most tensor bytes that this node would like to receive in one message; 0 for any number."""
-        self.whole_bytes = wire.PACK_BYTES if up is None and down is None else LEAST_MESSAGE_BYTES
+        self.whole_bytes = wire.PACK_BYTES if up is None and down is None else MIN_MESSAGE_BYTES
         """Activations with more tensor bytes are announced, so that the header does not wait along with them."""
 
         # Without this, gRPC lets a sender have up to 128 MiB in transit on each call, read or not. This needs gRPC
@@ -103,7 +103,7 @@ class OwnersLine:
 
     def agreed(self, wanted_bytes: int) -> int:
         """Most tensor bytes in one message to a peer that wants at most `wanted_bytes`, where 0 means any number."""
-        return max(LEAST_MESSAGE_BYTES, min(self.message_bytes, wanted_bytes or wire.PACK_BYTES))
+        return max(MIN_MESSAGE_BYTES, min(self.message_bytes, wanted_bytes or wire.PACK_BYTES))
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, but each message waits for its turn, unless it is short."""
@@ -112,7 +112,7 @@ class OwnersLine:
 
         async def send(message: bytes) -> None:
             nbytes = len(message)
-            if nbytes <= LEAST_MESSAGE_BYTES:
+            if nbytes <= MIN_MESSAGE_BYTES:
                 if direction is not None:
                     direction.charge(nbytes)
                 await write(message)
@@ -175,7 +175,7 @@ class OwnersLine:
                         nbytes = len(message)
                 finally:
                     rate.ended(began, nbytes, clock())
-            follows = isinstance(message, bytes) and len(message) > LEAST_MESSAGE_BYTES and not is_filler(message)
+            follows = isinstance(message, bytes) and len(message) > MIN_MESSAGE_BYTES and not is_filler(message)
             return message
 
         return receive

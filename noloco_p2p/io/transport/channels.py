@@ -33,7 +33,7 @@ CONNECT_S = 5.0
 NEAR_S, NOT_NEAR_S = 0.5, 300.0
 """A private address that is not the peer's first one is tried before all others, for NEAR_S, because the peer may be on
 this node's own network. If it does not answer, it is not tried this way again for NOT_NEAR_S."""
-MOST_NOT_NEAR = 1024
+MAX_NOT_NEAR = 1024
 """How many addresses that did not answer are remembered."""
 KEEPALIVE_MS = 5_000
 """Silence after which a link with calls in flight is probed, milliseconds."""
@@ -253,7 +253,7 @@ class ChannelPool:
     def _note_not_near(self, address: str) -> None:
         self._not_near.pop(address, None)
         self._not_near[address] = asyncio.get_running_loop().time()
-        if len(self._not_near) > MOST_NOT_NEAR:
+        if len(self._not_near) > MAX_NOT_NEAR:
             del self._not_near[next(iter(self._not_near))]
 
     def _make_room(self) -> None:

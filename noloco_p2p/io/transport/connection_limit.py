@@ -18,9 +18,9 @@ from noloco_p2p.io.transport.allocator import give_back_freed
 from noloco_p2p.io.transport.callers import host_of
 from noloco_p2p.io.transport.sockets import MAPPED, OPEN_FILES
 
-MOST_FILES = 65_536
+MAX_FILES = 65_536
 """How many open files a process asks the system for; it may allow fewer."""
-MOST_CONNECTIONS = 4_096
+MAX_CONNECTIONS = 4_096
 """Most accepted connections that are left alone. An idle one takes 20 KB, with TLS 60 KB."""
 FEW = 64
 """Hosts with more connections than this lose connections first."""
@@ -33,7 +33,7 @@ End = tuple[str, int]
 def allow_many_files() -> None:
     """Raise this process's limit on open files, so that strangers' connections leave enough for its own needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -41,7 +41,7 @@ def allow_many_files() -> None:
 def room() -> int:
     """How many accepted connections are left alone; at most half of the files that this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft // 2)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 class ConnectionLimit:

@@ -31,7 +31,7 @@ FILLERS = {nbytes: pb.Reply(filler=pb.Filler(data=bytes(nbytes))).SerializeToStr
 HEAD_BYTES = {"ActivationMessage": 1 << 14, "Reply": 1 << 18}
 """Longest headers of messages that do not list a stage's tensors, bytes. A Reply has room for peer ids of 128
 characters from 1,024 stages."""
-MOST_HEADS = 8
+MAX_HEADS = 8
 """Most fields of one message other than frames."""
 HEADS_KEPT = 4096
 """Size of the caches below: the bytes in front of a chunk's data are the same for every microbatch."""
@@ -108,8 +108,8 @@ def unpacked(raw: bytes, kind: type[M]) -> tuple[M, list[wire.Frame]]:
             else:
                 head.append(view[begin:end])
             at = end
-            if len(frames) > wire.MOST_FRAMES or len(head) > MOST_HEADS:
-                raise Violation(f"a message has more than {wire.MOST_FRAMES} frames, or {MOST_HEADS} other fields")
+            if len(frames) > wire.MAX_FRAMES or len(head) > MAX_HEADS:
+                raise Violation(f"a message has more than {wire.MAX_FRAMES} frames, or {MAX_HEADS} other fields")
         if sum(map(len, head)) > HEAD_BYTES.get(kind.DESCRIPTOR.name, len(raw)):
             raise Violation(f"the header of a {kind.DESCRIPTOR.name} of {len(raw)} bytes is too long")
         return kind.FromString(b"".join(head)), frames

@@ -16,7 +16,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import FILLER_BYTES
 from noloco_p2p.core.messages import (
     LARGEST_COUNT,
-    MOST_AVOIDED,
+    MAX_AVOIDED,
     PEER_ID_CHARACTERS,
     Activation,
     Gradient,
@@ -38,7 +38,7 @@ MESSAGE_CHARACTERS = 500
 """Longest text of a refusal, sent or received; the rest is cut off."""
 LARGEST_LOSS = 1e5
 """Largest loss, nats per token. No language model is that wrong, and larger values could swamp a mean of losses."""
-MOST_SPECS = 3
+MAX_SPECS = 3
 """Most tensors in an activation."""
 HIDDEN_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "uint8"})
 """Element types of hidden states. uint8 holds codes with their scales (core.block_format)."""
@@ -184,12 +184,12 @@ def from_header(message: pb.ActivationMessage, run_id: str, max_bytes: int) -> H
         raise Violation(f"an activation for stage {sent.stage} with {sent.time_left_s} s left makes no sense")
     if not is_peer_id(sent.origin.peer):
         raise Violation("the origin's id in an activation is not short printable text")
-    if len(sent.avoid) > MOST_AVOIDED or not all(map(is_peer_id, sent.avoid)):
+    if len(sent.avoid) > MAX_AVOIDED or not all(map(is_peer_id, sent.avoid)):
         raise Violation("the peers to avoid in an activation are too many, or not short printable text")
     if sent.filler_bytes not in (0, *FILLER_BYTES):
         raise Violation(f"{sent.filler_bytes} bytes of filler before a reply make no sense")
     check_counts(sent.origin.step, sent.origin.index)
-    specs = tuple(from_spec(spec) for spec in sent.specs[: MOST_SPECS + 1])
+    specs = tuple(from_spec(spec) for spec in sent.specs[: MAX_SPECS + 1])
     wire.total_bytes(specs, max_bytes)
     _check_specs(specs)
     return Header(

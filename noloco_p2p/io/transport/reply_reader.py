@@ -11,7 +11,7 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 
 ReplyMessage = TypeVar("ReplyMessage", pb.Reply, pb.SnapshotMessage, pb.StateMessage)
 V = TypeVar("V")
-MOST_SERVED = 1024
+MAX_SERVED = 1024
 """Most peers that one microbatch can have passed through; a run has fewer stages."""
 
 
@@ -67,8 +67,8 @@ class GradientReader(ReplyReader[pb.Reply, Gradient]):
         if spec != self._spec:
             raise Violation(f"the gradient is {spec}, not {self._spec}"[: message_codec.MESSAGE_CHARACTERS])
         message_codec.check_loss(self._head.loss_sum, self._head.tokens, self._targets)
-        if len(self._head.served) > MOST_SERVED or not all(map(is_peer_id, self._head.served)):
-            raise Violation(f"the reply names more than {MOST_SERVED} peers, or one without a valid peer id")
+        if len(self._head.served) > MAX_SERVED or not all(map(is_peer_id, self._head.served)):
+            raise Violation(f"the reply names more than {MAX_SERVED} peers, or one without a valid peer id")
         return (spec,)
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Gradient:

@@ -32,10 +32,10 @@ COUNT_S = 0.25
 COUNT_SHARE = 0.01
 """Upper limit on the share of time that these looks take. Each costs 10 µs of the event loop's thread per open file,
 and strangers may open thousands of connections."""
-LEAST_COUNT_BYTES = 1 << 14
+MIN_COUNT_BYTES = 1 << 14
 """A connection with less than this between two looks carried no body, only short messages, and is not counted. If the
 peer is far away, it may have waited for their acknowledgements most of the time."""
-LEAST_BUSY_S = 0.004
+MIN_BUSY_S = 0.004
 """Lower limit on a busy time, because the system counts in ticks of 1 to 10 ms."""
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
@@ -92,11 +92,11 @@ class AckedBytes:
             (acked - was[0], busy - was[1])
             for inode, (acked, busy) in self._counts.items()
             for was in [before.get(inode, (0, 0))]
-            if acked - was[0] >= LEAST_COUNT_BYTES and inode not in self._inside
+            if acked - was[0] >= MIN_COUNT_BYTES and inode not in self._inside
         ]
         if moved:
             busy_s = max(busy for _, busy in moved) / 1e6
-            self._rate.counted(sum(acked for acked, _ in moved), max(LEAST_BUSY_S, busy_s), now)
+            self._rate.counted(sum(acked for acked, _ in moved), max(MIN_BUSY_S, busy_s), now)
 
 
 def _ends(one: socket.socket) -> set[str]:

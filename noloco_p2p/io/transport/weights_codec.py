@@ -16,7 +16,7 @@ from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.reply_reader import ReplyMessage, ReplyReader, V
 
-MOST_SPENT = 16_384
+MAX_SPENT = 16_384
 """Most spent ids in a state; only the newest are sent. A replica keeps at least a quarter as many."""
 
 
@@ -56,7 +56,7 @@ def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int =
         inner_steps=state.inner_steps,
         adam_steps=state.adam_steps,
         specs=[message_codec.to_spec(one.spec) for one in state.tensors],
-        spent=[pb.MicrobatchId(**one._asdict()) for one in state.spent[-MOST_SPENT:]],
+        spent=[pb.MicrobatchId(**one._asdict()) for one in state.spent[-MAX_SPENT:]],
     )
     rest = state.tensors[tensor:]
     digests = (message_codec.digest(one.data) for one in rest)
@@ -167,8 +167,8 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
                 f"a state at step {header.step} after {header.adam_steps} of {header.inner_steps} steps makes no sense"
             )
         message_codec.from_specs(header.specs, self._expected, "state")
-        if len(header.spent) > MOST_SPENT or not all(is_peer_id(one.peer) for one in header.spent):
-            raise Violation(f"the state names more than {MOST_SPENT} microbatches, or one without an origin's id")
+        if len(header.spent) > MAX_SPENT or not all(is_peer_id(one.peer) for one in header.spent):
+            raise Violation(f"the state names more than {MAX_SPENT} microbatches, or one without an origin's id")
         self._head = header
         return self._expected
 

@@ -17,7 +17,7 @@ Column = str | Callable[[Any], Cell]
 """The name of a figure or setting of the row, or a function from the row to the cell."""
 Columns = Mapping[str, Column]
 """By title."""
-MOST_RATES = 5
+MAX_RATES = 5
 """Maximum number of learning rates to try."""
 
 
@@ -65,10 +65,10 @@ def best_rate(runs: Results) -> float:
 
 def rate_beyond(runs: Results, grid: Sequence[float]) -> float | None:
     """The next rate to try after these runs, whose rates are on a geometric grid: the one beyond the best rate, if that
-    is the lowest or highest so far. None if it is neither, or if MOST_RATES have been tried."""
+    is the lowest or highest so far. None if it is neither, or if MAX_RATES have been tried."""
     best, rates = best_rate(runs), sorted({one["rate"] for one in runs})
     beyond = {rates[0]: best * grid[0] / grid[1], rates[-1]: best * grid[1] / grid[0]}
-    return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MOST_RATES else None
+    return float(f"{beyond[best]:.2g}") if best in beyond and len(rates) < MAX_RATES else None
 
 
 def next_runs(runs: Results, grid: Sequence[float], seeds: int) -> list[tuple[float, int]]:

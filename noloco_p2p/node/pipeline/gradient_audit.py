@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from noloco_p2p.core.gradient_pairs import OTHERS, GradientPairs, Route
-from noloco_p2p.core.messages import MOST_AVOIDED, Batch, Gradient, MicrobatchId, PeerId
+from noloco_p2p.core.messages import MAX_AVOIDED, Batch, Gradient, MicrobatchId, PeerId
 from noloco_p2p.core.status import Resource, for_microbatch
 from noloco_p2p.node.membership import DISTRUST, Membership
 from noloco_p2p.node.pipeline.task import StageResult
@@ -46,7 +46,7 @@ class GradientAudit:
         for this node's microbatches."""
         mine = self._swarm.view.following
         return tuple(peer for peer in self._swarm.members.distrusted(self._node.now()) if peer not in mine)[
-            -MOST_AVOIDED:
+            -MAX_AVOIDED:
         ]
 
     async def ended(self, twins: Twins, microbatch: MicrobatchId, result: StageResult) -> None:

@@ -32,9 +32,9 @@ DISK_LOW_BYTES, DISK_FULL_BYTES = 1 << 30, 128 << 20
 here; a model of a few million parameters needs 100 MB for one."""
 ADVERT_OLD_S = 15.0
 """An advert older than this was not renewed on time; by default they are renewed every ten seconds."""
-NONFINITE_SHARE, NONFINITE_LEAST = 0.1, 3
+NONFINITE_SHARE, MIN_NONFINITE = 0.1, 3
 """Warn about non-finite microbatches if they are at least this share of all and at least this many."""
-DISTRUSTED_SHARE, DISTRUSTED_LEAST = 0.01, 3
+DISTRUSTED_SHARE, MIN_DISTRUSTED = 0.01, 3
 """The same for refused vectors, as a share of the outer rounds: in honest runs none is refused (METHOD.md)."""
 SET_CLOCK = "set the clock of that machine (for example with NTP); it must agree within half of directory.ttl_s"
 TROUBLES_LIMIT = 8
@@ -104,7 +104,7 @@ def _disk(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
 def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     ended = status.figures.microbatches
     bad, total = ended.get("nonfinite", 0), sum(ended.values())
-    if bad >= NONFINITE_LEAST and bad >= NONFINITE_SHARE * total:
+    if bad >= MIN_NONFINITE and bad >= NONFINITE_SHARE * total:
         share = f"{compact(bad)} of {compact(total)}"
         sentence = f"{swarm.name(peer)}: {share} microbatches were not finite"
         advice = "if only this node is affected, check its device; otherwise lower inner.peak_learning_rate"
@@ -113,7 +113,7 @@ def _non_finite(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Caus
 
 def _refused(swarm: SwarmView, peer: PeerId, status: Status) -> Iterator[Cause]:
     refused, rounds = status.figures.distrusted.get("refused", 0), sum(status.figures.rounds.values())
-    if refused >= DISTRUSTED_LEAST and refused >= DISTRUSTED_SHARE * rounds:
+    if refused >= MIN_DISTRUSTED and refused >= DISTRUSTED_SHARE * rounds:
         sentence = f"{swarm.name(peer)}: refused {compact(refused)} vectors of peers in {compact(rounds)} outer rounds"
         advice = "its events.jsonl names the peers; if other nodes' name them too, expel them (noloco revoke PEER)"
         yield at_node("warning", "distrusted", peer, sentence, advice)

@@ -32,10 +32,10 @@ NEARLY = 0.9
 """The smallest change that reaches this share of the best option is the one advised."""
 TIMES = (1, 2, 4, 8)
 """Multiples of the present microbatches per step that are considered."""
-MOST_PER_STEP = 64
+MAX_PER_STEP = 64
 """Upper limit on the microbatches per step considered: more tokens per step mean less progress per token."""
 FEWER_BITS = {"float64": "int8", "float32": "int8", "bfloat16": "int8", "int8": "int4"}
-LEAST_INNER_STEPS = 5
+MIN_INNER_STEPS = 5
 """Nodes with fewer inner steps are ignored: the first steps wait for all nodes to start, and would weigh too much."""
 
 
@@ -148,7 +148,7 @@ def _known(values: Sequence[float | None]) -> float | None:
 
 def _in_use(status: Status) -> float | None:
     idle_s, device_s = sum(status.figures.idle_s.values()), status.figures.device_s
-    sensible = device_s > 0 <= idle_s and status.inner_steps >= LEAST_INNER_STEPS
+    sensible = device_s > 0 <= idle_s and status.inner_steps >= MIN_INNER_STEPS
     return device_s / (device_s + idle_s) if sensible else None
 
 
@@ -170,7 +170,7 @@ def _options(size: MicrobatchSize) -> Iterator[MicrobatchSize]:
     """The present settings and alternatives to them, the smallest changes first."""
     for times in TIMES:
         per_step = size.per_step * times
-        if times > 1 and per_step > MOST_PER_STEP:
+        if times > 1 and per_step > MAX_PER_STEP:
             return
         yield replace(size, per_step=per_step)
         forward, backward = (FEWER_BITS.get(codec, codec) for codec in (size.forward, size.backward))

@@ -34,9 +34,9 @@ IMPORT_S = 30.0
 """Longest import of hivemind."""
 PROBE_S = 3.0
 """Longest wait for a gRPC address to answer."""
-MOST_PROBED = 32
+MAX_PROBED = 32
 """Upper limit on the nodes whose addresses are tried."""
-MOST_CLOCKS = 8
+MAX_CLOCKS = 8
 """Upper limit on the nodes asked for the time."""
 CLOSE_S = 1.5
 """Clocks that differ by less agree. The ages of adverts depend on them, and a view of a swarm is seconds old anyway."""
@@ -128,8 +128,8 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
 
 
 async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
-    """The known clocks, and those of further nodes with a link to this one, up to MOST_CLOCKS in all."""
-    more = sorted((await libp2p.links()) - ahead.keys())[: MOST_CLOCKS - len(ahead)]
+    """The known clocks, and those of further nodes with a link to this one, up to MAX_CLOCKS in all."""
+    more = sorted((await libp2p.links()) - ahead.keys())[: MAX_CLOCKS - len(ahead)]
     with report.step(f"asking {plural(len(more), 'node')} for the time"):
         answers = await asyncio.gather(*(or_error(join_handshake.manifest_and_clock(libp2p, peer)) for peer in more))
     found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
@@ -240,8 +240,8 @@ async def read_directory(report: DoctorReport, directory: HivemindDirectory) -> 
 
 
 async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: Links) -> None:
-    """Check whether this machine reaches the gRPC addresses of the nodes that are present, MOST_PROBED at most."""
-    dialled = [advert for advert in present if any(map(endpoint, advert.addresses[:1]))][:MOST_PROBED]
+    """Check whether this machine reaches the gRPC addresses of the nodes that are present, MAX_PROBED at most."""
+    dialled = [advert for advert in present if any(map(endpoint, advert.addresses[:1]))][:MAX_PROBED]
     if not dialled:
         return
 

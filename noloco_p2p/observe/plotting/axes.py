@@ -13,7 +13,7 @@ Scale = Literal["linear", "log", "log2"]
 """On `linear`, equal distances are equal differences. On `log` and `log2` they are equal factors, with ticks at powers
 of ten or of two."""
 
-MOST_LOG_TICKS = 11
+MAX_LOG_TICKS = 11
 
 tick_label = partial(humanize.compact, digits=4)
 
@@ -107,7 +107,7 @@ def _log_ticks(low: float, high: float, base: int) -> list[float]:
         every = [multiple * float(base) ** power for power in powers for multiple in multiples]
         found = [value for value in every if low <= value <= high]
         if len(found) > 2:
-            return found[:: math.ceil(len(found) / MOST_LOG_TICKS)]
+            return found[:: math.ceil(len(found) / MAX_LOG_TICKS)]
     return found if base == 2 and found else ticks(low, high, 4)
 
 
@@ -122,7 +122,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 10.0, 36.0
 """Margins around the area between the axes."""
 Y_TITLE = 16.0
 """Height of the y axis title, which is above the axis."""
-MOST_POINTS = 800
+MAX_POINTS = 800
 """Upper limit on the points of one line."""
 
 
@@ -162,7 +162,7 @@ class Axes:
         """Whether a point is within both axes."""
         return self._x.holds(x) and self._y.holds(y)
 
-    def line(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS, kind: str = "") -> None:
+    def line(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS, kind: str = "") -> None:
         """A line through at most `most` of the points; a single point is a dot. `kind`: an additional class."""
         thinned = thin(points, most)
         if len(thinned) == 1:
@@ -173,7 +173,7 @@ class Axes:
                 element(self.svg, "path", d=path, class_="halo")
             self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **self._values(thinned))
 
-    def dots(self, points: Points, colour: Colour, name: str, *, most: int = MOST_POINTS // 4) -> None:
+    def dots(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS // 4) -> None:
         """A dot at each of at most `most` of the points."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, most):

@@ -19,7 +19,7 @@ BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
 NARROWEST_LABELLED = 34.0
 """A piece of a bar that is at least this wide shows its share as text."""
 CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
-MOST_MARKED, MOST_DOTS = 40, 5_000
+MAX_MARKED, MAX_DOTS = 40, 5_000
 """Upper limits on the points of a line that gets a dot at each, and on the dots of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """viridis at equal distances, from the lowest value to the highest: readable for the colour-blind and in grey print."""
@@ -150,8 +150,8 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
     if curve.style != "points":
         kind = "dashed" if curve.style == "dashed" else ""
         axes.line(steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind)
-    if curve.style == "points" or (curve.style == "line" and len(points) <= MOST_MARKED):
-        axes.dots(points, colour, curve.label, most=MOST_DOTS)
+    if curve.style == "points" or (curve.style == "line" and len(points) <= MAX_MARKED):
+        axes.dots(points, colour, curve.label, most=MAX_DOTS)
 
 
 def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from markupsafe import Markup
 
 from noloco_p2p import humanize
-from noloco_p2p.observe.plotting.axes import MOST_POINTS, PAGE_SIZE, Axes, Axis, Points, fitted, time_unit
+from noloco_p2p.observe.plotting.axes import MAX_POINTS, PAGE_SIZE, Axes, Axis, Points, fitted, time_unit
 from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, LegendKey, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 BINS, COLUMNS = 150, 50
 """Bins of time in a chart of lines or areas, and in a chart of columns."""
-MOST_ROWS = 60
+MAX_ROWS = 60
 """Upper limit on the nodes that have a row of their own."""
 ROW, ROW_SHARE, ROWS_MARGIN = 22.0, 0.72, 46.0
 """Height of a row; the share of it that its pieces take; the height above and below all rows."""
 LABEL_CHARACTERS = 11
-MOST_ROW_PIECES = 3_000
+MAX_ROW_PIECES = 3_000
 """Upper limit on the pieces of all rows together; if there are more, those that would overlap are left out."""
-MOST_PIECES, ALL_POINTS = 400, 16_000
+MAX_PIECES, ALL_POINTS = 400, 16_000
 """Upper limits on the lines of a chart and on their points together; a replica has a line for each of its processes."""
 STATE_COLOURS = {
     "training": Colour.GREEN,
@@ -180,12 +180,12 @@ class RunCharts:
 
     def lives(self) -> Panel:
         """The life of every node: a row for each, with its states by colour."""
-        nodes = self._run.nodes[:MOST_ROWS]
+        nodes = self._run.nodes[:MAX_ROWS]
         names = [node.name[-LABEL_CHARACTERS:] for node in nodes]
         size = PAGE_SIZE[0], ROW * len(nodes) + ROWS_MARGIN
         axes = Axes("Lives of the nodes", self._time, Axis("", 0.0, len(nodes), names=names), size, BAR_LEFT)
         pieces = sum(len(process.spans) + 2 for node in nodes for process in node.processes)
-        apart_s = 0.0 if pieces <= MOST_ROW_PIECES else 3 * len(nodes) * self._span_s / MOST_ROW_PIECES
+        apart_s = 0.0 if pieces <= MAX_ROW_PIECES else 3 * len(nodes) * self._span_s / MAX_ROW_PIECES
         for n, node in enumerate(nodes):
             middle = len(nodes) - n - 0.5
             row = middle - ROW_SHARE / 2, middle + ROW_SHARE / 2
@@ -249,14 +249,14 @@ def _time_axis(span_s: float) -> tuple[float, Axis]:
 
 
 def by_step(title: str, lines: Sequence[Line], *, from_zero: bool = True, kind: str = "") -> Element:
-    """The longest MOST_PIECES of the lines, by step. Those in INK are bold and have dots; others have class `kind`."""
-    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MOST_PIECES], key=lambda line: line[0])
+    """The longest MAX_PIECES of the lines, by step. Those in INK are bold and have dots; others have class `kind`."""
+    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MAX_PIECES], key=lambda line: line[0])
     points = [point for _, _, some in lines for point in some]
     x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
     values = [y for _, y in points]
     axes = Axes(title, x, fitted("", values, from_zero=from_zero))
     axes.measure(fitted("", values, "log") if values and min(values) > 0 else None)
-    most = max(ALL_POINTS // MOST_PIECES, min(MOST_POINTS, ALL_POINTS // max(1, len(lines))))
+    most = max(ALL_POINTS // MAX_PIECES, min(MAX_POINTS, ALL_POINTS // max(1, len(lines))))
     for name, colour, some in lines:
         axes.line(some, colour, name, most=most, kind="strong" if colour is Colour.INK else kind)
     for name, colour, some in lines:

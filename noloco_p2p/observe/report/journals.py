@@ -17,7 +17,7 @@ from noloco_p2p.io.telemetry.journal import NAME, oldest_first
 from noloco_p2p.launch import homes
 
 LONGEST_LINE = 1 << 18
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 LARGEST, SMALLEST = 1e60, 1e-60
 """Limits on the size of a number, beyond all that a node counts or computes: a larger one is ignored, and a smaller one
 read as 0. So what a page computes from numbers stays finite, and what it takes the logarithm of does not become 0."""
@@ -113,4 +113,4 @@ def number(value: object) -> float | None:
 
 def clean(value: object) -> str:
     """The value as one printable line of limited length."""
-    return plain(value if isinstance(value, str) else str(value), MOST_CHARACTERS)
+    return plain(value if isinstance(value, str) else str(value), MAX_CHARACTERS)

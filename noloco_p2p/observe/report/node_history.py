@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.observe.plotting.time_bins import Increment
-from noloco_p2p.observe.report.journals import MOST_CHARACTERS, JournalEvent, clean
+from noloco_p2p.observe.report.journals import MAX_CHARACTERS, JournalEvent, clean
 
 TALLIES = ("microbatches", "dropped", "rerouted", "distrusted", "rounds", "idle_s", "bytes", "phase_s")
 INCIDENTS = {"warning": "warning", "stuck": "stuck", "deserted": "stage without replica", "moved": "moved"}
@@ -186,7 +186,7 @@ def _sentence(event: JournalEvent) -> str:
     if event.kind == "deserted":
         stages: Any = event.fields.get("stages")
         names = ", ".join(clean(stage) for stage in stages) if isinstance(stages, dict) else ""
-        return f"no replica serves stage {names}"[:MOST_CHARACTERS] if names else "every stage has a replica again"
+        return f"no replica serves stage {names}"[:MAX_CHARACTERS] if names else "every stage has a replica again"
     if event.kind == "moved":
         return f"to stage {event.text('stage')}: {event.text('reason')}"
     return event.text("message")

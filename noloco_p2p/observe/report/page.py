@@ -27,13 +27,13 @@ from noloco_p2p.observe.report.run_facts import facts, headline, standing
 TEMPLATE = "page.html"
 MARK = b": report of a run</title>"
 """Text near the beginning of every page, by which a file is recognised as one."""
-MOST_NODES = 300
+MAX_NODES = 300
 """Upper limit on the rows of the table of nodes."""
-MOST_ROWS = 40
+MAX_ROWS = 40
 """Upper limit on the rows of any other table."""
-MOST_SETTINGS = 100
+MAX_SETTINGS = 100
 """Upper limit on the rows of the table of settings in which runs differ."""
-MOST_CONFIGURATION = 100_000
+MAX_CONFIGURATION = 100_000
 """Upper limit on the characters of the manifest that are shown."""
 
 SPREAD = "Standard deviation of a weight between the replicas of a stage; it should fall with the learning rate."
@@ -70,7 +70,7 @@ def render(runs: Mapping[str, RecordedRun]) -> str:
 
 
 def _one_run(run: RecordedRun) -> dict[str, Any]:
-    nodes = run.nodes[:MOST_NODES]
+    nodes = run.nodes[:MAX_NODES]
     return {
         "name": next((node.run_name for node in run.nodes if node.run_name), "run"),
         "sections": _sections(run),
@@ -85,7 +85,7 @@ def _one_run(run: RecordedRun) -> dict[str, Any]:
             "peer_ids": [node.peer_id for node in nodes],
             "node_head": list(NODE_COLUMNS),
             "nodes_left_out": len(run.nodes) - len(nodes),
-            "configuration": json.dumps(run.manifest, indent=2)[:MOST_CONFIGURATION] if run.manifest else "",
+            "configuration": json.dumps(run.manifest, indent=2)[:MAX_CONFIGURATION] if run.manifest else "",
         },
     }
 
@@ -137,7 +137,7 @@ def _sections(run: RecordedRun) -> list[tuple[str, list[Panel], list[PageTable]]
         ],
     }
     return [
-        (title, some, [(name, head, rows[:MOST_ROWS]) for name, head, rows in tables.get(title, ()) if rows])
+        (title, some, [(name, head, rows[:MAX_ROWS]) for name, head, rows in tables.get(title, ()) if rows])
         for title, some in panels.items()
     ]
 
@@ -172,7 +172,7 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     ]
     names = sorted({name for one in settings for name in one})
     different = [(name, *(one.get(name, "") for one in settings)) for name in names]
-    different = [row for row in different if len(set(row[1:])) > 1][:MOST_SETTINGS]
+    different = [row for row in different if len(set(row[1:])) > 1][:MAX_SETTINGS]
     if different:
         tables.append(("Settings that differ", ("", *runs), different))
     sections = [("Training", [*panels, panel(tokens, keys, "")], []), ("Runs", [], tables)]

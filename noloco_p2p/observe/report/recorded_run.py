@@ -14,7 +14,7 @@ from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
 from noloco_p2p.observe.report.node_history import Incident, NodeHistory, add_process
 
-MOST_INCIDENTS = 100
+MAX_INCIDENTS = 100
 WORKS = "device works"
 
 
@@ -98,8 +98,8 @@ class RecordedRun:
         return sum(node.trained_s for node in nodes), {WORKS: sum(node.device_s for node in nodes), **waits}
 
     def incidents(self) -> list[Incident]:
-        """The newest incidents of all nodes, newest first, MOST_INCIDENTS at most."""
-        return sorted((incident for node in self.nodes for incident in node.incidents), reverse=True)[:MOST_INCIDENTS]
+        """The newest incidents of all nodes, newest first, MAX_INCIDENTS at most."""
+        return sorted((incident for node in self.nodes for incident in node.incidents), reverse=True)[:MAX_INCIDENTS]
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:

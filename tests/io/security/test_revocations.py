@@ -65,7 +65,7 @@ def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: 
 
 def test_a_list_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
     club = Club(tmp_path)
-    many = [peer_id_of(i.to_bytes(32)) for i in range(revocations.MOST + 2)]
+    many = [peer_id_of(i.to_bytes(32)) for i in range(revocations.MAX_REVOKED + 2)]
     found = DenyList.read(club.revoking(1, *many), club.trust)
     assert list(found.peers) == many[2:]
     assert len(found.signed) < 33 << 10

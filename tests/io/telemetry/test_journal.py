@@ -12,7 +12,7 @@ import pytest
 
 from noloco_p2p.io.telemetry.counters import RunCounters
 from noloco_p2p.io.telemetry.journal import (
-    MOST_CHARACTERS,
+    MAX_CHARACTERS,
     NAME,
     EventFiles,
     FileJournal,
@@ -151,7 +151,7 @@ def test_a_peers_text_stays_one_bounded_line(lines: Lines) -> None:
     lines.note("warning", message="first\nsecond \x1b[31m" + "x" * 10_000)
     (line,) = lines.of("warning")
     assert "\n" not in lines.raw[0]
-    assert len(line["message"]) == MOST_CHARACTERS
+    assert len(line["message"]) == MAX_CHARACTERS
 
 
 def test_a_repeated_warning_is_one_line_and_a_count(lines: Lines) -> None:

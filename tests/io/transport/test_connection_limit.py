@@ -70,7 +70,7 @@ class Crowd:
 
 @pytest.fixture
 def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
-    monkeypatch.setattr(connection_limit, "MOST_CONNECTIONS", 12)
+    monkeypatch.setattr(connection_limit, "MAX_CONNECTIONS", 12)
     monkeypatch.setattr(connection_limit, "FEW", 4)
     with ExitStack() as leaving:
         yield Crowd(leaving)

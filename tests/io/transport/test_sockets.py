@@ -12,7 +12,7 @@ from transport_fixture import LARGE, Node, activation, echo, pair, run
 
 from noloco_p2p.core.line_rate import FAST_BYTES_PER_S, MORE_UNSENT_BYTES, UNSENT_BYTES, LineRate, unsent_bytes
 from noloco_p2p.io.transport import sockets
-from noloco_p2p.io.transport.sockets import COUNT_S, LEAST_COUNT_BYTES, LOOK_S, AckedBytes, UnsentLimit
+from noloco_p2p.io.transport.sockets import COUNT_S, LOOK_S, MIN_COUNT_BYTES, AckedBytes, UnsentLimit
 
 pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux only")
 
@@ -134,12 +134,12 @@ def test_the_line_rate_is_measured_from_acknowledged_bytes(monkeypatch: pytest.M
     acked = AckedBytes(rate)
     acked.follow(0.0)
     assert rate.bytes_per_s is None, "traffic before the first look may be old"
-    counts |= {1: (10**9 + 500_000, 10**9 + 100_000), 2: (500_000, 200_000), 3: (LEAST_COUNT_BYTES - 1, 10**7)}
+    counts |= {1: (10**9 + 500_000, 10**9 + 100_000), 2: (500_000, 200_000), 3: (MIN_COUNT_BYTES - 1, 10**7)}
     acked.follow(COUNT_S / 2)
     assert rate.bytes_per_s is None, "the last look was too recent"
     acked.follow(COUNT_S)
     assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "over the time of the busiest connection that carried a body"
-    counts[1] = counts[1][0] + LEAST_COUNT_BYTES - 1, counts[1][1]
+    counts[1] = counts[1][0] + MIN_COUNT_BYTES - 1, counts[1][1]
     acked.follow(2 * COUNT_S)
     assert rate.bytes_per_s == pytest.approx(1e6 / 0.2), "no body was sent"
 
@@ -153,8 +153,8 @@ def test_bytes_that_a_node_sends_to_itself_do_not_count() -> None:
 
     def carried(one: socket.socket, other: socket.socket) -> float | None:
         """Send a body over this connection; returns the rate afterwards."""
-        one.sendall(bytes(LEAST_COUNT_BYTES))
-        assert len(other.recv(LEAST_COUNT_BYTES, socket.MSG_WAITALL)) == LEAST_COUNT_BYTES
+        one.sendall(bytes(MIN_COUNT_BYTES))
+        assert len(other.recv(MIN_COUNT_BYTES, socket.MSG_WAITALL)) == MIN_COUNT_BYTES
         other.sendall(b"x")  # carries the acknowledgement of everything received
         assert one.recv(1) == b"x"
         acked.follow(next(looks))

@@ -43,7 +43,7 @@ from noloco_p2p.core.line_rate import (
     FAR_BYTES,
     FAR_S,
     FILLER_BYTES,
-    LEAST_STRIPE_BYTES,
+    MIN_STRIPE_BYTES,
     PART_BYTES,
     STRIPES,
     MeasuredLine,
@@ -136,11 +136,11 @@ def test_a_body_uses_as_many_connections_as_its_bytes_in_flight_need() -> None:
 
 @pytest.mark.parametrize("connections", [1, 2, 5, CONNECTIONS])
 def test_messages_divide_evenly_between_the_connections(connections: int) -> None:
-    for size in (1, LEAST_STRIPE_BYTES, connections * PART_BYTES - 1, 1 << 26):
+    for size in (1, MIN_STRIPE_BYTES, connections * PART_BYTES - 1, 1 << 26):
         longest = stripe_bytes(size, connections)
         messages = -(-size // longest)
         assert messages <= STRIPES
-        assert longest >= LEAST_STRIPE_BYTES or messages <= connections
+        assert longest >= MIN_STRIPE_BYTES or messages <= connections
         assert size < connections * connections or messages % connections == 0
 
 
@@ -730,7 +730,7 @@ async def raw_stub(node: Node) -> AsyncIterator[Callable[[str], Any]]:
 
 def messages(stripe: int) -> list[pb.ActivationMessage]:
     head, body = message_codec.announced(activation(MIDDLE), stripe)
-    return [pb.ActivationMessage.FromString(raw) for raw in (head, *body(LEAST_STRIPE_BYTES))]
+    return [pb.ActivationMessage.FromString(raw) for raw in (head, *body(MIN_STRIPE_BYTES))]
 
 
 END = pb.ActivationMessage()

@@ -12,7 +12,7 @@ from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, so
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.lattice_format import BOUND_ZERO, LatticeRequest
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LEAST_MESSAGE_BYTES, MESSAGE_S, SHARE
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, MIN_MESSAGE_BYTES, SHARE
 from noloco_p2p.core.messages import Gradient, Header, MicrobatchId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
@@ -203,14 +203,14 @@ def test_without_a_cap_nothing_waits_and_the_line_is_measured() -> None:
 
         async def write(message: bytes) -> None:
             taken.append(len(message))
-            await asyncio.sleep(0.1 if len(message) > LEAST_MESSAGE_BYTES else 0.0)
+            await asyncio.sleep(0.1 if len(message) > MIN_MESSAGE_BYTES else 0.0)
 
         async def read() -> bytes:
             await asyncio.sleep(0.05)
             return bytes(200_000)
 
         send, receive = line.sender(write), line.receiver(read)
-        await send(bytes(LEAST_MESSAGE_BYTES))
+        await send(bytes(MIN_MESSAGE_BYTES))
         assert line.measured.up.bytes_per_s is None, "short messages are not measured"
         await asyncio.gather(send(bytes(100_000)), send(bytes(100_000)))
         assert line.measured.up.bytes_per_s == pytest.approx(2e6, rel=0.3), "two messages in parallel"
@@ -219,7 +219,7 @@ def test_without_a_cap_nothing_waits_and_the_line_is_measured() -> None:
         for _ in range(6):
             await receive()
         assert line.measured.down.bytes_per_s == pytest.approx(4e6, rel=0.3)
-        assert taken == [LEAST_MESSAGE_BYTES, 100_000, 100_000]
+        assert taken == [MIN_MESSAGE_BYTES, 100_000, 100_000]
         assert dict(line.grpc_options)["grpc.http2.lookahead_bytes"] == capped_line.WINDOW_BYTES
 
     virtual_time.run(scenario(), limit_s=100.0)

@@ -36,7 +36,7 @@ from transport_fixture import (
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT
-from noloco_p2p.core.line_rate import LEAST_STRIPE_BYTES
+from noloco_p2p.core.line_rate import MIN_STRIPE_BYTES
 from noloco_p2p.core.messages import Gradient, Header, HostTensor, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
@@ -47,8 +47,8 @@ from noloco_p2p.io.transport.callers import (
     CALLS,
     LATE,
     LATE_PER_S,
-    LEAST_BYTES_PER_S,
     LET_GO_S,
+    MIN_BYTES_PER_S,
     RESERVE_S,
     TRANSFERS,
     Caller,
@@ -88,7 +88,7 @@ async def server(node: Node) -> AsyncIterator[tuple[Pair, NodeStub]]:
 
 def announced(stripe: int = 0) -> tuple[pb.ActivationMessage, list[pb.ActivationMessage]]:
     head, body = message_codec.announced(activation(MIDDLE), stripe)
-    return pb.ActivationMessage.FromString(head), list(map(pb.ActivationMessage.FromString, body(LEAST_STRIPE_BYTES)))
+    return pb.ActivationMessage.FromString(head), list(map(pb.ActivationMessage.FromString, body(MIN_STRIPE_BYTES)))
 
 
 async def nothing(call: Any, first: list[pb.ActivationMessage]) -> None:
@@ -500,7 +500,7 @@ async def after(seconds: float, nbytes: int) -> bytes:
 
 async def take_for_ever(patience: Patience) -> None:
     while True:
-        await patience.wait(after(1.0, int(LEAST_BYTES_PER_S / 2)))
+        await patience.wait(after(1.0, int(MIN_BYTES_PER_S / 2)))
 
 
 def test_patience_lasts_only_while_enough_bytes_arrive() -> None:
@@ -508,7 +508,7 @@ def test_patience_lasts_only_while_enough_bytes_arrive() -> None:
         now = asyncio.get_running_loop().time
         fast, slow = Patience(), Patience()
         for _ in range(100):
-            await fast.wait(after(10.0, int(10 * LEAST_BYTES_PER_S)))
+            await fast.wait(after(10.0, int(10 * MIN_BYTES_PER_S)))
         began = now()
         with pytest.raises(Unreachable):
             await take_for_ever(slow)
@@ -837,16 +837,16 @@ def test_a_message_full_of_tiny_frames_is_refused_early(
     monkeypatch.setattr(frame_codec, "_read_size", counted)
     with pytest.raises(Violation, match="frames, or"):
         frame_codec.unpacked(one * ((4 << 20) // len(one)), kind)
-    assert len(looked) <= 2 * (wire.MOST_FRAMES + 2)
-    most = wire.MOST_FRAMES if inner else frame_codec.MOST_HEADS
+    assert len(looked) <= 2 * (wire.MAX_FRAMES + 2)
+    most = wire.MAX_FRAMES if inner else frame_codec.MAX_HEADS
     with pytest.raises(Violation, match="frames, or"):
         frame_codec.unpacked(one * (most + 1), kind)
 
 
 def test_many_empty_tensors_still_travel() -> None:
-    specs = [HostTensor(f"t{n}", "float32", (0,), memoryview(b"")) for n in range(3 * wire.MOST_FRAMES)]
+    specs = [HostTensor(f"t{n}", "float32", (0,), memoryview(b"")) for n in range(3 * wire.MAX_FRAMES)]
     groups = list(wire.group_frames(wire.frames(specs, [0] * len(specs))))
-    assert [len(group) for group in groups] == [wire.MOST_FRAMES] * 3
+    assert [len(group) for group in groups] == [wire.MAX_FRAMES] * 3
     for group in groups:
         assert frame_codec.unpacked(frame_codec.packed(pb.StateMessage(), group), pb.StateMessage)[1] == group
 
