@@ -15,6 +15,10 @@ from noloco_p2p.node.restore import WeightRestorer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Transport
 
+RETURN_LIFETIMES = 20
+"""How long a node waits for trained weights of a stage before it begins afresh in a run that has done rounds, in advert
+lifetimes: 10 minutes by default, in which a line or a machine is usually back."""
+
 
 class Joining:
     """Takes one node from its first announcement to its first step in a stage."""
@@ -211,8 +215,8 @@ class Joining:
     def _may_come_back(self, others: Sequence[Advert], began: float, broke_at: float | None) -> bool:
         """Whether a node with trained weights of this stage may still turn up, although it does not answer now or has
         no live advert. Before the first outer round the initial weights are as good as any, unless a replica has
-        trained on. This node waits for a peer that is only listed for no longer than an advert can outlive its node;
-        for one that answered, or whose transfer broke off, as long as a transfer may take."""
+        trained on: then this node waits for a listed peer for no longer than an advert can outlive its node, otherwise
+        for RETURN_LIFETIMES; for a peer that answered, or whose transfer broke off, as long as a transfer may take."""
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         mates = members.of_stage(node.index, membership.TRAINED)
         waited_s = node.now() - (began if broke_at is None else broke_at)
@@ -220,7 +224,8 @@ class Joining:
             return waited_s < TRANSFER_DEADLINE_S
         held = any(held.stage == node.index for a in others for held in a.holds)
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
-        return ((held or bool(mates)) and waited_s < 3 * ttl_s) or (rounds > 0 and waited_s < ttl_s)
+        lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if held or mates else 0
+        return waited_s < lifetimes * ttl_s
 
     async def _is_cut_off(self) -> bool:
         """Whether no node of any other stage answers. Fresh weights would be useless then, and wrong once others do."""

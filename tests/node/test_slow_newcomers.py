@@ -97,3 +97,13 @@ def test_a_newcomer_whose_donor_falls_silent_in_the_middle_of_its_copy_waits_for
     assert broken.at_s - 8.0 > 3 * cut.plan.config.directory.ttl_s
     assert broken.at_s < down.ends_s
     assert [(one.peer, one.source) for one in cut.resumptions if one.peer == "s1r1"] == [("s1r1", "peer")]
+
+
+def test_a_newcomer_waits_for_a_stage_that_is_cut_off_as_a_whole() -> None:
+    """It began afresh after one advert lifetime. When the line was back, the trained replicas copied its weights."""
+    cuts = [Fault(10.0, "cut", (f"s1r{i}", peer), 60.0) for i in range(3) for peer in ("s0r0", "s0r1", "s1r3")]
+    away = swarm(*cuts, Fault(14.0, "arrive", ("s1r3",)), replicas=(2, 3), steps=200)
+    check(away)
+    assert cuts[0].for_s == 10 * away.plan.config.directory.ttl_s
+    assert "fresh" not in {one.source for one in away.resumptions}
+    assert any(one.peer == "s1r3" and one.at_s > cuts[0].ends_s for one in away.resumptions)

@@ -24,6 +24,7 @@ from noloco_p2p.core.messages import (
     TensorSpec,
 )
 from noloco_p2p.errors import Busy, Violation
+from noloco_p2p.node.join import RETURN_LIFETIMES
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import ALONE, Body, Claim
 from noloco_p2p.sim.faults import FaultySwarm
@@ -93,12 +94,12 @@ def test_nobody_moves_away_from_a_stage_because_of_claims() -> None:
     assert not check(swarm).trace.of("moved")
 
 
-@pytest.mark.parametrize("lie", [
-    {"state": "waiting", "holds": (Holding(1, 10**6, 10**7),)},
-    {"state": "training", "outer_round": 10**6, "step": 1e7},
-    {"state": "training"},
+@pytest.mark.parametrize(("lie", "lifetimes"), [
+    ({"state": "waiting", "holds": (Holding(1, 10**6, 10**7),)}, 3),
+    ({"state": "training", "outer_round": 10**6, "step": 1e7}, RETURN_LIFETIMES),
+    ({"state": "training"}, 3),
 ])  # fmt: skip
-def test_recovery_does_not_wait_for_peers_that_are_only_listed(lie: dict[str, object]) -> None:
+def test_recovery_does_not_wait_forever_for_peers_that_are_only_listed(lie: dict[str, object], lifetimes: int) -> None:
     """The only stage is lost together with its disks, and has no guardian: it starts over."""
     lies = stranger("x", 0, **lie)  # type: ignore[arg-type]
     swarm = swarm_with(plan_of((1,), steps=STEPS), lies, from_s=3.0, until_s=300.0)
@@ -108,7 +109,7 @@ def test_recovery_does_not_wait_for_peers_that_are_only_listed(lie: dict[str, ob
     [resumed] = check(swarm).trace.of("resumed", "s0r1")
     assert resumed.get("source") == "fresh"
     assert resumed.number("step") == 0
-    assert resumed.at_s < 6.0 + 4 * TTL_S
+    assert resumed.at_s < 6.0 + (lifetimes + 1) * TTL_S
 
 
 def test_a_run_that_was_stopped_goes_on_though_strangers_hold_newer_weights() -> None:
