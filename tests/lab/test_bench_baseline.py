@@ -1,6 +1,6 @@
-"""`noloco bench baseline`: its kinds compute what they say, and it compares what is comparable.
+"""`noloco bench baseline`: each kind computes what it claims, and the comparison is fair.
 
-The references are plain transformers in one process, on joined microbatches, with the formulas written out.
+The references are plain transformers in one process on concatenated microbatches, with the formulas written out.
 """
 
 import json
@@ -39,13 +39,13 @@ RANKS, STEPS, PEAK, CLIP = 2, 4, 1e-2, 0.5
 MANIFEST = make_manifest(
     steps=STEPS,
     inner={"peak_learning_rate": PEAK, "clip_norm": CLIP, "weight_decay": 0.1},
-    outer={"rule": "noloco", "inner_steps": 3},  # DiLoCo meets after steps 3 and 4, the last one
+    outer={"rule": "noloco", "inner_steps": 3},  # DiLoCo averages after steps 3 and 4, the last step
 )
 Weights = dict[str, "np.ndarray[Any, np.dtype[np.float64]]"]
 
 
 def microbatches(step: int, rank: int) -> list[Batch]:
-    """Two, with different numbers of tokens, on every process others."""
+    """Two microbatches with different numbers of tokens, which differ between processes."""
     return [make_batch(100 * step + 10 * rank + k, ignored=1 + 2 * k + 3 * rank, padded=1) for k in range(2)]
 
 
@@ -53,7 +53,7 @@ HELD_OUT = microbatches(0, 0)
 
 
 def train_all_kinds(store: Path, rank: int) -> dict[str, tuple[Weights, float]]:
-    """One of the processes: for each kind the weights at the end, and the held-out loss."""
+    """The work of one process; returns the final weights and the held-out loss by kind."""
     distributed.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=RANKS)
     found, sharded = {}, {}
     for kind, make in KINDS.items():
@@ -72,7 +72,7 @@ def train_all_kinds(store: Path, rank: int) -> dict[str, tuple[Weights, float]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[ProcessPoolExecutor]:
-    """Both processes."""
+    """A pool of both processes."""
     with workers(RANKS, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as pool:
         yield pool
 
@@ -81,13 +81,13 @@ def ranks() -> Iterator[ProcessPoolExecutor]:
 def trained(
     ranks: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, tuple[Weights, float]]]:
-    """What both processes found."""
+    """The results of both processes."""
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     return [found.result() for found in [ranks.submit(train_all_kinds, store, rank) for rank in range(RANKS)]]
 
 
 class Plain:
-    """Plain transformers with the initial weights of our stages, and AdamW."""
+    """A plain transformers model with the initial weights of our stages, trained by AdamW."""
 
     def __init__(self) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,7 +107,7 @@ class Plain:
         return dict(self.model.named_parameters())
 
     def loss(self, batches: list[Batch]) -> Tensor:
-        """The mean over the targets of all microbatches, joined to one."""
+        """The mean loss over the targets of all microbatches, concatenated."""
         inputs, targets, masks = (
             torch.cat([to_torch(getattr(batch, name)) for batch in batches]) for name in ("inputs", "targets", "mask")
         )
@@ -115,12 +115,12 @@ class Plain:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=-100)
 
     def step(self, step: int, batches: list[Batch]) -> None:
-        """Mean gradient, clip over the whole model, AdamW at the rate of a cosine without warm-up."""
+        """AdamW with the mean gradient, clipped over the whole model, at a cosine rate without warm-up."""
         self.model.zero_grad()
         self.loss(batches).backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in self.model.parameters()]
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
-        assert norm > CLIP, "the clip has something to do"
+        assert norm > CLIP, "the gradient must be clipped"
         for grad in grads:
             grad *= CLIP / (norm + 1e-6)
         for group in self._adam.param_groups:
@@ -129,13 +129,15 @@ class Plain:
 
 
 def distance(found: Weights, expected: dict[str, Tensor]) -> float:
-    """The largest difference of any weight."""
+    """The largest difference between two corresponding weights."""
     assert found.keys() == expected.keys()
     return max(float(np.abs(found[name] - theta.detach().numpy()).max()) for name, theta in expected.items())
 
 
 @pytest.mark.soak
-def test_ddp_and_fsdp_are_one_process_on_the_joined_batch(trained: list[dict[str, tuple[Weights, float]]]) -> None:
+def test_ddp_and_fsdp_equal_one_process_on_the_concatenated_batch(
+    trained: list[dict[str, tuple[Weights, float]]],
+) -> None:
     plain = Plain()
     for step in range(1, STEPS + 1):
         plain.step(step, [one for rank in range(RANKS) for one in microbatches(step, rank)])
@@ -146,9 +148,9 @@ def test_ddp_and_fsdp_are_one_process_on_the_joined_batch(trained: list[dict[str
 
 
 def after_diloco(met: tuple[bool, ...] = (True, True)) -> list[Plain]:
-    """The replicas at the end. Nesterov: v ← 0.9·v + g, φ ← φ − 0.7·(g + 0.9·v).
+    """The final replicas of DiLoCo. Nesterov: v ← 0.9·v + g, φ ← φ − 0.7·(g + 0.9·v).
 
-    g is the mean of φ − θ over all, or of a round in which they have not `met`, each one's own.
+    g is the mean of φ − θ over all replicas, or each replica's own in a round in which they have not `met`.
     """
     replicas = [Plain() for _ in range(RANKS)]
     slow = [{name: theta.detach().clone() for name, theta in replica.theta.items()} for replica in replicas]
@@ -171,7 +173,7 @@ def after_diloco(met: tuple[bool, ...] = (True, True)) -> list[Plain]:
 
 
 @pytest.mark.soak
-def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
+def test_diloco_follows_its_two_formulas(trained: list[dict[str, tuple[Weights, float]]]) -> None:
     replicas = after_diloco()
     expected = float(replicas[0].loss(HELD_OUT).detach())
     for rank, replica in enumerate(replicas):
@@ -179,16 +181,16 @@ def test_diloco_is_its_two_formulas(trained: list[dict[str, tuple[Weights, float
         assert distance(weights, replica.theta) < 1e-9
         assert loss == pytest.approx(expected, abs=1e-9)
         weights, loss = trained[rank]["opendiloco"]
-        assert distance(weights, replica.theta) < 1e-4, "the pseudo-gradients travel in float16"
+        assert distance(weights, replica.theta) < 1e-4, "pseudo-gradients travel in float16"
         assert loss == pytest.approx(expected, abs=1e-4)
-    assert distance(trained[0]["ddp"][0], replicas[0].theta) > 1e-2, "the kinds differ by more than what is told apart"
+    assert distance(trained[0]["ddp"][0], replicas[0].theta) > 1e-2, "the kinds differ by more than the tolerances"
 
 
 @pytest.mark.soak
-def test_opendiloco_without_waiting_goes_on_alone_where_the_other_is_late(
+def test_opendiloco_without_waiting_continues_alone_if_the_other_is_late(
     trained: list[dict[str, tuple[Weights, float]]],
 ) -> None:
-    """On a quiet machine nobody is."""
+    """On a quiet machine no process is late."""
     outcomes = [after_diloco(met) for met in product((True, False), repeat=2)]
     for rank in range(RANKS):
         weights, loss = trained[rank]["opendiloco-nowait"]
@@ -200,7 +202,7 @@ def test_opendiloco_without_waiting_goes_on_alone_where_the_other_is_late(
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process has started, and theirs."""
+    """The ids of all children of a process, and of their descendants."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
@@ -209,7 +211,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def hold_hivemind(store: Path) -> tuple[int, list[int]]:
-    """This process, which trains on, and its descendants."""
+    """The id of this process, which keeps the model open, and those of its descendants."""
     distributed.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     kept.append(KINDS["opendiloco"](MANIFEST, torch.device("cpu")))
     return os.getpid(), descendants(os.getpid())
@@ -219,7 +221,7 @@ kept: list[Any] = []
 
 
 def average_alone(store: Path) -> tuple[bool, str]:
-    """Whether a process that nobody joins keeps its own gradient, and what it says where all have to be there."""
+    """Whether a process alone keeps its own gradient, and its error message if it must wait for all."""
     distributed.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     model: Any = KINDS["opendiloco-nowait"](MANIFEST, torch.device("cpu"))
     gradient = torch.arange(float(model._slow.numel()))
@@ -237,7 +239,7 @@ def average_alone(store: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.soak
-def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
+def test_a_process_alone_keeps_its_gradient_or_reports_that_the_others_are_missing(
     ranks: ProcessPoolExecutor, tmp_path: Path
 ) -> None:
     kept_its_own, message = ranks.submit(average_alone, tmp_path / "store").result()
@@ -246,7 +248,7 @@ def test_who_is_alone_goes_on_alone_or_says_that_the_others_are_missing(
 
 
 @pytest.mark.soak
-def test_what_hivemind_has_started_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+def test_processes_started_by_hivemind_end_with_a_killed_worker(tmp_path: Path) -> None:
     started = list[int]()
 
     def lose_it() -> None:
@@ -258,7 +260,7 @@ def test_what_hivemind_has_started_ends_with_its_process_however_that_ends(tmp_p
 
     with pytest.raises(LocalError, match="a worker process has died"):
         lose_it()
-    assert len(started) >= 3, "a DHT, its libp2p daemon and an averager"
+    assert len(started) >= 3, "at least a DHT, its libp2p daemon and an averager"
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), "the end of hivemind's processes")
 
 
@@ -270,7 +272,7 @@ MANIFEST_OF_ONE = RunManifest(stages=1, inner=ADAMW)
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 3), (2, 2), (4, 1)])
-def test_every_microbatch_of_the_swarm_is_trained_by_one_process(stages: int, replicas: int) -> None:
+def test_every_microbatch_of_the_swarm_is_assigned_to_one_process(stages: int, replicas: int) -> None:
     plan = baseline.make_plan(
         "ddp", stages * replicas, RunManifest(stages=stages, microbatches_per_step=4, inner=ADAMW), CPU
     )
@@ -283,12 +285,14 @@ def test_every_microbatch_of_the_swarm_is_trained_by_one_process(stages: int, re
     ("processes", "fields", "message"),
     [(3, {}, "--replicas is 3"), (4, {"microbatches_per_step": 3}, "microbatches_per_step is 3")],
 )
-def test_what_cannot_be_dealt_evenly_is_refused(processes: int, fields: dict[str, int], message: str) -> None:
+def test_microbatches_that_cannot_be_distributed_evenly_are_refused(
+    processes: int, fields: dict[str, int], message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"{message}: it must be a multiple of stages, which is 2"):
         baseline.make_plan("ddp", processes, RunManifest(inner=ADAMW, **fields), CPU)  # type: ignore[arg-type]
 
 
-def test_the_command_needs_no_settings_and_what_is_set_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_needs_no_settings_and_applies_given_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = list[baseline.BaselinePlan]()
 
     def run(plan: baseline.BaselinePlan) -> dict[str, Any]:
@@ -296,7 +300,9 @@ def test_the_command_needs_no_settings_and_what_is_set_counts(monkeypatch: pytes
         return {}
 
     monkeypatch.setattr(baseline, "run", run)
-    monkeypatch.setattr(baseline, "pick_device", lambda name: torch.device("cpu"))  # or each needs a GPU of its own
+    monkeypatch.setattr(
+        baseline, "pick_device", lambda name: torch.device("cpu")
+    )  # otherwise each process needs its own GPU
     for sets in ([], ["--set", "outer.rule=averaged", "--set", "outer.beta=0.5"]):
         found = CliRunner().invoke(benches, ["baseline", "--kind", "diloco", *sets, "--json"], catch_exceptions=False)
         assert found.exit_code == 0
@@ -331,16 +337,16 @@ def test_the_nodes_get_every_setting() -> None:
     assert settings.load(None, {}, plan.settings()) == (plan.manifest, local)
 
 
-def test_the_first_failure_ends_it() -> None:
-    """The other process waits for the failed one, and would for ten minutes."""
+def test_the_first_failure_ends_the_bench() -> None:
+    """The other process would wait for the failed one for ten minutes."""
     waits, fails = Future[baseline.RankFigures](), Future[baseline.RankFigures]()
     fails.set_exception(LocalError("no such file"))
     with pytest.raises(LocalError, match="no such file"):
         baseline.results([waits, fails])
 
 
-def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process alone, whose peers are lost."""
+def test_errors_of_torch_are_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of which all peers are lost."""
 
     def lost(*_: object) -> None:
         raise RuntimeError("reset\nby peer")
@@ -354,10 +360,10 @@ def test_what_torch_raises_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.soak
 def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same weights, streams, schedule and held-out data: then nothing is left in which they could differ."""
+    """With the same weights, streams, schedule and held-out data nothing is left in which they could differ."""
     server = SharedServer()
     monkeypatch.setattr(node_fleet, "ForkServerProcess", lambda: server)
-    resource_tracker.ensure_running()  # multiprocessing starts it once, and it lives as long as pytest
+    resource_tracker.ensure_running()  # multiprocessing starts it once, and it runs as long as pytest does
     monkeypatch.chdir(tmp_path)
     sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]
     words = ["baseline", "--kind", "ddp", "--replicas", "2", "--steps", "5", *sets, "--json"]

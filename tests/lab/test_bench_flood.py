@@ -1,4 +1,4 @@
-"""`noloco bench flood`: what its strangers do arrives at a node."""
+"""`noloco bench flood`: every kind of flood reaches the node."""
 
 import asyncio
 from contextlib import suppress
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sockets.OPEN_FILES.is_dir(), reason="Linux o
 
 
 @pytest.mark.parametrize("kind", sorted(floods.KINDS))
-def test_a_flood_arrives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_reaches_the_node(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floods, "CONNECTIONS", 5)
     monkeypatch.setattr(floods, "STREAMS", 3)
 

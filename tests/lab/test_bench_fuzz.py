@@ -1,4 +1,4 @@
-"""`noloco bench fuzz` in small: nothing that a stranger sends makes a node raise, stand still or grow."""
+"""A short `noloco bench fuzz`: nothing that a stranger sends makes a node raise, hang or grow."""
 
 import random
 
@@ -9,11 +9,11 @@ def test_random_messages_do_no_harm() -> None:
     figures = fuzz.run(400, seed=1)
     assert figures["sent"] == 400
     assert figures["crashes"] == 0
-    assert figures["answers"] > 0, "some get through to our code"
+    assert figures["answers"] > 0, "some messages reach our code"
     assert figures["grown_mib"] < 64
 
 
-def test_equal_seeds_give_equal_messages_and_few_are_left_as_they_were() -> None:
+def test_equal_seeds_give_equal_messages_and_few_are_unchanged() -> None:
     made = [[fuzz.mutated(random.Random(seed), b"x" * 64) for seed in range(200)] for _ in range(2)]
     assert made[0] == made[1]
     assert 0 < made[0].count(b"x" * 64) < 100

@@ -1,4 +1,4 @@
-"""`noloco bench links`: what real nodes did is worked out right, the simulator gets the same run, both are shown."""
+"""`noloco bench links`: the figures of real nodes, the equivalent simulated run, and the page that compares them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,20 +32,20 @@ def step(peer: str, at: float, tokens: int = 100) -> InnerStepLine:
     return InnerStepLine(peer, at, 1, 1, tokens, ())
 
 
-def test_the_rate_is_that_between_the_first_and_the_last_step_of_each_peer() -> None:
-    """The first step's tokens were trained before it."""
+def test_the_rate_is_measured_between_the_first_and_last_step_of_each_peer() -> None:
+    """Tokens of the first step do not count, because they were trained before it ended."""
     lines = [step("A", 10.0, 999), step("A", 12.0), step("B", 10.5, 999), step("A", 14.0), step("B", 14.5, 600)]
     assert links.rate_of(lines) == pytest.approx(200 / 4 + 600 / 4)
 
 
 @pytest.mark.parametrize("lines", [[], [step("A", 1.0), step("A", 2.0), step("B", 1.0)]])
-def test_too_short_a_measurement_is_no_figure(lines: list[InnerStepLine]) -> None:
+def test_a_measurement_that_is_too_short_is_an_error(lines: list[InnerStepLine]) -> None:
     with pytest.raises(LocalError, match="--seconds"):
         links.rate_of(lines)
 
 
 def sample(at: float, **counts: float) -> NodeSample:
-    """One node's; `sent_<kind>` are bytes."""
+    """A sample of one node; `sent_<kind>` are bytes."""
     samples: list[tuple[str, Mapping[str, str], float]] = []
     for name, value in counts.items():
         if name.startswith("sent_"):
@@ -56,7 +56,7 @@ def sample(at: float, **counts: float) -> NodeSample:
     return NodeSample(NodeEndpoints("P", "R", 1, (), ""), MetricsReading(at, tuple(samples)), None, None)
 
 
-def test_what_nodes_and_relay_counted_becomes_figures() -> None:
+def test_figures_follow_from_the_counts_of_nodes_and_relay() -> None:
     before = {"0-0": sample(100.0, sent_activation=500), "1-0": sample(100.0, microbatches=3)}
     after = {
         "0-0": sample(110.0, sent_activation=10_500, sent_snapshot=2_000, microbatches=4, device_seconds=1.5),
@@ -76,7 +76,7 @@ def test_what_nodes_and_relay_counted_becomes_figures() -> None:
     assert (found["tokens"], found["bytes"]) == (100.0, pytest.approx(20.0))
     assert found["by_kind"] == pytest.approx({"activation": 10.0, "gradient": 8.0, "snapshot": 2.0})
     assert found["line_bytes"] == pytest.approx(21.0)
-    assert found["line_use"] == pytest.approx(0.5), "the line down of the last stage: 1,250 of 2,500 bytes/s"
+    assert found["line_use"] == pytest.approx(0.5), "that of the last stage's line down: 1,250 of 2,500 bytes/s"
     assert found["relay_cpu_s_per_gb"] == pytest.approx(0.5 / 21e-6)
     assert [one["microbatches"] for one in found["work"]] == [4, 4]
     factors = links.device_factors(found["work"], [COSTS, COSTS])
@@ -109,7 +109,7 @@ def test_the_simulator_gets_the_run_and_the_line() -> None:
     assert (found.network.link.latency_s, found.network.spread) == pytest.approx((0.05, 0.1))
 
 
-def test_a_slower_line_is_slower_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_run_over_a_slower_line_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SIM_STEPS", 20)
     fast, slow = (links.simulate(scenario_of(link)) for link in ("1000mbit,1ms", "5mbit,1ms"))
     assert fast["tokens"] > 3 * slow["tokens"] > 0
@@ -117,7 +117,7 @@ def test_a_slower_line_is_slower_in_the_simulator(monkeypatch: pytest.MonkeyPatc
     assert (slow["by_kind"]["activation"], slow["by_kind"]["gradient"]) == pytest.approx(bytes_per_token, rel=0.1)
 
 
-def test_gains_and_page(tmp_path: Path) -> None:
+def test_gains_over_bfloat16_and_the_page(tmp_path: Path) -> None:
     def case(codec: str, delay: float, tokens: float) -> dict[str, object]:
         real = {"tokens": tokens, "bytes": 10.0, "line_bytes": 11.0, "line_use": 0.9}
         simulated = {"tokens": 1.1 * tokens, "bytes": 9.0}
@@ -135,7 +135,7 @@ def test_gains_and_page(tmp_path: Path) -> None:
     links_page.add_gains(cases)
     assert [one.get("over_bfloat16") for one in cases] == [None, {"real": 3.2, "simulated": pytest.approx(3.2)}, None]
     links_page.write_page(tmp_path / "out", "3x1", [])
-    assert list((tmp_path / "out").iterdir()) == [], "a run that is stopped before its first case can be repeated"
+    assert list((tmp_path / "out").iterdir()) == [], "after a stop before the first case the command can be repeated"
     links_page.write_page(tmp_path / "out", "3x1", cases)
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| 50 | 25 | int4 | 320 | 352 | +10.0% | 10 | 9 | -10.0% | 11 | 90% | 3.2 |" in page
@@ -143,21 +143,21 @@ def test_gains_and_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "50,", "0", "-5", "50;200", "nan"])
-def test_numbers_that_are_none_are_refused(text: str) -> None:
+def test_malformed_numbers_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--rates"):
         links.numbers("--rates", text)
 
 
-def test_the_command_refuses_before_anything_is_started(tmp_path: Path) -> None:
+def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
     for options in (["--delays", "x"], ["--nodes", "2"], ["--codecs", "int3"]):
         result = CliRunner().invoke(app, ["bench", "links", "--out", str(tmp_path / "out"), *options])
         assert isinstance(result.exception, ConfigError)
-        assert str(result.exception).startswith(" ".join(options)), "the option that was given"
+        assert str(result.exception).startswith(" ".join(options)), "the message names the given option"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.soak
-def test_a_real_swarm_beside_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_swarm_is_compared_with_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     monkeypatch.setattr(links, "WARM_STEPS", 2)
     monkeypatch.setattr(links, "SIM_STEPS", 12)
@@ -175,7 +175,7 @@ def test_a_real_swarm_beside_the_simulator(tmp_path: Path, monkeypatch: pytest.M
     real, simulated = case["real"], case["simulated"]
     assert real["tokens"] > 0
     assert simulated["tokens"] > 0
-    # A microbatch of 2 x 32 tokens of width 32 in bfloat16, 4 bytes a target; frames and control messages beside them.
+    # Per token 32 values in bfloat16 and a target of 4 bytes, plus frames and control messages.
     assert real["by_kind"]["activation"] == pytest.approx(68, rel=0.25)
     assert simulated["by_kind"]["activation"] == pytest.approx(68, rel=0.25)
     assert real["line_bytes"] > 0.7 * real["bytes"]

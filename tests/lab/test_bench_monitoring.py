@@ -1,4 +1,4 @@
-"""`noloco bench monitoring`: what is slow in the instruments shows in the figures."""
+"""`noloco bench monitoring`: slow instruments show up in its figures."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`noloco bench stage` measures what it says, on a small run."""
+"""`noloco bench stage` on a small run: its figures measure what they claim."""
 
 import json
 import time
@@ -25,13 +25,13 @@ PHASES = ("forward_s", "loss_backward_s", "backward_s", "step_s", "plain_s")
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds that the stages' operations have taken."""
+    """A clock advanced by the stages' operations."""
 
     now: float = 0.0
 
 
 class Slow:
-    """A stage that does nothing, in 1, 2, 3, 4 and 5 times `unit_s`; forward and backward at once are three."""
+    """A stage whose operations only take time: 1 to 5 times `unit_s`; forward and backward combined take 3."""
 
     def __init__(self, clock: Clock, unit_s: float) -> None:
         self._clock = clock
@@ -85,15 +85,15 @@ def test_the_cpu_agrees_with_itself_and_everything_takes_time() -> None:
     assert found["ratio"] == pytest.approx(found["plain_s"] / parts)
     each = found["stages_costs"]
     assert [tuple(one) for one in each] == [bench.COSTS] * 3
-    # The last one's backward pass is a difference of two medians, which a busy machine can make none of.
+    # The last stage's backward pass is a difference of two medians, which may be 0 on a busy machine.
     assert 0 <= each[-1]["backward_s"] < 60
     assert all(0 < one[name] < 60 for one in each for name in bench.COSTS if (one, name) != (each[-1], "backward_s"))
     in_turn = sum(one["forward_s"] + one["backward_s"] for one in each)
-    assert parts / 4 < in_turn < parts * 4, "the stages' own seconds add up to those of all together"
+    assert parts / 4 < in_turn < parts * 4, "the seconds of the stages add up to about those of the whole"
 
 
-def test_the_last_stage_which_does_all_in_one_has_a_backward_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds are counted by a clock that the stages' operations move themselves."""
+def test_the_last_stages_backward_is_the_rest_of_its_combined_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that the operations themselves advance."""
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
@@ -105,18 +105,18 @@ def test_the_last_stage_which_does_all_in_one_has_a_backward_of_what_is_left(mon
     ]
 
 
-def test_a_narrow_wire_shows_in_the_deviation() -> None:
+def test_a_lossy_codec_shows_in_the_deviation() -> None:
     manifest = make_manifest("llama", 3, dtype="float32", wire={"forward": "bfloat16", "backward": "int8"})
     found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=1)
     assert 1e-4 < found["gradient_deviation"] < 0.2
 
 
-def test_a_device_that_is_not_here_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(LocalError, match="cuda:63 not found"):
         bench.run("cuda:63")
 
 
-def test_the_command_measures_the_run_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_measures_the_run_of_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(device: str, *, manifest: RunManifest) -> dict[str, Any]:
         figures = {"stages": manifest.stages, "length": manifest.sequence_length, "device": device}
         return figures | {"stages_costs": [{"forward_s": 0.5}, {"forward_s": 0.25}]}

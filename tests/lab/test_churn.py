@@ -1,4 +1,4 @@
-"""The churn bench: its figures are worked out right, and it leaves no process behind."""
+"""The churn bench: its figures are right, and it leaves no process behind."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def lines(*steps: tuple[float, int, Sequence[str]]) -> list[InnerStepLine]:
 BEGINNING = WeightsSource(0.0, "start")
 
 
-def test_nothing_is_counted_twice_in_an_honest_life() -> None:
+def test_a_correct_life_has_no_duplicates() -> None:
     assert churn_figures.duplicates(lines((1, 1, "ab"), (2, 2, "cd")), [BEGINNING]) == 0
 
 
@@ -39,17 +39,17 @@ def test_an_id_counted_twice_is_found(again: tuple[float, int, str]) -> None:
     assert churn_figures.duplicates(lines((1, 1, "ab"), again), [BEGINNING]) == 1
 
 
-def test_what_a_checkpoint_does_not_contain_may_be_counted_again() -> None:
+def test_ids_that_are_not_in_the_checkpoint_may_be_counted_again() -> None:
     before = [(1, 1, "ab"), (2, 2, "cd"), (3, 3, "ef")]
     lives = [BEGINNING, WeightsSource(10.0, "shard")]
     assert churn_figures.duplicates(lines(*before, (11, 2, "cf"), (12, 3, "eg")), lives) == 0, (
-        "it went on from inner step 1"
+        "it resumed from inner step 1"
     )
     assert churn_figures.duplicates(lines(*before, (11, 3, "ce")), lives) == 1, "c is in the checkpoint, e is not"
     assert churn_figures.duplicates(lines(*before, (11, 4, "ce")), lives) == 2
 
 
-def test_weights_of_another_replica_contain_nothing_that_was_counted_here() -> None:
+def test_weights_of_another_replica_contain_none_of_this_nodes_ids() -> None:
     for source in ("peer", "guardian", "fresh"):
         lives = [BEGINNING, WeightsSource(10.0, source)]
         assert churn_figures.duplicates(lines((1, 1, "ab"), (11, 2, "ab"), (12, 3, "cd")), lives) == 0
@@ -77,14 +77,14 @@ def test_what_would_be_known_to_fail_minutes_later_is_refused_at_once(
 
 def test_stalls_are_counted_from_the_disturbance() -> None:
     trained = [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 20.0, 21.0]
-    assert churn_figures.stalls(trained, [2.5], 21.0) == [12.0], "the longest one, whenever it began"
+    assert churn_figures.stalls(trained, [2.5], 21.0) == [12.0], "the longest stall, whenever it began"
     assert churn_figures.stalls(trained, [2.5, 7.5], 21.0) == [3.5, 12.0]
     assert churn_figures.stalls(trained, [2.5, 7.5, 15.0], 21.0) == [3.5, 12.0, 5.0]
-    assert churn_figures.stalls(trained, [20.5], 30.0) == [9.0], "until the end, when nothing comes any more"
+    assert churn_figures.stalls(trained, [20.5], 30.0) == [9.0], "the stall lasts until the end if no step follows"
     assert churn_figures.stalls([], [], 3.0) == []
 
 
-def test_the_last_that_trains_in_its_stage_is_spared() -> None:
+def test_the_last_training_node_of_a_stage_is_spared() -> None:
     rng = Random(7)
     training = {0: ["0-0", "0-1", "0-2"], 1: ["1-0"], 2: ["2-0", "2-1"]}
     drawn = {churn_schedule.victim(rng, training) for _ in range(200)}
@@ -95,7 +95,7 @@ def test_the_last_that_trains_in_its_stage_is_spared() -> None:
     ] * 2
 
 
-def test_loss_at_equal_tokens() -> None:
+def test_losses_are_compared_at_equal_tokens() -> None:
     curve = [(100.0, 4.0), (200.0, 3.0), (400.0, 2.0)]
     assert [churn_figures.at_tokens(curve, tokens) for tokens in (50, 100, 150, 300, 500)] == [4.0, 4.0, 3.5, 2.5, 2.0]
     assert churn_figures.at_tokens([], 5) is None
@@ -111,7 +111,7 @@ def test_quantiles() -> None:
     assert (quantile([3.0], 0.95), quantile([], 0.5)) == (3.0, None)
 
 
-def test_a_line_that_was_cut_off_is_left_out() -> None:
+def test_a_truncated_line_is_left_out() -> None:
     whole = {
         "inner_step": 3,
         "step": 2,
@@ -146,7 +146,7 @@ def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
     assert rounds_lost(fleet, 1, 8.5)["after"] is None
 
 
-def test_a_stage_dies_for_good_when_a_guardian_has_a_newer_round(
+def test_a_stage_is_killed_completely_only_when_a_guardian_has_a_newer_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, guarded, dead = [1000.0], [3.0], list[str]()
@@ -174,8 +174,10 @@ def test_a_stage_dies_for_good_when_a_guardian_has_a_newer_round(
     assert after(9.5) == []
     (first,) = after(1.0)
     stage = int(first.nodes[0][0])
-    assert (first.kind, first.nodes, first.emptied) == ("kill", (f"{stage}-2",), None), "two replicas have guardians"
-    assert after(20.0) == [], "nobody holds more than what the dead one may have held"
+    assert (first.kind, first.nodes, first.emptied) == ("kill", (f"{stage}-2",), None), (
+        "with two replicas left the stage has guardians"
+    )
+    assert after(20.0) == [], "no guardian has a newer round than the dead node may have had"
     guarded[0] = 4.0
     later = after(30.0)
     assert [name for one in later for name in one.nodes] == [f"{stage}-0", f"{stage}-1"]
@@ -199,11 +201,11 @@ for n in range(1, 10_000):
         file.write(json.dumps(line) + "\n")
     time.sleep(0.02)
 """
-"""A node as the bench sees it: it writes its endpoints, steps, and has a process of its own below it."""
+"""A fake node as the bench sees it: it writes its endpoints, takes steps, and has a child process."""
 
 
-def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be read after the kill: the node trains no more, and has not come back."""
+def test_a_line_from_before_the_kill_is_not_a_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line may be read after the kill, but the node no longer trains, and has not returned."""
     fleet = Fleet(tmp_path, (1, 1))
     (tmp_path / "audit").mkdir()
     monkeypatch.setattr(FleetNode, "peer", "12D3me")
@@ -222,7 +224,7 @@ def test_a_line_of_before_the_kill_is_not_a_comeback(tmp_path: Path, monkeypatch
 
 
 def disturbed_and_broken_off(run_dir: Path) -> None:
-    """Kill, stop and restart, then Ctrl-C while a node is stopped."""
+    """Kill, stop and restart nodes, then press Ctrl-C while a node is stopped."""
     with Fleet(run_dir, (2, 2)) as fleet:
         fleet.start()
         fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all step", 30.0)
@@ -237,21 +239,21 @@ def disturbed_and_broken_off(run_dir: Path) -> None:
         assert before != dead.endpoints
         fleet.stop(brief, 0.0)
         fleet.wait(lambda: brief.active, "it goes on", 30.0)
-        assert len(working_below(run_dir)) >= 8, "four nodes, each with a process below it"
+        assert len(working_below(run_dir)) >= 8, "four nodes, each with a child process"
         assert fleet.back_s
         assert fleet.step > 1
         raise KeyboardInterrupt
 
 
 def nodes_run(script: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node runs this script, whatever its arguments are."""
+    """Make every node run this script, whatever its arguments are."""
     (home / "node.py").write_text(script)
     monkeypatch.setattr(node_process, "PROGRAM", (str(home / "node.py"),))
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
 
 
 @pytest.mark.soak
-def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_bench_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_run(FAKE, tmp_path, monkeypatch)
     run_dir = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
@@ -259,7 +261,7 @@ def test_whatever_happens_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: not working_below(run_dir), "the end of all that was started", 10.0)
 
 
-def test_a_node_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_exits_unexpectedly_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes_run("import sys; print('no luck'); sys.exit(3)", tmp_path, monkeypatch)
     with (
         Fleet(tmp_path / "run", (1, 1)) as fleet,
@@ -268,7 +270,7 @@ def test_a_node_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pyt
         fleet.start()
 
 
-def test_hangs_and_nodes_that_only_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hangs_are_distinguished_from_nodes_that_came_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     monkeypatch.setattr(NodeProcess, "running", property(lambda child: child.name in running))
@@ -302,11 +304,11 @@ def test_hangs_and_nodes_that_only_came_too_late(tmp_path: Path, monkeypatch: py
 
 
 ENOUGH = 100
-"""Microbatches that a short run counts at least, however slow the machine is."""
+"""The least number of microbatches that a short run counts, however slow the machine is."""
 
 
 class UntilItIsBack(churn_watch.ChurnWatch):
-    """Lets the run go on until the killed node has returned and enough was trained, then tells all to leave."""
+    """Continues until the killed node has returned and enough has been trained, then asks all nodes to leave."""
 
     asked = False
 
@@ -325,7 +327,7 @@ class UntilItIsBack(churn_watch.ChurnWatch):
 
 @pytest.mark.soak
 def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four real nodes, one of them killed: the run ends, all is counted, nothing is left."""
+    """Four real nodes, one of which is killed: the run ends, everything is counted, and nothing is left."""
     monkeypatch.setattr(node_fleet, "ForkServerProcess", SharedServer)
     monkeypatch.setattr(churn, "ChurnWatch", UntilItIsBack)
     monkeypatch.setattr(churn_schedule, "PAUSE_S", (0.1, 0.2))
@@ -336,10 +338,8 @@ def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(found["back_s"]) == len(found["stall_after_kill_s"]) == 1
     places = [read_processes(path.parent) for path in sorted((tmp_path / "run").glob("*/events.jsonl"))]
     resumed = [[sum(event.kind == "resumed" for event in process) for process in place] for place in places]
-    assert [place[1] for place in resumed if len(place) == 2] == [1], (
-        "the killed node came back to a run that has begun"
-    )
-    # Others may have taken up weights too: a node that looks late at the start finds the run begun.
+    assert [place[1] for place in resumed if len(place) == 2] == [1], "the killed node resumed in the running swarm"
+    # Other nodes may have resumed too: at the start a late node finds the run already in progress.
     assert sum(found["resumed_from"].values()) == sum(map(sum, resumed))
     assert found["tokens"] == found["microbatches_done"] * 2 * 32
     assert found["microbatches_done"] > ENOUGH

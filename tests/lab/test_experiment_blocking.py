@@ -1,4 +1,4 @@
-"""Experiment 2: the node that waits for its partner does what the model of pairs says; the models are formulas."""
+"""Experiment 2: a node that waits for its partner agrees with the model of pairs; the models follow their formulas."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_a_node_that_waits_for_its_partner_takes_the_time_of_the_model() -> None:
+def test_a_node_that_waits_for_its_partner_takes_the_modelled_time() -> None:
     outcome = swarm(SETTINGS).run(limit_s=1e6)
     began = [node.trace.of("inner_step")[0].number("busy_s") for node in outcome.of_stage(0)]
     first = [node.trace.of("inner_step")[0].at_s for node in outcome.of_stage(0)]
@@ -30,9 +30,11 @@ def test_a_node_that_waits_for_its_partner_takes_the_time_of_the_model() -> None
     assert spans == pytest.approx(in_pairs(np.tile(seconds, (ROUNDS, 1)), members(SETTINGS["nodes"]), 1), rel=1e-9)
 
 
-def test_the_default_node_waits_less_than_one_that_insists() -> None:
+def test_a_default_node_waits_less_than_a_patient_one() -> None:
     patient, default = (measure(Case("one", SETTINGS | {"policy": policy})) for policy in ("patient", "default"))
-    assert patient["node"]["idle"] == pytest.approx(patient["pairs_idle"], rel=0.1), "other pairs, the same speeds"
+    assert patient["node"]["idle"] == pytest.approx(patient["pairs_idle"], rel=0.1), (
+        "the pairs differ, the speeds are the same"
+    )
     assert patient["node"]["steps_per_clock"] == 1
     assert default["node"]["idle"] < 0.7 * patient["node"]["idle"]
     assert default["node"]["results"]["stale"] > 0
@@ -44,7 +46,7 @@ def test_the_clock_counts_inner_steps_however_noisy_they_are(step_std: float) ->
     assert measure(Case("one", noisy))["node"]["steps_per_clock"] == pytest.approx(1.0, abs=0.08)
 
 
-def test_a_barrier_waits_for_the_slowest_of_each_round_a_pair_for_its_own() -> None:
+def test_a_barrier_waits_for_the_slowest_node_of_each_round_and_a_pair_for_its_slower_one() -> None:
     work_s = np.array([[1.0, 2.0], [4.0, 1.0], [1.0, 1.0]])
     assert barrier(work_s) == 2 + 4 + 1
     assert list(in_pairs(work_s, ["a", "b"], 0)) == [7, 7]
@@ -53,7 +55,7 @@ def test_a_barrier_waits_for_the_slowest_of_each_round_a_pair_for_its_own() -> N
     assert sorted(in_pairs(np.array([[1.0, 2.0, 3.0]]), ["a", "b", "c"], 0))[-1] == 3
 
 
-def test_speeds_have_mean_one_and_come_from_the_seed() -> None:
+def test_speeds_have_mean_one_and_depend_on_the_seed() -> None:
     many = SETTINGS | {"nodes": 5000}
     values = list(slowness(many).values())
     assert np.mean(values) == pytest.approx(1.0, abs=0.03)

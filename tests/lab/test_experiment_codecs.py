@@ -1,4 +1,4 @@
-"""The experiment on codecs: a short run of each kind, and what the report makes of figures."""
+"""The experiment on codecs: a short run of each kind, and the verdicts of the report."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,12 +22,12 @@ def case(one: WireCase | OuterCase, seed: int = 0) -> Case:
 
 
 def results(figures: Mapping[WireCase, Sequence[Figures]] | Mapping[OuterCase, Sequence[Figures]]) -> list[Result]:
-    """The figures of each, by seed."""
+    """Results from the figures of each case, by seed."""
     return [Result(case(one, seed), found, 1.0) for one, runs in figures.items() for seed, found in enumerate(runs)]
 
 
 @pytest.mark.parametrize("family", codecs.FAMILIES)
-def test_a_short_run_counts_its_bytes_and_puts_the_codecs_in(family: str) -> None:
+def test_a_short_run_counts_its_bytes_and_applies_the_codecs(family: str) -> None:
     base = codecs.measure(case(WireCase(family, 2, "float32", "float32")))
     assert base["bytes_per_token"] == 32 * 4 * 2 + 4
     assert set(base["put_in"]) == {"bfloat16", "int8", "int4"}
@@ -35,7 +35,7 @@ def test_a_short_run_counts_its_bytes_and_puts_the_codecs_in(family: str) -> Non
     assert base["put_in"]["int4"] != base["validation_loss"]
     narrow = codecs.measure(case(WireCase(family, 2, "int4", "int8")))
     means = 2 * 32 / (8 * 64)
-    assert narrow["bytes_per_token"] == (2 + 16 + means) + (2 + 64) + 4, "half of int8's block of 64 is filled up"
+    assert narrow["bytes_per_token"] == (2 + 16 + means) + (2 + 64) + 4, "half of int8's block of 64 is padding"
     assert narrow["put_in"] == {}
     assert narrow["validation_loss"] == pytest.approx(base["validation_loss"], abs=0.05)
 
@@ -61,7 +61,7 @@ def test_the_report_says_which_goals_are_missed() -> None:
     assert "| 25% |" in text
 
 
-def test_a_report_of_runs_that_are_not_finite() -> None:
+def test_runs_that_are_not_finite_are_reported() -> None:
     wires = [WireCase("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
     assert "gpt2" in markdown(codecs.report(results({wire: [figures(None, {"int4": None})] for wire in wires})))
 

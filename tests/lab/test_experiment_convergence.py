@@ -1,4 +1,4 @@
-"""Experiment convergence: the methods read the same tokens, their rates are found by one rule, the report stands."""
+"""Experiment convergence: all methods read the same tokens, their rates are found by one rule, the report is robust."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -28,14 +28,14 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
     assert {figures["tokens"] for figures in found.values()} == {TINY["steps"] * REPLICAS * 4 * 64}
     steps = {method: figures["optimizer_steps"] for method, figures in found.items()}
     assert steps == dict.fromkeys(methods, TINY["steps"])
-    # Nothing has been merged or averaged before the first step ends: the same batches at the same weights.
+    # Nothing is merged or averaged before the first step ends, so all have the same batches and the same weights.
     firsts = [figures["curve"][0][1] for figures in found.values()]
     assert firsts == pytest.approx([firsts[0]] * len(firsts), rel=1e-5)
     assert len(found["apart"]["final_losses"]) == REPLICAS
     assert len(set(found["apart"]["final_losses"])) == REPLICAS
     parameters = found["parallel"]["parameters"]
     assert found["parallel"]["per_parameter_step"] == 2 * 7 / 8 * 4
-    # One round, the last step's: of each stage a vector in float32 and the sample, which is the smallest there is.
+    # One round, at the last step: for each stage a float32 vector and the sample, which has its smallest size here.
     values = parameters + STAGES * MIN_SAMPLED
     assert found["noloco"]["per_parameter_step"] == pytest.approx(4 * values / (TINY["steps"] * parameters))
     assert found["gossip"]["per_parameter_step"] == pytest.approx(4 * values / parameters), "a round at every step"
@@ -44,13 +44,13 @@ def test_every_method_trains_on_the_same_tokens_and_data_parallel_is_the_mean_gr
 
 
 def figures_of(loss: float | None) -> Figures:
-    """What a run might have given."""
+    """Invented figures of a run."""
     figures = {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "optimizer_steps": 2, "parameters": 10}
     return figures | {"curve": [[50.0, loss], [100.0, loss]], "between_stages": 5.0, "per_parameter_step": 1.0}
 
 
 def gone_through(best: float) -> list[Result]:
-    """All cases that are asked for, where the loss is smallest at a rate of `best` and diverges far above it."""
+    """Results of all requested cases, if the loss is smallest at the rate `best` and diverges far above it."""
     results: list[Result] = []
     todo: Sequence[Case] = cases(quick=False)
     while todo:
@@ -73,7 +73,7 @@ def gone_through(best: float) -> list[Result]:
         ("muon", 1e-2, [7.1e-3, 1e-2, 1.4e-2, 2e-2], 1e-2),
     ],
 )
-def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_best(
+def test_further_rates_follow_while_the_best_is_at_the_edge_then_further_seeds_at_the_best(
     optimizer: str, best: float, tried: list[float], chosen: float
 ) -> None:
     results = gone_through(best)
@@ -85,11 +85,11 @@ def test_rates_go_on_while_the_best_is_at_the_end_and_the_seeds_follow_at_the_be
         assert long == ([(chosen, 1, 8 * FULL["steps"])] if METHODS[method].long else [])
 
 
-def test_the_report_stands_whatever_came_out() -> None:
+def test_the_report_handles_missing_results() -> None:
     results = gone_through(4e-3)
     page = markdown(report(results))
     assert "| NoLoCo, m = 10 | 0.004 | 2 | 1.02 ± 0.01 |" in page
-    assert f"| {METHODS['gossip-int4'].title} | 0.004 | 2 | 1.01 |" in page, "the long runs"
+    assert f"| {METHODS['gossip-int4'].title} | 0.004 | 2 | 1.01 |" in page, "the row of the long runs"
     lost = [dataclasses.replace(one, figures=figures_of(None)) if one["method"] == "apart" else one for one in results]
     page = markdown(report(lost))
     assert "| no communication | 0.0016 | 2 | – | – |" in page

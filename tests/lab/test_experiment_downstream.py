@@ -1,4 +1,4 @@
-"""Experiment downstream: scores are those of the models, replicas are compared as they are, the report stands."""
+"""Experiment downstream: scores are those of the models, replicas are compared unmerged, the report is robust."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ TINY = {"hidden": 16, "layers": 2, "steps": 2}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported model, and the three replicas that it is the mean of."""
+    """An exported model, with the three replicas of which it is the mean."""
     home = tmp_path_factory.mktemp("model")
     save_swarm(small_run(), home / "run", [3, 3])
     return exported(home / "run", home / "out")
 
 
-def test_both_scores_are_those_of_decoding_and_of_likelihood(tmp_path: Path, model: Path) -> None:
-    """Against transformers, text by text, on a model that knows some of the answers."""
+def test_the_scores_equal_those_of_greedy_decoding_and_likelihood(tmp_path: Path, model: Path) -> None:
+    """Compared with transformers, text by text, on a model that knows some of the answers."""
     choices = ("xyz", "uvw", "rst", "opq")
     items = [TaskItem(f"{key}=", choices[at % 4], choices, at % 4) for at, key in enumerate("abcdefghijkl")]
     data, tuned = tmp_path / "data.jsonl", tmp_path / "tuned"
@@ -59,7 +59,7 @@ def test_both_scores_are_those_of_decoding_and_of_likelihood(tmp_path: Path, mod
     assert 0 < choice < 1
 
 
-def test_divergence_is_zero_of_equal_replicas_and_the_mean_over_pairs(model: Path) -> None:
+def test_divergence_is_zero_for_equal_replicas_and_a_mean_over_pairs(model: Path) -> None:
     batches = list(make_batches(small_run(), NodeConfig(), "").validation())
     singles = [model / "replicas" / str(number) for number in range(3)]
     assert replica_divergence([singles[0], singles[0]], batches) == pytest.approx(0, abs=1e-12)
@@ -93,17 +93,17 @@ def test_a_case_pretrains_exports_fine_tunes_and_scores(monkeypatch: pytest.Monk
         assert set(figures["tasks"]) == set(TASKS)
         assert figures["text_loss"] != pytest.approx(figures["merged_loss"], rel=1e-6)
         assert figures["completion_loss"] > 0
-    assert measure(first["noloco"]) == found["noloco"], "all follows from the seed"
+    assert measure(first["noloco"]) == found["noloco"], "the figures depend only on the seed"
 
 
 def figures_of(loss: float, right: float) -> Figures:
-    """What a run might have given."""
+    """Invented figures of a run."""
     tasks = {task: {"exact": right, "choice": (1 + right) / 2} for task in TASKS}
     figures = {"validation_loss": loss, "merged_loss": loss, "text_loss": loss, "completion_loss": loss, "tasks": tasks}
     return figures | {"exact": right, "choice": (1 + right) / 2, "divergence": None, "tokens": 100, "parameters": 10}
 
 
-def test_the_report_stands_whatever_came_out() -> None:
+def test_the_report_handles_missing_results() -> None:
     results: list[Result] = []
     todo: list[Case] = cases(quick=False)
     while todo:

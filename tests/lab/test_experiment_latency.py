@@ -1,4 +1,4 @@
-"""Experiment 1: the node's pull beside log2 N, the models beside their formulas, the paper's ratios from its model."""
+"""Experiment 1: a node's pull compared with log2 N, models with their formulas, ratios with those of the paper."""
 
 import statistics
 
@@ -29,24 +29,24 @@ def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "mat
     return Result(case, measure(case), 0.0)
 
 
-def test_64_replicas_without_spread_the_tree_takes_log2_of_them_as_long_as_a_pull() -> None:
+def test_a_tree_over_64_replicas_without_spread_takes_six_pulls() -> None:
     found = _measured("latency", 64, 0.0)
     assert ratio(found) == pytest.approx(6, rel=0.05)
     assert found["pull"]["results"] == {"partner": 64}
     assert found["pull"]["begun_apart_s"] == 0
 
 
-def test_a_pull_takes_two_latencies_its_vector_and_the_slow_start_of_its_connection() -> None:
+def test_a_pull_takes_two_latencies_its_transfer_time_and_a_slow_start() -> None:
     found = _measured("bandwidth", 8, 0.0)
     doublings = np.log2(0.020 * BYTES_PER_S / FIRST_WINDOW_BYTES)
-    how_far = 2 * 0.010  # It has never heard of its partner, and asks first.
+    how_far = 2 * 0.010  # the round trip to a new partner is measured first
     assert 0 < found["pull"]["last"]["mean_s"] - (2 * 0.010 + 1.0 + how_far) < doublings * 0.020
     crowded = _measured("bandwidth", 8, 0.0, "random")
-    assert crowded["pull"]["last"]["mean_s"] > 1.9, "somebody was chosen twice at least, and shares its access"
+    assert crowded["pull"]["last"]["mean_s"] > 1.9, "a node chosen by two others shares its line"
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 64])
-def test_without_spread_every_model_is_its_formula(nodes: int) -> None:
+def test_without_spread_every_model_equals_its_formula(nodes: int) -> None:
     wire, level = Wire(0.25, 0.0, vector_s=2.0), allreduce.levels(nodes)
     expected = {
         "tree": 2 * level * (0.25 + 4.0),
@@ -64,7 +64,7 @@ def test_a_tree_needs_a_power_of_two(nodes: int) -> None:
         allreduce.levels(nodes)
 
 
-def test_latencies_have_the_mean_and_the_spread_that_were_asked_for() -> None:
+def test_latencies_have_the_given_mean_and_spread() -> None:
     drawn = Wire(0.010, 1.0).draw(allreduce.dice(1), (200_000,))
     assert np.mean(drawn) == pytest.approx(0.010, rel=0.02)
     assert np.std(drawn) / np.mean(drawn) == pytest.approx(1.0, rel=0.05)

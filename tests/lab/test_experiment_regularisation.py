@@ -1,4 +1,4 @@
-"""Experiment regularisation: noise has the size that was asked for and leaves θ alone, and the report stands."""
+"""Experiment regularisation: noise has the requested size and does not change θ, and the report is robust."""
 
 import dataclasses
 import math
@@ -30,14 +30,14 @@ def trained(noise: tuple[tuple[tuple[int, float], ...], ...]) -> TrainingSummary
 
 
 @pytest.mark.soak
-def test_replicas_have_noise_of_the_given_size_while_they_compute_gradients_and_stay_one_model() -> None:
+def test_gradients_are_computed_with_noise_of_the_given_size_and_replicas_stay_equal() -> None:
     plain, none, noisy = (trained(noise) for noise in ((), (((6, 0.0),),) * 2, (((3, 0.1), (6, 0.2)), ((6, 0.0),))))
     assert none.final_losses == plain.final_losses
-    assert noisy.tokens == plain.tokens, "nobody found that its weights are not those of the others"
+    assert noisy.tokens == plain.tokens, "no replica considers its weights different from the others'"
     assert len(set(noisy.final_losses)) == 1
     assert noisy.final_losses != plain.final_losses
     assert noisy.merged_loss == pytest.approx(noisy.validation_loss, rel=1e-6)
-    # Around their own mean four draws have ¾ of the variance. A snapshot is what the noisy gradients go into.
+    # Around their own mean, four draws have ¾ of the variance. Snapshots hold the weights that noisy gradients update.
     stds = {one.step: one.std for one in noisy.finite_spreads(0)}
     for step, std in stds.items():
         if step:
@@ -45,7 +45,7 @@ def test_replicas_have_noise_of_the_given_size_while_they_compute_gradients_and_
     assert {one.std for one in noisy.finite_spreads(1)} == {0.0}
 
 
-def test_noise_is_what_noloco_was_measured_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_has_the_spread_measured_with_noloco(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regularisation, "QUICK", {"hidden": 16, "layers": 2})
     monkeypatch.setattr(regularisation, "QUICK_STEPS", (10,))
     monkeypatch.setattr(regularisation, "HELD_OUT", 1)
@@ -61,13 +61,13 @@ def test_noise_is_what_noloco_was_measured_to_have(monkeypatch: pytest.MonkeyPat
 
 
 def figures_of(method: str, seed: int) -> Figures:
-    """What a run might have given."""
+    """Invented figures of a run."""
     loss = 2 + 0.1 * seed + 0.5 * (method == "noloco")
     figures = {"held_out": loss, "training": 1.0, "gap": loss - 1, "epochs": 3.0, "parameters": 10, "tokens": 100}
     return figures | {"spread": [[(10, 0.5)], []]}
 
 
-def test_the_report_stands_whatever_came_out() -> None:
+def test_the_report_handles_missing_results() -> None:
     todo, results = cases(quick=False), []
     while todo:
         results += [Result(one, figures_of(one.settings["method"], one.settings["seed"]), 1.0) for one in todo]

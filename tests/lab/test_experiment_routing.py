@@ -1,4 +1,4 @@
-"""Experiments 4 and 5: what routes do to load and spread, and how a spread is set beside the learning rate."""
+"""Experiments 4 and 5: the effect of routes on load and spread, and the relation of the spread to the learning rate."""
 
 from functools import partial
 from math import exp, log
@@ -28,7 +28,7 @@ def test_balanced_loads_are_equal_and_wait_for_the_slowest() -> None:
     for found in (equal, one_slow):
         assert set(found["load"].values()) == {2 * STEPS}
         assert found["largest_over_mean"] == 1.0
-    assert one_slow["microbatches_per_s"] < 0.6 * equal["microbatches_per_s"], "it holds everybody back"
+    assert one_slow["microbatches_per_s"] < 0.6 * equal["microbatches_per_s"], "the slow replica holds all of them back"
     assert one_slow["waited_s"] > equal["waited_s"]
 
 
@@ -40,15 +40,15 @@ def test_random_routes_send_less_to_the_slow_replica() -> None:
     assert 0 < found["waited_share"] <= 1
 
 
-def test_nobody_waits_on_fixed_routes_of_equal_devices() -> None:
+def test_on_fixed_routes_equal_devices_never_wait() -> None:
     found = serve("fixed", "equal")
     assert (found["waited_s"], found["busy"], found["largest_over_mean"]) == (0.0, 0.0, 1.0)
 
 
-# --- the spread beside the learning rate ----------------------------------------------------------------------------
+# --- the spread and the learning rate -------------------------------------------------------------------------------
 
 
-def test_a_spread_in_proportion_to_a_power_of_the_rate() -> None:
+def test_a_power_law_between_spread_and_rate_is_found() -> None:
     rates = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
     series = [(10 * step, rate, 3.0 * rate**1.5) for step, rate in enumerate(rates)]
     assert spread.falling(series) == series[1:]
@@ -57,7 +57,7 @@ def test_a_spread_in_proportion_to_a_power_of_the_rate() -> None:
     assert spread.pearson([(step, rate, 2.0 - rate) for step, rate, _ in series]) == pytest.approx(-1.0)
 
 
-def test_a_spread_that_lags_behind_the_rate() -> None:
+def test_the_lag_of_the_spread_behind_the_rate_is_found() -> None:
     rates = [0.5, 1.0, 0.95, 0.8, 0.6, 0.5, 0.45, 0.3, 0.2, 0.1, 0.1, 0.05]
     late = [(step, rate, 2.0 * rates[max(0, step - 2)]) for step, rate in enumerate(rates)]
     found, at_once = spread.delay(late), spread.pearson(late)
@@ -66,10 +66,12 @@ def test_a_spread_that_lags_behind_the_rate() -> None:
     assert found[0] == 2
     assert found[1] == pytest.approx(1.0)
     assert at_once < 0.95
-    assert spread.delay([(step, rate, 1.0 - rate) for step, rate, _ in late]) is None, "it goes the other way"
+    assert spread.delay([(step, rate, 1.0 - rate) for step, rate, _ in late]) is None, (
+        "the spread moves in the opposite direction"
+    )
 
 
-def test_a_rate_that_never_changes_has_no_correlation() -> None:
+def test_a_constant_rate_has_no_correlation() -> None:
     series = [(step, 1e-3, float(step)) for step in range(1, 9)]
     assert spread.pearson(series) is None
     assert spread.exponent(series) is None
@@ -77,7 +79,7 @@ def test_a_rate_that_never_changes_has_no_correlation() -> None:
     assert spread.remaining(series, 1) == 1.0
 
 
-def test_the_report_of_the_spread_shows_fall_and_correlation() -> None:
+def test_the_report_of_the_spread_shows_its_decay_and_correlation() -> None:
     def result(arm: str, seed: int) -> Result:
         series = [(10 * step, 1.0 / step, 0.5 / step) for step in range(1, 11)]
         case = Case(f"{arm}-{seed}", {"arm": arm, "steps": 100, "seed": seed})
@@ -89,16 +91,16 @@ def test_the_report_of_the_spread_shows_fall_and_correlation() -> None:
     assert "the rate is at 0.10 of its largest value, the std at 0.10" in page
     curves = {chart.name: chart for chart in charts(blocks) if isinstance(chart, Plot)}["over-the-run-stage-0"].curves
     assert [curve.label for curve in curves][:2] == ["learning rate", "std, m = 10"]
-    assert list(curves[0].y) == pytest.approx(list(curves[1].y)), "each beside its own largest value"
+    assert list(curves[0].y) == pytest.approx(list(curves[1].y)), "each curve is relative to its own maximum"
 
 
 # --- routes and the spread ------------------------------------------------------------------------------------------
 
 
 def invented(case: Case) -> Result:
-    """Fixed routes: std 2 at stage 0 and 4 at stage 1; the others half and a quarter of that, 3 % more perplexity.
+    """Fixed routes have std 2 at stage 0 and 4 at stage 1; others half and a quarter of that, and 3 % more perplexity.
 
-    The run on fixed routes is looked at once more, which is to make no difference.
+    The run on fixed routes has one more observation, which must make no difference.
     """
     if case.settings["kind"] == "serve":
         return Result(case, serve_figures(), 1.0)
@@ -125,7 +127,7 @@ def serve_figures() -> dict[str, Any]:
     return figures | {"idle": {"partner": 0.1}, "inner_steps": [9, 10]}
 
 
-def test_changes_are_against_fixed_routes_of_the_same_seed() -> None:
+def test_changes_are_relative_to_fixed_routes_of_the_same_seed() -> None:
     results = [invented(case) for case in routing_policies.cases(quick=False)]
     found = routing_policies.changes(results, "balanced", *routing_policies.ARMS[0])
     assert found["std 0"] == pytest.approx([-50.0] * 3)
@@ -157,10 +159,10 @@ def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
 
 
 @pytest.mark.soak
-def test_random_routes_hold_the_later_replicas_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real weights, before their first merge: replicas of stage 1 that see everybody's work drift apart less.
+def test_random_routes_keep_later_replicas_closer_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real weights before their first merge: replicas of stage 1 that serve all origins drift apart less.
 
-    By a tenth if each origin reads a kind of its own. Where all read the same text, it depends on the text.
+    The effect is a tenth if each origin reads its own kind of text. If all read the same text, it depends on the text.
     """
     monkeypatch.setattr(routing_policies, "TrainingPlan", partial(TrainingPlan, corpora=corpora()[:4]))
 

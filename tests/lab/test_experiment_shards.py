@@ -1,4 +1,4 @@
-"""Experiment shards: who reads which kind, what is said of the replicas on each, and that the report stands."""
+"""Experiment shards: which replica reads which kind, the losses on each kind, and a robust report."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 COUNT = len(KINDS)
 STRIPPED = {"distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "turtledemo", "venv"}
-"""Parts of the standard library that distributions put into packages of their own, or leave out."""
+"""Parts of the standard library that distributions package separately, or leave out."""
 
 
 def read(replicas: int, mixed: bool, numbers: range) -> list[list[bytes]]:
-    """What each replica reads, by number."""
+    """The microbatches of each replica with these numbers."""
     manifest = small_manifest(16, 1, microbatch_size=1)
     plan = TrainingPlan(manifest, (replicas,), 1, corpora=corpora(), mixed=mixed)
     dealt = DealtStreams(plan, [SampleStream(text, manifest, f"s0r{kind}") for kind, text in enumerate(corpora())])
@@ -32,14 +32,14 @@ def content(batch: Batch) -> bytes:
     return bytes(batch.inputs.data)
 
 
-def test_every_installation_has_all_kinds_and_about_as_much_of_each() -> None:
+def test_every_installation_has_all_kinds_in_similar_amounts() -> None:
     parts = {one.split("/")[0] for where, *globs in KINDS.values() if where == "stdlib" for one in globs}
     assert not parts & STRIPPED
     sizes = [sum(piece.stop - piece.start for piece in (*text.pieces, *text.held_out_pieces)) for text in corpora()]
     assert max(sizes) < 8 * min(sizes)
 
 
-def test_both_swarms_read_the_same_and_only_who_reads_it_differs() -> None:
+def test_both_swarms_read_the_same_data_distributed_differently() -> None:
     manifest = small_manifest(16, 1, microbatch_size=1)
     streams = [
         SampleStream(text, manifest, f"s0r{kind}").batches(StreamPosition()) for kind, text in enumerate(corpora())
@@ -49,14 +49,14 @@ def test_both_swarms_read_the_same_and_only_who_reads_it_differs() -> None:
     assert own == expected
     assert [sorted(same) for same in zip(*mixed, strict=True)] == [sorted(same) for same in zip(*own, strict=True)]
     assert mixed != own
-    # One replica reads all streams in turn.
+    # A single replica reads all streams in turn.
     assert read(1, False, range(2 * COUNT))[0] == [
         one for same in zip(*(row[:2] for row in own), strict=True) for one in same
     ]
 
 
 @pytest.mark.soak
-def test_a_case_tells_the_loss_of_every_replica_on_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_measures_the_loss_of_every_replica_on_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "QUICK", {"hidden": 16, "layers": 2, "steps": 2})
     monkeypatch.setattr(shards, "HELD_OUT", COUNT)
     wanted = [("noloco", "own"), ("noloco", "mixed"), ("gossip-fixed", "own"), (ALONE, "YAML")]
@@ -69,12 +69,12 @@ def test_a_case_tells_the_loss_of_every_replica_on_every_kind(monkeypatch: pytes
         losses = figures["losses"]
         assert [len(row) for row in losses] == [COUNT] * (1 if rule == ALONE else COUNT)
         mean = sum(map(sum, losses)) / sum(map(len, losses))
-        assert figures["validation_loss"] == pytest.approx(mean, rel=1e-6), "routes of evaluation are fixed"
+        assert figures["validation_loss"] == pytest.approx(mean, rel=1e-6), "evaluation uses fixed routes"
     assert found["noloco", "own"]["tokens"] == COUNT * found[ALONE, "YAML"]["tokens"]
 
 
 def figures_of(settings: Mapping[str, Any]) -> Figures:
-    """What a run might have given: own kinds cost 0.1, a replica is better by 0.5 on its own."""
+    """Invented figures: separate kinds cost 0.1, and a replica is better by 0.5 on its own kind."""
     own = settings["kind"] == "own"
     loss = 2.0 + 0.1 * own + 0.01 * settings["seed"]
     losses = [[loss - 0.5 * (own and row == kind) for kind in range(COUNT)] for row in range(COUNT)]
@@ -82,7 +82,7 @@ def figures_of(settings: Mapping[str, Any]) -> Figures:
     return {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "parameters": 10, "losses": losses}
 
 
-def test_the_report_stands_whatever_came_out() -> None:
+def test_the_report_handles_missing_results() -> None:
     results = [Result(case, figures_of(case.settings), 1.0) for case in cases(quick=False)]
     page = markdown(report(results))
     assert "| NoLoCo, m = 10 | 2.02 ± 0.01 | 2.12 ± 0.01 | 0.1 ±" in page
@@ -97,7 +97,7 @@ def _lost(one: Result) -> Figures:
     return one.figures | {"validation_loss": None, "merged_loss": None, "losses": losses}
 
 
-def test_a_case_for_every_rule_way_and_seed() -> None:
+def test_there_is_a_case_for_every_rule_distribution_and_seed() -> None:
     def key(case: Case) -> tuple[Any, ...]:
         return tuple(case.settings[name] for name in ("rule", "kind", "seed"))
 

@@ -1,4 +1,4 @@
-"""Experiments 3 and 6: the bounds are what the outer round does, and the reports say what the runs found."""
+"""Experiments 3 and 6: the bounds match the real outer round, and the reports match the runs."""
 
 import math
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ MATCHINGS_OF_FOUR = ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0])
 
 @pytest.mark.parametrize("replicas", [4, 8, 16, None])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 0.9])
-def test_the_mean_square_turns_at_s1(alpha: float, replicas: int | None) -> None:
+def test_the_mean_square_starts_to_grow_at_s1(alpha: float, replicas: int | None) -> None:
     bound = bounds.s1(alpha, replicas)
     assert bounds.growth(alpha, bound, replicas) == pytest.approx(1.0, abs=1e-9)
     assert bounds.growth(alpha, 0.99 * bound, replicas) < 1 - 1e-5
     assert bounds.growth(alpha, 1.01 * bound, replicas) > 1 + 1e-5
 
 
-def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -> None:
+def test_the_moments_equal_the_mean_over_all_matchings_of_the_real_outer_round() -> None:
     generator = np.random.default_rng(1)
     phi, momentum = generator.standard_normal((2, 4, 5))
     phi -= phi.mean(0)
@@ -38,7 +38,7 @@ def test_the_moments_are_the_mean_over_all_matchings_of_the_real_outer_round() -
     assert bounds.moments(factors[0], factors[2], 4) @ before == pytest.approx(after, rel=1e-12)
 
 
-def test_a_replica_that_is_its_own_partner_goes_alone_with_what_is_fresh() -> None:
+def test_a_replica_that_is_its_own_partner_merges_its_fresh_vector_alone() -> None:
     generator = np.random.default_rng(2)
     phi, delta, momentum, old_phi, old_delta = generator.standard_normal((5, 3, 4))
     factors = {"alpha": 0.5, "gamma": 0.6}
@@ -52,14 +52,14 @@ def test_a_replica_that_is_its_own_partner_goes_alone_with_what_is_fresh() -> No
 
 
 @pytest.mark.parametrize(("stale_rounds", "expected"), [(0, 1 + 0.5 * (3 / 4) / (7 / 8)), (1, 1.25)])
-def test_noise_meets_the_snapshot_of_its_age(stale_rounds: int, expected: float) -> None:
-    """After one round φ is the mean of the pair's two Δ, or half one's own where the other's is still 0."""
+def test_noise_is_merged_with_snapshots_of_the_given_age(stale_rounds: int, expected: float) -> None:
+    """After one round φ is the mean of the pair's two Δ, or half of its own where the other's is still 0."""
     meet = bounds.meetings("matched", 0.0, seed=4, replicas=8)
     found = bounds.noise_spreads((0.0, 1.0, 1.0), meet, [1.0, 1.0], replicas=8, seed=4, stale_rounds=stale_rounds)
     assert (found[1] / found[0]) ** 2 == pytest.approx(expected, rel=0.06)
 
 
-def test_nearly_every_run_bears_more_than_the_mean_square() -> None:
+def test_nearly_every_run_tolerates_more_than_the_mean_square() -> None:
     bound = bounds.typical_bound(0.5, 8, seed=3, accuracy=0.05)
     assert 1.02 * bounds.s1(0.5, 8) < bound < 1.3 * bounds.s1(0.5, 8)
 
@@ -69,7 +69,7 @@ def short(gamma: float) -> Case:
     return Case("short", {"kind": "training", "replicas": 4, "alpha": 0.3, "gamma": gamma, "seed": 5, **sizes})
 
 
-def test_real_replicas_part_outside_the_bound_only_and_as_their_pairs_foretell() -> None:
+def test_real_replicas_diverge_only_outside_the_bound_and_at_the_predicted_rate() -> None:
     inside, outside = (stability.measure(short(multiple * bounds.s1(0.3, 4))) for multiple in (0.6, 1.4))
     assert inside["growth"] < 0.9
     assert outside["growth"] > 1.1
@@ -79,7 +79,7 @@ def test_real_replicas_part_outside_the_bound_only_and_as_their_pairs_foretell()
 
 
 def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None) -> list[Result]:
-    """Results as they would be if the spread did what the mean square says, with changes by name of the case."""
+    """Results as if the spread followed the mean square, except for the named cases."""
     results = []
     for case in cases:
         settings = case.settings
@@ -95,13 +95,13 @@ def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None
 
 
 def table(blocks: list[markdown_page.Block], column: str) -> list[dict[str, Any]]:
-    """The rows of the first table that has the column."""
+    """The rows of the first table with this column."""
     found = next(block for block in blocks if isinstance(block, markdown_page.Table) and column in block.columns)
     return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_report_finds_the_bound_that_the_runs_have(quick: bool) -> None:
+def test_the_report_finds_the_bound_of_the_runs(quick: bool) -> None:
     blocks = stability.report(measured(stability.cases(quick)))
     verdicts = {row["condition"]: row for row in table(blocks, "right")}
     assert verdicts["S1 for N"]["right"] == "100%"
@@ -113,7 +113,7 @@ def test_the_report_finds_the_bound_that_the_runs_have(quick: bool) -> None:
     assert sum(row["γ where the spread began to grow"] is not None for row in table(blocks, "S1 for N")) > 1
 
 
-def test_a_run_that_was_stopped_counts_as_grown() -> None:
+def test_a_stopped_run_counts_as_grown() -> None:
     cases = stability.cases(True)
     stopped = next(case.name for case in cases if case.settings.get("gamma") == 2.8)
     blocks = stability.report(measured(cases, {stopped: None}))
@@ -123,7 +123,7 @@ def test_a_run_that_was_stopped_counts_as_grown() -> None:
 
 
 @pytest.mark.parametrize("stale_rounds", [0, 1, 2, 3])
-def test_staleness_brakes_the_mean_as_the_report_says(stale_rounds: int) -> None:
+def test_staleness_slows_the_mean_as_the_report_says(stale_rounds: int) -> None:
     past, momentum = [0.0], 0.0
     factors = {"beta": staleness.BETA, "gamma": staleness.GAMMA}
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Experiment tuning: every setting is a change to the defaults, all find their rate alike, the verdicts are careful."""
+"""Experiment tuning: every setting changes the defaults, all find their rate the same way, verdicts are cautious."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from noloco_p2p.lab.experiments.tuning import (
 
 
 def figures_of(loss: float | None) -> Figures:
-    """What a run might have given."""
+    """Invented figures of a run."""
     return {"validation_loss": loss, "merged_loss": loss, "tokens": 100, "parameters": 10}
 
 
 def gone_through(loss_at_gamma: float | None) -> list[Result]:
-    """All cases that are asked for, where the higher rate is the best, and only a change of γ matters."""
+    """Results of all requested cases, if the higher rate is the best and only a change of γ matters."""
     results: list[Result] = []
     todo: Sequence[Case] = cases(quick=False)
     while todo:
@@ -43,14 +43,14 @@ def gone_through(loss_at_gamma: float | None) -> list[Result]:
     return results
 
 
-def test_every_setting_has_rates_on_both_sides_of_its_best_and_the_other_seeds_there() -> None:
+def test_every_setting_has_rates_on_both_sides_of_the_best_and_more_seeds_at_the_best() -> None:
     results = gone_through(0.0)
     assert len(results) == len(SETTINGS) * (3 + 2)
     assert {one["rate"] for one in results if one["seed"] == 1} == {*RATES, 2 * RATES[1]}
     assert {one["rate"] for one in results if one["seed"] > 1} == {RATES[1]}
 
 
-def test_what_helps_is_recommended_and_what_could_be_chance_is_not() -> None:
+def test_significant_gains_are_recommended_and_possible_chance_is_not() -> None:
     page = markdown(report(gone_through(-0.2)))
     assert "`gossip`: 4 replicas: γ = 0.35 (-0.2 ± 0.001); 8 replicas: γ = 0.35" in page
     assert "| γ = 0.4 | 0.028 | 2.002 ± 0.1 | -0.2 ± 0.001 | better |" in page
@@ -67,7 +67,7 @@ def test_what_helps_is_recommended_and_what_could_be_chance_is_not() -> None:
 
 
 @pytest.mark.parametrize("rule", soak(TRIED))
-def test_every_change_is_one_that_a_run_may_have(rule: str) -> None:
+def test_every_change_is_a_valid_setting(rule: str) -> None:
     first = {
         (one.settings["what"], one.settings["value"]): one for one in cases(quick=True) if one.settings["rule"] == rule
     }

@@ -1,4 +1,4 @@
-"""What experiments share: the runner keeps what was measured, the report has what was found, the command lists them."""
+"""The parts that experiments share: a runner that keeps measurements, the report, the command that lists them."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot, save
 
 
 class _Here(Executor):
-    """Measures in this process, at once."""
+    """Runs submitted work at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -45,7 +45,7 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes."""
+    """Replace worker processes."""
     monkeypatch.setattr(runner, "workers", lambda jobs, **environment: nullcontext(_Here()))
 
 
@@ -65,7 +65,7 @@ def _marks() -> list[str]:
     return MARKS.read_text().split()
 
 
-def test_results_stand_in_the_order_of_the_cases_and_are_equal_from_run_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_in_the_order_of_the_cases_and_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "code_digest", lambda: "this")
     report = _run(TOY, "one", jobs=2).read_text()
     assert Path("one", "squares.svg").exists()
@@ -85,7 +85,7 @@ def test_results_stand_in_the_order_of_the_cases_and_are_equal_from_run_to_run(m
 
 
 @light
-def test_a_run_that_failed_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_continues_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "code_digest", lambda: "this")
     with pytest.raises(ArithmeticError, match="two") as caught:
         _run(FAILING)
@@ -95,7 +95,7 @@ def test_a_run_that_failed_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch)
     _run(TOY)
     assert _marks() == ["case-3", "case-1", "case-2", "case-2"]
     assert _document()["complete"]
-    # Nothing is left to do, unless the code has changed.
+    # Nothing is left to do until the code changes.
     _run(TOY)
     assert len(_marks()) == 4
     monkeypatch.setattr(runner, "code_digest", lambda: "another")
@@ -104,7 +104,7 @@ def test_a_run_that_failed_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch)
 
 
 @light
-def test_further_cases_follow_from_the_results_and_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_cases_follow_from_the_results_and_are_also_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "code_digest", lambda: "this")
     _run(FOLLOWED)
     assert [(run["case"], run["figures"]["square"]) for run in _document()["runs"]][-1] == ("again", 169)
@@ -130,7 +130,7 @@ def test_figures_that_are_not_finite_are_kept_as_none() -> None:
     assert _document()["runs"][0]["figures"] == {"square": 1, "both": [None, None]}
 
 
-def test_the_report_shows_the_charts_that_are_drawn(tmp_path: Path) -> None:
+def test_the_report_links_to_the_charts(tmp_path: Path) -> None:
     curve = Curve("a", [1, 2, 4], [1, 2, 3])
     heat = Heatmap("heat", "Heat", ("x", "y", "z"), ([0.1, 0.5], [1.0]), [[1.0, None]])
     chart = Plot("plot", "Plot", ("x", "y"), [curve])
@@ -147,7 +147,7 @@ def test_a_report_is_written_in_utf_8_whatever_the_locale() -> None:
     assert "What is n²?" in Path("out", "report.md").read_text("utf-8")
 
 
-def test_cells_and_samples_are_written_for_people() -> None:
+def test_cells_and_samples_are_formatted() -> None:
     page = markdown([Table(("a|b", "c"), [[1.23456, None], ["x|y", 7]], "Above.")])
     assert page == "Above.\n\n| a|b | c |\n| --- | --- |\n| 1.235 | – |\n| x\\|y | 7 |\n"
     assert mean_std([]) == "–"
@@ -155,7 +155,7 @@ def test_cells_and_samples_are_written_for_people() -> None:
     assert mean_std([1.0, 3.0]) == f"2 ± {math.sqrt(2):.2g}"
 
 
-def test_the_code_is_known_by_all_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_digest_covers_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     monkeypatch.setattr(noloco_p2p, "__file__", str(tmp_path / "__init__.py"))
     digests = []
@@ -163,10 +163,10 @@ def test_the_code_is_known_by_all_its_sources(tmp_path: Path, monkeypatch: pytes
         (tmp_path / name).write_text(text)
         digests.append(runner.code_digest())
     assert len(set(digests)) == 4
-    assert digests[-1] == digests[-2], "what is no source plays no part"
+    assert digests[-1] == digests[-2], "files other than sources do not matter"
 
 
-def test_no_more_processes_are_started_than_there_are_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_processes_than_cases_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
     def workers(jobs: int, **environment: str) -> nullcontext[_Here]:
@@ -175,24 +175,24 @@ def test_no_more_processes_are_started_than_there_are_cases(monkeypatch: pytest.
 
     monkeypatch.setattr(runner, "workers", workers)
     _run(FOLLOWED, jobs=10**20)
-    assert started == [3, 1], "a pool starts all its processes at once"
+    assert started == [3, 1], "a pool starts all its processes at once, so their number is limited"
 
 
 @light
-def test_two_cases_of_one_name_are_refused() -> None:
+def test_duplicate_case_names_are_refused() -> None:
     double = replace(TOY, cases=lambda quick: [Case("a"), Case("a", {"n": 1})])
     with pytest.raises(ValueError, match="same name"):
         _run(double)
 
 
-def test_the_papers_figures_are_those_of_its_tables() -> None:
+def test_the_published_figures_are_complete() -> None:
     paper = published()
     assert "2506.10911" in paper["source"]
     assert len(paper["final_perplexity"]) == 8
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_has_cases_of_one_name_each_and_says_what_it_does_not_show(name: str) -> None:
+def test_every_experiment_has_unique_case_names_and_states_its_limits(name: str) -> None:
     experiment = find(name)
     assert experiment.name == name
     for quick in (True, False):
@@ -203,7 +203,7 @@ def test_every_experiment_has_cases_of_one_name_each_and_says_what_it_does_not_s
     assert min(len(experiment.text.setting), len(experiment.text.limits)) > 100
 
 
-def test_the_command_lists_them_and_refuses_another_name() -> None:
+def test_the_command_lists_the_experiments_and_refuses_another_name() -> None:
     listed = CliRunner().invoke(app, ["experiment"])
     assert [line.split()[0] for line in listed.output.splitlines()] == list(EXPERIMENTS)
     refused = CliRunner().invoke(app, ["experiment", "alchemy"])

@@ -1,4 +1,4 @@
-"""The tasks that are made here: their answers are right, their choices fair, their files what the commands read."""
+"""The generated tasks: right answers, fair choices, and files that the commands can read."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from noloco_p2p.launch.examples import read_examples
 
 
 def solved(task: str, given: str) -> str:
-    """The answer, worked out another way."""
+    """The answer, computed independently."""
     if task == "addition":
         left, right = given.split("+")
         return str(int(left) + int(right))
@@ -36,7 +36,7 @@ def solved(task: str, given: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_items_are_right_different_and_short(task: str) -> None:
+def test_items_are_correct_distinct_and_short(task: str) -> None:
     found = items(task, 3, 1000)
     for item in found:
         name, given = item.prompt.removesuffix("=").split(" ", 1)
@@ -46,17 +46,17 @@ def test_items_are_right_different_and_short(task: str) -> None:
         assert {len(choice) for choice in item.choices} == {len(item.completion)}
         assert len((item.prompt + item.completion).encode()) < MAX_BYTES
     assert len({item.prompt for item in found}) == 1000
-    # No place is favoured: of 1,000 four times in five between 224 and 276 at each, never below 190 (4σ).
+    # No position is favoured: for four seeds of five each position has 224 to 276 of 1,000 answers; 190 is 4σ below.
     assert all(sum(item.answer == place for item in found) > 190 for place in range(CHOICES))
     assert items(task, 3, 10) == found[:10] != items(task, 4, 10)
 
 
-def test_there_are_no_more_than_there_are() -> None:
+def test_asking_for_more_items_than_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="addition has only about"):
         items("addition", 0, 10_001)
 
 
-def test_the_files_are_what_the_commands_read(tmp_path: Path) -> None:
+def test_the_files_can_be_read_by_the_commands(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["tasks", str(tmp_path), "--seed", "1", "--train", "30", "--test", "20"])
     assert done.exit_code == 0, done.output
     tested = write_tasks(tmp_path / "again", 1, 30, 20)

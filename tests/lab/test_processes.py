@@ -1,4 +1,4 @@
-"""Processes of the measurements: whatever happens to the command, none of them outlives it."""
+"""Worker processes of measurements: whatever happens to the command, none outlives it."""
 
 import asyncio
 import os
@@ -64,13 +64,13 @@ def test_an_interrupt_of_the_group_ends_no_worker_however_early_it_comes() -> No
         assert {task.result() for task in tasks} <= {*started}
 
 
-def test_a_hangup_that_is_ignored_stays_so() -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     hangup = COMMAND.replace("time.sleep(1000)\n", "os.kill(os.getpid(), 1)\n    os._exit(7)\n")
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN){hangup}"
     assert subprocess.run([sys.executable, "-c", ignoring], capture_output=True, check=False).returncode == 7
 
 
-def test_workers_have_their_environment_and_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_their_environment_and_it_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with workers(1, OMP_NUM_THREADS="3", NOLOCO_LAB_TEST="x") as pool:
         assert pool.submit(os.getenv, "OMP_NUM_THREADS").result() == "3"
@@ -92,7 +92,7 @@ async def fails(ready: Callable[[int], None]) -> None:
     os._exit(1)
 
 
-def test_a_peer_process_passes_on_its_ports_and_ends_with_the_block() -> None:
+def test_a_peer_process_reports_its_ports_and_ends_with_the_block() -> None:
     with peer_process(serves, 1) as pid:
         assert alive(pid)
     assert not alive(pid)
