@@ -8,24 +8,24 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says nothing: the machine does other things meanwhile.
+# The time of an example is meaningless, because the machine may be busy with other work.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# No test, and no process that one starts, asks the hub for anything: where it cannot be reached it is tried for 47 s.
+# No test, and no process that a test starts, uses the hub: without a connection it would be retried for 47 s.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the 570,000 objects that collection imported from garbage collection, which took 12 % of a simulation."""
+    """Exempt the 570,000 objects imported by collection from garbage collection, which took 12 % of a simulation."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def minds_signals() -> Iterator[None]:
-    """For a test of signals. The suite may ignore some, and then so would what a test starts: hangups under nohup, and
-    Ctrl-C in the background of a script."""
+    """Restore the default handlers for a test of signals. Otherwise the test's processes would inherit ignored signals:
+    hangups under nohup, Ctrl-C in the background of a script."""
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -1,4 +1,4 @@
-"""The files under configs/: each loads, and is what its comments and the paper say."""
+"""The files under configs/: each loads, and agrees with its comments and with the paper."""
 
 import json
 import re
@@ -31,13 +31,13 @@ def loaded(name: str) -> tuple[RunManifest, NodeConfig]:
     return settings.load(CONFIGS / name, {}, [])
 
 
-def test_the_list_of_files() -> None:
+def test_the_set_of_configuration_files() -> None:
     files = sorted(path.name for path in CONFIGS.iterdir() if path.is_file())
     assert files == sorted([*PAPER, "README.md", "tiny.yaml"])
     assert sorted(f"{size}-{data}.yaml" for size in SIZES for data in ("c4", "reddit")) == PAPER
 
 
-def test_tiny_is_the_defaults_written_out() -> None:
+def test_tiny_spells_out_the_defaults() -> None:
     manifest, node = loaded("tiny.yaml")
     assert manifest.run_id == RunManifest().run_id
     assert node == NodeConfig()
@@ -45,14 +45,14 @@ def test_tiny_is_the_defaults_written_out() -> None:
     of_the_rule = {key for defaults in DEFAULTS.values() for key in defaults}
     left_out = set(KnownKeys.of(RunManifest).keys) - given
     of_the_optimizer = {("inner", "peak_learning_rate")}
-    assert left_out == of_the_optimizer | {("outer", key) for key in of_the_rule}, "all keys stand there but these"
+    assert left_out == of_the_optimizer | {("outer", key) for key in of_the_rule}, "only these keys may be left out"
     for optimizer, rate in (("adamw", 1e-3), ("muon", 1e-2)):
         chosen = settings.read(CONFIGS / "tiny.yaml", {}, [f"inner.optimizer={optimizer}"]).manifest()
         assert chosen.inner == InnerSettings(optimizer=optimizer)  # type: ignore[arg-type]
         assert chosen.inner.peak_learning_rate == rate
     for rule in DEFAULTS:
         chosen = settings.read(CONFIGS / "tiny.yaml", {}, [f"outer.rule={rule}"]).manifest()
-        assert chosen.outer == OuterSettings(rule=rule), "with that rule's own defaults"
+        assert chosen.outer == OuterSettings(rule=rule), "with the defaults of that rule"
     commented = (CONFIGS / "tiny.yaml").read_text("utf-8").partition("Those of gossip:\n")[2].partition("  pairing")[0]
     written = yaml.safe_load(re.sub("^  # ", "", commented, flags=re.MULTILINE))
     assert written == {key: getattr(OuterSettings(), key) for key in of_the_rule}
@@ -69,7 +69,7 @@ def test_the_local_settings_in_tinys_comments_are_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_papers_settings(name: str) -> None:
+def test_the_settings_are_those_of_the_paper(name: str) -> None:
     manifest, _ = loaded(name)
     size, _, data = name.removesuffix(".yaml").partition("-")
     hidden, layers, ffn, heads, rate, batch_tokens = SIZES[size]
@@ -96,8 +96,8 @@ def test_the_papers_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_parameter_counts_in_the_comments(name: str) -> None:
-    """Llama without biases: 4D² + 3DF + 2D a layer, D for the last norm, and two matrices of vocabulary × D."""
+def test_the_parameter_counts_in_the_comments_are_right(name: str) -> None:
+    """Llama without biases: 4D² + 3DF + 2D per layer, D for the last norm, and two matrices of vocabulary × D."""
     hidden, layers, ffn, *_ = SIZES[name.partition("-")[0]]
     body = layers * (4 * hidden**2 + 3 * hidden * ffn + 2 * hidden) + hidden
     total = body + 2 * 128_002 * hidden
@@ -108,7 +108,7 @@ def test_the_parameter_counts_in_the_comments(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", sorted(SIZES))
-def test_c4_and_reddit_differ_in_their_data_only(size: str) -> None:
+def test_c4_and_reddit_differ_only_in_their_data(size: str) -> None:
     c4, reddit = (loaded(f"{size}-{data}.yaml")[0].model_dump() for data in ("c4", "reddit"))
     assert {key for key in c4 if c4[key] != reddit[key]} == {"name", "data"}
 
@@ -120,19 +120,17 @@ def test_c4_and_reddit_differ_in_their_data_only(size: str) -> None:
         ({"rule": "noloco", "codec": "int4"}, 0.5, 0.56),
         ({"rule": "averaged"}, 8.0, 8.1),
         ({}, 0.5, 0.56),
-        ({"rule": "dct"}, 0.04, 0.1),  # 32 values of 4096, each with its place; and the sample
+        ({"rule": "dct"}, 0.04, 0.1),  # 32 of 4096 values, each with its index, and the sample
         ({"rule": "sync"}, 4.0, 4.1),
     ],
 )
-def test_bytes_that_one_replica_gives_another_per_parameter(outer: dict[str, Any], least: float, most: float) -> None:
+def test_the_bytes_per_parameter_of_an_outer_round(outer: dict[str, Any], least: float, most: float) -> None:
     count = 1_000_000
     given = OuterSettings(**outer).vector_bytes(count, "float32") / count
     assert least <= given <= most
 
 
-def test_each_is_taken_by_its_name_from_the_package_or_beside_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_configurations_are_found_by_name_in_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for path in CONFIGS.rglob("*.yaml"):
         assert named_configs.text(path.stem) == path.read_text("utf-8").rstrip()
@@ -145,4 +143,4 @@ def test_each_is_taken_by_its_name_from_the_package_or_beside_it(
     with pytest.raises(ConfigError, match="home-200: no file and no configuration has that name"):
         settings.load(Path("home-200"), {}, [])
     (tmp_path / "small-c4").write_text("name: mine")
-    assert settings.load(Path("small-c4"), {}, [])[0].name == "mine", "a file goes before a name"
+    assert settings.load(Path("small-c4"), {}, [])[0].name == "mine", "a file takes precedence over a name"

@@ -1,4 +1,4 @@
-"""The containers, as far as no engine is needed: the Dockerfile, the Compose file, and what they say to noloco-node."""
+"""The containers, without an engine: the Dockerfile, the Compose file, and their command lines for noloco-node."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
 COMPOSE = DOCKER / "compose.yaml"
 TOOLS = Path(sys.executable).parent
-"""Where the `test` extra puts hadolint and docker-compose."""
+"""Where the `test` extra installs hadolint and docker-compose."""
 
 FILE: dict[str, Any] = yaml.safe_load(COMPOSE.read_text("utf-8"))
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
@@ -29,7 +29,7 @@ Instruction = tuple[str, str]
 
 
 def stages() -> list[list[Instruction]]:
-    """The Dockerfile's instructions, (name, arguments), a list for each FROM; the one before is for the ARGs."""
+    """The Dockerfile's instructions as (name, arguments): a list of ARGs, then a list for each FROM."""
     text = re.sub(r"(?m)^#.*\n", "", (DOCKER / "Dockerfile").read_text("utf-8")).replace("\\\n", " ")
     found: list[list[Instruction]] = [[]]
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -41,29 +41,29 @@ def stages() -> list[list[Instruction]]:
 
 
 def image_environment() -> dict[str, str]:
-    """What ENV sets in the image."""
+    """The variables that ENV sets in the image."""
     (last,) = [arguments for name, arguments in stages()[-1] if name == "ENV"]
     return dict(word.split("=", 1) for word in last.split())
 
 
 def composed(*profiles: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """The services as Compose itself understands them."""
+    """The services as Compose itself resolves them."""
     given = [part for profile in profiles for part in ("--profile", profile)]
     command = [str(TOOLS / "docker-compose"), "-f", str(COMPOSE), *given, "config", "--format", "json"]
     clean = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environment}
     done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "not even a warning"
+    assert done.stderr == "", "warnings are not allowed either"
     services: dict[str, dict[str, Any]] = json.loads(done.stdout)["services"]
     return services
 
 
-def test_the_dockerfile_has_no_fault_that_hadolint_knows() -> None:
+def test_hadolint_finds_no_fault_in_the_dockerfile() -> None:
     done = subprocess.run([TOOLS / "hadolint", "--no-color", DOCKER / "Dockerfile"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_image_runs_one_node_as_a_user_who_may_nothing() -> None:
+def test_the_image_runs_one_node_as_an_unprivileged_user() -> None:
     last = dict(stages()[-1])
     assert last["USER"] == "10001:10001"
     assert last["STOPSIGNAL"] == "SIGTERM"
@@ -76,7 +76,7 @@ def test_the_image_runs_one_node_as_a_user_who_may_nothing() -> None:
         assert stage[0][1].split()[0] in ("${BASE}", "dependencies")
 
 
-def test_a_change_of_the_source_does_not_install_the_dependencies_again() -> None:
+def test_a_source_change_does_not_reinstall_the_dependencies() -> None:
     by_name = {stage[0][1].partition(" AS ")[2]: stage for stage in stages()[1:]}
     installing = by_name["dependencies"]
     assert any("pip install -r requirements.txt" in arguments for _, arguments in installing)
@@ -88,7 +88,7 @@ def test_a_change_of_the_source_does_not_install_the_dependencies_again() -> Non
     assert copied == ["--from=dependencies /opt/noloco /opt/noloco", "--from=package /package /opt/noloco"]
 
 
-def test_what_the_image_is_built_from_is_sent_to_the_builder_and_nothing_else() -> None:
+def test_only_files_that_the_image_needs_are_sent_to_the_builder() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     assert lines[1] == "*"
     sent = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -98,7 +98,7 @@ def test_what_the_image_is_built_from_is_sent_to_the_builder_and_nothing_else() 
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_the_image_listens_where_others_look_and_keeps_its_caches_where_it_may_write() -> None:
+def test_the_image_listens_on_the_exposed_ports_and_has_writable_caches() -> None:
     environment = image_environment()
     listen = settings.read(None, environment, []).node().listen
     assert listen.host == "0.0.0.0"
@@ -109,7 +109,7 @@ def test_the_image_listens_where_others_look_and_keeps_its_caches_where_it_may_w
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_every_service_is_bounded_locked_in_and_starts_again_only_after_a_failure(name: str) -> None:
+def test_every_service_has_limits_is_confined_and_restarts_only_on_failure(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -121,7 +121,7 @@ def test_every_service_is_bounded_locked_in_and_starts_again_only_after_a_failur
     assert service["logging"]["options"].keys() == {"max-size", "max-file"}
     assert all(str(port).startswith("127.0.0.1:") for port in service.get("ports", ()))
     assert not {"privileged", "cap_add", "network_mode", "pid", "ipc", "userns_mode", "devices"} & service.keys()
-    assert "depends_on" not in service, "it would stop them one after the other"
+    assert "depends_on" not in service, "with it Compose would stop services one after the other"
 
 
 def test_a_private_swarm_has_its_key_in_a_volume_and_its_invitation_in_a_secret() -> None:
@@ -146,17 +146,17 @@ def test_a_private_swarm_has_its_key_in_a_volume_and_its_invitation_in_a_secret(
 
 
 def noloco_node(command: list[str]) -> dict[str, Any]:
-    """What noloco-node makes of a command line."""
+    """The options that noloco-node parses from a command line."""
     return typer.main.get_command(app).make_context("noloco-node", [*command], resilient_parsing=True).params
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_node_understands_its_command_line(name: str) -> None:
+def test_noloco_node_accepts_the_command_line_of_each_service(name: str) -> None:
     service = SERVICES[name]
     read = noloco_node(service["command"])
     given = (read["dir"], [*read["join"]], read["address_file"])
     first: object = (Path("/data"), [], Path("/join/address"))
-    # Without --dir, the first directory below the working directory that no other node holds.
+    # Without --dir a node takes the first directory below the working directory that no other node holds.
     assert given == (first if name == "bootstrap" else (None, ["@/join/address"], None))
     assert dict(stages()[-1])["WORKDIR"] == "/data"
     assert service["healthcheck"]["test"] == ["CMD", "noloco-node", "health", "--url", "http://127.0.0.1:9464"]
@@ -166,10 +166,10 @@ def test_a_node_understands_its_command_line(name: str) -> None:
     assert config.device == ("cuda" if name == "node-gpu" else "auto")
     writes = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
     assert writes == (["bootstrap:/data", "join:/join"] if name == "bootstrap" else ["nodes:/data"])
-    assert any(tmpfs.startswith("/tmp:") for tmpfs in service["tmpfs"]), "the libp2p daemon's sockets are there"
+    assert any(tmpfs.startswith("/tmp:") for tmpfs in service["tmpfs"]), "the libp2p daemon needs it for its sockets"
 
 
-def test_prometheus_asks_any_node_for_all_of_them() -> None:
+def test_prometheus_discovers_all_nodes_through_any_of_them() -> None:
     found = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text("utf-8"))["scrape_configs"]
     asked = {sd["url"] for job in found for sd in job["http_sd_configs"]}
     port = image_environment()["NOLOCO__LISTEN__METRICS_PORT"]
@@ -189,7 +189,7 @@ def test_grafana_finds_prometheus_and_its_dashboards() -> None:
     assert [provider["options"]["path"] for provider in boards["providers"]] == [mounts["./grafana/dashboards"]]
 
 
-def test_compose_takes_every_profile_and_what_it_mounts_is_there() -> None:
+def test_compose_accepts_every_profile_and_mounted_files_exist() -> None:
     plain, full = composed(), composed("monitoring", "gpu")
     assert plain.keys() == {"bootstrap", "node"}
     assert full.keys() == {*NODES, "prometheus", "grafana"}
@@ -209,7 +209,7 @@ def test_compose_takes_every_profile_and_what_it_mounts_is_there() -> None:
     assert device == {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
 
 
-def test_images_ports_and_limits_can_be_changed_from_outside() -> None:
+def test_images_ports_and_limits_can_be_set_by_variables() -> None:
     full = composed(
         "monitoring",
         NOLOCO_IMAGE="registry.example/node:7",

@@ -1,6 +1,6 @@
-"""The package keeps to its house rules: its size, its names, its docstrings, and the specification that it cites.
+"""The house rules of the package: its size, its names, its docstrings, and the specification that it cites.
 
-Each rule is a function from the package's syntax trees to its violations, and is tried on a planted violation, too.
+Each rule is a function from the package's syntax trees to its violations, and is also tested on a planted violation.
 """
 
 import ast
@@ -19,14 +19,14 @@ CODE_LINES = 32_405
 """Lines of code of the package, without blanks, docstrings, comments and generated files; templates count. Raised for
 a feature only, by what the feature took."""
 KERNEL = ("node", "core", "compute", "io", "ports.py")
-"""What trains, without what measures, watches and launches it."""
+"""The parts that train, without those that measure, watch and launch."""
 KERNEL_LINES = 14_793
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 50, 6
 
 LONG_FILES: dict[str, str] = {"ports.py": "the contract between a node and its world, in one place"}
-"""File: why it is longer."""
+"""File → why it may be longer."""
 LONG_FUNCTIONS: dict[str, str] = {}
-"""`file:function`: why it is longer."""
+"""`file:function` → why it may be longer."""
 BROAD: dict[str, str] = {
     "cli/exits.py:run_app": "the last resort: a bug ends with one line, or a traceback with --debug",
     "compute/device.py:DeviceThread._run": "it is raised again in the task that waits for the call",
@@ -39,20 +39,20 @@ BROAD: dict[str, str] = {
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.event": "an instrument may never stop what it watches",
     "io/telemetry/prometheus_telemetry.py:Watchdog.run": "an instrument may never stop what it watches",
 }
-"""`file:function`: why it catches everything."""
+"""`file:function` → why it catches everything."""
 COLLECTIVES = {
     "lab/bench/baseline.py": "what users would otherwise run",
     "lab/bench/baseline_replica.py": "the same",
     "lab/bench/transport.py": "gloo's send and receive, which the transport is compared with",
 }
-"""Files that may use torch.distributed: a node has no collective call."""
+"""Files that may use torch.distributed; a node makes no collective call."""
 SAME_NAME = {
     "device": "a port",
     "links": "those of the simulator, and `noloco bench links`",
     "stage": "a port, and `noloco bench stage`",
     "transport": "a port, and `noloco bench transport`",
 }
-"""Names of modules that may stand in several top folders: those of ports and of commands."""
+"""Module names that may occur in several top-level folders: those of ports and commands."""
 
 Tree = dict[str, ast.Module]
 
@@ -71,7 +71,7 @@ def trees() -> Tree:
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file that hold code."""
+    """The number of lines of a file that contain code."""
     text = path.read_text("utf-8")
     if path.suffix != ".py":
         return sum(1 for line in text.splitlines() if line.strip())
@@ -88,7 +88,7 @@ def code_lines(path: Path) -> int:
 
 
 def functions(tree: Tree) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
-    """(`file:Class.function`, the function, whether it is public) of all that is not inside another function."""
+    """(`file:Class.function`, the function, whether it is public) of all functions outside other functions."""
 
     def walk(where: str, body: list[ast.stmt], public: bool) -> Iterator[tuple[str, ast.AST, bool]]:
         for node in body:
@@ -104,7 +104,7 @@ def functions(tree: Tree) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunc
 
 
 def long_functions(tree: Tree) -> set[str]:
-    """Functions over the limit, with those that stand inside them."""
+    """Functions over the limit, including their inner functions."""
     return {
         where
         for where, node, _ in functions(tree)
@@ -122,7 +122,7 @@ def wide_constructors(tree: Tree) -> set[str]:
 
 
 def without_docstring(tree: Tree) -> set[str]:
-    """Public functions, methods and classes that do not say what they are. Overloads of operators need not."""
+    """Public functions, methods and classes without a docstring, except overloaded operators."""
     missing = {
         where
         for where, node, public in functions(tree)
@@ -142,7 +142,7 @@ def without_docstring(tree: Tree) -> set[str]:
 
 
 def classes_named_twice(tree: Tree) -> dict[str, list[str]]:
-    """Names of classes that are defined in more than one place."""
+    """Class names that are defined in more than one place."""
     places: dict[str, list[str]] = defaultdict(list)
     for file, module in tree.items():
         for node in ast.walk(module):
@@ -152,7 +152,7 @@ def classes_named_twice(tree: Tree) -> dict[str, list[str]]:
 
 
 def modules_named_twice(tree: Tree) -> dict[str, list[str]]:
-    """Names of modules that stand twice within a top folder, or in several without being a port's or a command's."""
+    """Module names that occur twice in a top-level folder, or in several without being a port's or a command's."""
     places: dict[str, list[str]] = defaultdict(list)
     for file in tree:
         if not file.endswith("__init__.py"):
@@ -166,7 +166,7 @@ def modules_named_twice(tree: Tree) -> dict[str, list[str]]:
 
 
 def broad_excepts(tree: Tree) -> set[str]:
-    """Where everything is caught and not raised again: `except:`, `except Exception`, `suppress(Exception)`."""
+    """Functions that catch everything without re-raising it: `except:`, `except Exception`, `suppress(Exception)`."""
 
     def is_broad(kind: ast.expr | None) -> bool:
         names = [] if kind is None else [n.id for n in ast.walk(kind) if isinstance(n, ast.Name)]
@@ -189,7 +189,7 @@ def broad_excepts(tree: Tree) -> set[str]:
 
 
 def collectives(tree: Tree) -> set[str]:
-    """Files that use torch.distributed, or what is built on it."""
+    """Files that use torch.distributed, or modules built on it."""
     used = re.compile(r"torch\.(distributed|nn\.parallel)\b")
 
     def names(node: ast.AST) -> list[str]:
@@ -203,7 +203,7 @@ def collectives(tree: Tree) -> set[str]:
 
 
 def headings(document: Path) -> set[str]:
-    """What the sections of a Markdown file are called."""
+    """The titles of the sections of a Markdown file."""
     return set(re.findall(r"^#+ (?:\d+\. )?(.+?)\s*$", document.read_text("utf-8"), re.MULTILINE))
 
 
@@ -211,7 +211,7 @@ CITATION = re.compile(r"\b(ARCHITECTURE|METHOD)\.md((?:[, and]+\"[^\"]+\")*)")
 
 
 def cited(text: str) -> set[tuple[str, str]]:
-    """(document, section) of every reference, across line breaks and comment signs; section "" for the whole."""
+    """(document, section) of every reference, across line breaks and comment signs; section "" for a whole document."""
     flat = re.sub(r"\s*\n\s*(?:# ?)?", " ", text)
     found = set()
     for match in CITATION.finditer(flat):
@@ -246,7 +246,7 @@ def test_a_rule_of_the_house(rule: Callable[[Tree], set[str]], excepted: dict[st
         sorted(f"{one} {found[one] if isinstance(found, dict) else ''}" for one in set(found) - set(excepted))
     )
     assert broken == ""
-    assert sorted(set(excepted) - set(found)) == [], "an exception that nothing needs any more"
+    assert sorted(set(excepted) - set(found)) == [], "an exception that is no longer needed"
 
 
 def test_the_package_is_as_small_as_it_is_meant_to_be() -> None:
@@ -289,7 +289,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("rule", "source", "expected"), PLANTED)
-def test_a_rule_finds_what_breaks_it(rule: Callable[[Tree], set[str]], source: str, expected: str) -> None:
+def test_a_rule_finds_a_planted_violation(rule: Callable[[Tree], set[str]], source: str, expected: str) -> None:
     tree = {"core/a.py": ast.parse(source), "io/a.py": ast.parse("")}
     assert expected in rule(tree)
     assert not rule(

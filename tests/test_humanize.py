@@ -1,4 +1,4 @@
-"""Numbers, sizes and times as people read them."""
+"""Numbers, sizes and times in readable form."""
 
 from math import nan
 
@@ -31,24 +31,24 @@ PEER = "12D3KooW" + 39 * "x" + "S1R0x"
         ([humanize.short_id(PEER), humanize.short_id("12D3x")], ["12D3…S1R0x", "12D3x"]),
     ],
 )  # fmt: skip
-def test_what_is_written(written: list[str], expected: list[str]) -> None:
+def test_numbers_sizes_and_times_are_readable(written: list[str], expected: list[str]) -> None:
     assert written == expected
 
 
 @pytest.mark.parametrize(
     "text", ["\x1b]0;mine\x07\x1b[2J", "a\nb\rc\td", "\u202egnp.exe", "\x9b31m", "\u2028", "\ud800"]
 )
-def test_plain_text_is_one_line_without_what_a_terminal_would_obey(text: str) -> None:
+def test_plain_text_is_one_line_without_control_characters(text: str) -> None:
     shown = humanize.plain(text)
     assert shown.isprintable()
     assert len(shown) == len(text)
     assert shown.split() == "".join(c if c.isprintable() else " " for c in text).split()
 
 
-def test_lines_keep_their_ends_and_nothing_else_that_a_terminal_would_obey() -> None:
+def test_plain_lines_keep_line_ends_but_no_control_characters() -> None:
     assert humanize.plain_lines("a\tb\n\x1b[2Jc\rd\x08\u202e é") == "a\tb\n [2Jc d   é"
 
 
-def test_plain_text_is_bounded_and_leaves_what_is_plain() -> None:
+def test_plain_text_is_bounded_and_otherwise_unchanged() -> None:
     assert humanize.plain("größer – ok") == "größer – ok"
     assert humanize.plain("x" * 200, 100) == "x" * 99 + "…"

@@ -1,4 +1,4 @@
-"""What docker/prometheus and docker/grafana ship: checked by promtool, and on a real Prometheus of a real swarm."""
+"""The files in docker/prometheus and docker/grafana, checked by promtool and by a real Prometheus on a real swarm."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def board(name: str) -> dict[str, Any]:
 
 
 def expressions() -> dict[str, str]:
-    """Where it is → expression, of every panel of every dashboard."""
+    """Place → expression, for every panel of every dashboard."""
     return {
         f"{name}: {panel['title']} ({panel['type']}): {target['refId']}": target["expr"]
         for name in BOARDS
@@ -51,12 +51,12 @@ def expressions() -> dict[str, str]:
     }
 
 
-def test_promtool_finds_no_fault_with_configuration_and_rules() -> None:
+def test_promtool_finds_no_fault_in_the_configuration_and_rules() -> None:
     output = promtool("check", "config", "prometheus.yml")
     assert f"{len(rules_of('alerts.yml'))} rules found" in output
 
 
-def test_each_alert_fires_when_it_should_and_only_then() -> None:
+def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     files = sorted(path.name for path in SHIPPED.glob("*_test.yml"))
     promtool("test", "rules", *files)
     cases: dict[str, set[bool]] = {}
@@ -69,7 +69,7 @@ def test_each_alert_fires_when_it_should_and_only_then() -> None:
     assert cases == {rule["alert"]: {True, False} for rule in rules_of("alerts.yml")}
 
 
-def test_each_alert_says_how_bad_it_is_and_what_to_do() -> None:
+def test_each_alert_has_a_severity_and_says_what_to_do() -> None:
     for rule in rules_of("alerts.yml"):
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert len(rule["annotations"]["summary"]) < 160
@@ -90,7 +90,7 @@ def test_the_dashboards_are_as_generated() -> None:
     assert set(uids) == {source["datasources"][0]["uid"]}
 
 
-def test_a_dashboard_that_was_edited_by_hand_is_named(tmp_path: Path) -> None:
+def test_a_dashboard_edited_by_hand_is_named(tmp_path: Path) -> None:
     copy = tmp_path / "grafana"
     (copy / "dashboards").mkdir(parents=True)
     for path in (*GRAFANA.glob("*.py"), *GRAFANA.glob("dashboards/*.json")):
@@ -122,7 +122,7 @@ def test_the_dashboards_know_all_states_and_results() -> None:
 
 
 def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_path: Path) -> None:
-    """2 × 2 nodes; nobody but the first one is named to Prometheus. One is killed on the way."""
+    """2 × 2 nodes, of which Prometheus is given only the first. One is killed during the test."""
     with node_processes(tmp_path) as nodes:
         a = nodes.start("--stage", "0", *RUN, *LOCAL, command=PACED, own_dir="a")
         discovery_url = a.endpoints().metrics.replace("/metrics", "/sd")
@@ -139,7 +139,7 @@ def test_a_real_prometheus_finds_a_real_swarm_and_every_expression_has_data(tmp_
             d.process.send_signal(signal.SIGKILL)
             every_expression_has_data(prometheus)
             figures_are_true(prometheus)
-            the_killed_one_is_reported_and_goes(prometheus, d, alive)
+            the_killed_node_is_reported_and_its_target_ends(prometheus, d, alive)
 
 
 def peer_ids(nodes: list[NodeProcess]) -> set[str]:
@@ -158,7 +158,7 @@ def names_are_right(node: NodeProcess) -> None:
 
 
 def every_expression_has_data(prometheus: Prometheus) -> None:
-    """All panels and recording rules; all alerts can be evaluated."""
+    """Check that all panels and recording rules have data, and all alerts can be evaluated."""
     (run,) = {sample.labels["run"] for sample in prometheus.query("up")}
     missing = expressions() | {rule["record"]: rule["record"] for rule in rules_of("rules.yml")}
     for name, value in (("run", run), ("stage", ".*"), ("node", ".*"), ("__rate_interval", "20s")):
@@ -181,16 +181,16 @@ def every_expression_has_data(prometheus: Prometheus) -> None:
 
 
 def figures_are_true(prometheus: Prometheus) -> None:
-    """A few that are known beforehand, and no label that was both on a target and on a metric."""
+    """Check some figures that are known beforehand, and that no label is both on a target and on a metric."""
     series = prometheus.query('{__name__=~"noloco_.+|go_info|up"}')
     assert not [s.labels for s in series if any(label.startswith("exported_") for label in s.labels)]
     assert {len(s.labels["node_name"]) for s in series} == {8}
     assert {s.labels["node_stage"] for s in prometheus.query('up{job="noloco"}')} == {"0", "1"}
     assert {s.labels["stage"] for s in prometheus.query("stage:noloco_replicas:median")} == {"0", "1"}
-    # A vector in float32, and the sample. A scrape in the middle of a round may have its count and not yet its bytes.
+    # A float32 vector and the sample. A scrape in the middle of a round may have its count but not yet its bytes.
     held = {s.labels["node"]: int(s.value) for s in prometheus.query("noloco_parameters")}
     weighs = {node: partner_bytes("full", parameters, parameters, "float32") for node, parameters in held.items()}
-    # Of one moment: a scrape between two queries may bring several rounds.
+    # One query for both, because a scrape between two queries may bring several rounds.
     both = prometheus.query('{__name__=~"noloco_(pulled_bytes|outer_rounds)_total"}')
     pulled = {s.labels["node"]: s.value for s in both if s.labels["__name__"] == "noloco_pulled_bytes_total"}
     counted = dict.fromkeys(pulled, 0.0)
@@ -200,7 +200,7 @@ def figures_are_true(prometheus: Prometheus) -> None:
     assert len(pulled) >= 3
     for node, sent in pulled.items():
         assert abs(sent - weighs[node] * counted[node]) <= weighs[node], both
-    # Rates of half a minute are extrapolated, each series by itself.
+    # Rates over half a minute are extrapolated, for each series separately.
     for sample in prometheus.query("stage:noloco_pulled_bytes:per_parameter_and_round"):
         assert sample.value <= 1.5 * max(weighs[node] / held[node] for node in held)
         assert sample.value > 0 or sample.labels["node_stage"] == "1", "half a minute ago its second replica was killed"
@@ -210,7 +210,9 @@ def figures_are_true(prometheus: Prometheus) -> None:
     assert 0 < loss.value < 8
 
 
-def the_killed_one_is_reported_and_goes(prometheus: Prometheus, killed: NodeProcess, alive: list[NodeProcess]) -> None:
+def the_killed_node_is_reported_and_its_target_ends(
+    prometheus: Prometheus, killed: NodeProcess, alive: list[NodeProcess]
+) -> None:
     expected = dict.fromkeys(peer_ids(alive), True)
     wait_until(lambda: prometheus.targets("noloco") == expected, "the end of the killed node's target", PATIENCE_S)
     down = prometheus.query('ALERTS{alertname="NodeDown", alertstate="firing"}')

@@ -1,4 +1,4 @@
-"""The documents tell the truth: commands, options, settings, paths and metrics in them are those of the code."""
+"""The documents match the code: every command, option, setting, path and metric in them exists."""
 
 import re
 import shlex
@@ -30,7 +30,7 @@ FIRST_COMMANDS = ["pip install . && noloco swarm", "pip install '.[test]' && pyt
 PROGRAMS = {"noloco": get_command(noloco.app), "noloco-node": get_command(noloco_node.app)}
 
 PATH = re.compile(r"LICENSE|[\w.-]+/([\w.-]+/)*[\w.-]*|[\w-]+\.(py|md|yaml|toml|proto|json|jsonl)")
-"""What is taken for a path: it has a slash inside or at its end, or a known ending."""
+"""Text that counts as a path: with a slash inside or at the end, or with a known file ending."""
 
 OF_A_RUN = re.compile(
     r"(noloco-(runs|experiments)|my-tasks)/.*|(noloco|endpoints|manifest|local|summary|swarm|results)\.json|known[_-]peers\.json"
@@ -44,7 +44,7 @@ FOREIGN_OPTION = re.compile(
 """Options of Docker and Compose."""
 
 TERMS = re.compile(r"\d+/\d+mbit(,\w+)*|s/p|tokens/s|n/a|MiB/s|min/max")
-"""Words with a slash that are no paths."""
+"""Words with a slash that are not paths."""
 
 COMMANDS = (
     "swarm",
@@ -72,17 +72,17 @@ def text_of(document: str) -> str:
 
 
 def blocks(text: str) -> list[str]:
-    """Contents of the fenced blocks, in order."""
+    """The contents of the fenced blocks, in order."""
     return re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)
 
 
 def spans(text: str) -> list[str]:
-    """Contents of the inline code, in order."""
+    """The contents of inline code, in order."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.M | re.S))
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every command of ours: whole lines of the fenced blocks (alone, after `&&` or as printed) and inline code."""
+    """Every noloco command: whole lines of the fenced blocks (alone, after `&&` or as printed) and inline code."""
     lines = [line for block in blocks(text) for line in block.splitlines()]
     parts = [part.removeprefix("join ").removeprefix("$ ").strip() for line in lines for part in line.split("&&")]
     for part in [*parts, *spans(text)]:
@@ -91,13 +91,13 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def options_of(words: Sequence[str]) -> set[str]:
-    """The options of a command, those of its group included. AssertionError when there is no such command."""
+    """The options of a command, including those of its group. Raises AssertionError if there is no such command."""
     command = PROGRAMS[words[0]]
     found = {DEBUG, *option_names(command)}
     for word in words[1:]:
         if not hasattr(command, "commands"):
             break
-        # Beside commands, `noloco-node` has options with values.
+        # `noloco-node` has options with values in addition to commands.
         if not word.startswith("-") and (
             word in command.commands or not getattr(command, "invoke_without_command", False)
         ):
@@ -121,7 +121,7 @@ def all_options() -> set[str]:
     return set().union(*(options_of(words) for words in [["noloco-node"], *subcommands]))
 
 
-def test_the_readme_is_short_and_the_two_commands_come_first() -> None:
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
     text = text_of("README.md")
     assert len(text.splitlines()) <= README_LINES
     shell = [block.strip() for block in blocks(text) if re.match(r"pip|noloco", block)]
@@ -170,7 +170,7 @@ def test_every_setting_exists(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_path_exists(document: str) -> None:
-    """From the root of the repository, or from the package, there also without the ending; links from the document."""
+    """Relative to the repository, or to the package (also without `.py`), or to the document, as links always are."""
     text = text_of(document)
     for link in (target for target in re.findall(r"\]\(([^)\s#]+)", text) if "://" not in target):
         assert (ROOT / document).parent.joinpath(link).exists(), f"there is no {link}"
@@ -184,7 +184,7 @@ def test_every_path_exists(document: str) -> None:
             PACKAGE / f"{path.partition('.')[0]}.py",
             (ROOT / document).parent / path,
         ]
-        places += PACKAGE.glob(f"*/{path}")  # a part, named beside its folder
+        places += PACKAGE.glob(f"*/{path}")  # a path that leaves out the top-level folder
         assert any(place.exists() for place in places), f"there is no {path}"
 
 
@@ -194,14 +194,14 @@ def test_every_configuration_is_listed() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_no_place_of_ours_is_named(document: str) -> None:
+def test_no_local_path_or_foreign_host_is_named(document: str) -> None:
     text = text_of(document)
     assert set(re.findall(r"https?://([^/:\s)`]+)", text)) <= HOSTS
     in_a_container = {"/tmp"} if document.startswith("docker/") else set[str]()
     assert set(re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users|mnt|opt)\b[^\s`]*", text)) <= in_a_container
 
 
-def test_what_is_looked_for_is_found_at_all() -> None:
+def test_the_patterns_find_their_targets() -> None:
     texts = list(map(text_of, DOCUMENTS))
     shown = {span for text in texts for span in spans(text)}
     assert {"LICENSE", "configs/tiny.yaml", "core/"} <= {span for span in shown if PATH.fullmatch(span)}
@@ -211,7 +211,7 @@ def test_what_is_looked_for_is_found_at_all() -> None:
 
 
 def test_the_generated_tables_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the command writes them again where they are not."""
+    """And `noloco docs` rewrites outdated ones."""
     for name in reference.FILES:
         text = text_of(name)
         assert reference.updated(text) == text, f"{name}: write its tables again with `noloco docs`"
