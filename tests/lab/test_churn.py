@@ -129,7 +129,7 @@ def test_the_shape_is_written_as_stages_by_replicas() -> None:
             churn.shape_of(wrong)
 
 
-def test_rounds_lost_by_a_stage_that_died(tmp_path: Path) -> None:
+def test_rounds_lost_by_a_dead_stage_are_counted(tmp_path: Path) -> None:
     def log(node: FleetNode, *events: tuple[float, str, dict[str, object]]) -> None:
         node.dir.mkdir()
         lines = [{"time": at, "up_s": at, "event": kind, **fields} for at, kind, fields in events]

@@ -110,5 +110,5 @@ def test_nodes_behind_three_kinds_of_gateways_and_a_public_one_train(tmp_path: P
 
 @pytest.mark.skipif(os.environ.get("NOLOCO_GATEWAYS") != "all", reason="NOLOCO_GATEWAYS=all asks for them")
 @pytest.mark.parametrize("build", [port_restricted, full_cone, symmetric, udp_blocked, both_carrier_grade, ipv6_only])
-def test_kinds_of_gateways(tmp_path: Path, build: Callable[[Internet], Hosts]) -> None:
+def test_nodes_behind_other_kinds_of_gateways_train(tmp_path: Path, build: Callable[[Internet], Hosts]) -> None:
     trains(tmp_path, build, *(settings(listen__host="'::'") if build is ipv6_only else ()))

@@ -257,7 +257,7 @@ def test_non_finite_weights_are_reported(tmp_path: Path, temperature: float) -> 
         run_generate(out, "x", tokens=1, temperature=temperature, seed=0, device="cpu")
 
 
-def test_what_is_not_an_export_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "noloco.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"noloco\.json cannot be read"):

@@ -203,7 +203,7 @@ def test_which_nodes_are_asked() -> None:
     assert [one.peer_id for one in chosen(adverts, 8, 2, one=True)] == ["b", "c"]
 
 
-def test_the_newest_round_that_all_stages_have() -> None:
+def test_the_newest_round_of_all_stages_is_chosen() -> None:
     def found(*at: tuple[str, int, int]) -> CollectedWeights | None:
         return common(MANIFEST, [CollectedReplica(peer, stage, round, 1, {}) for peer, stage, round in at])
 

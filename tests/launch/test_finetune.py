@@ -78,7 +78,7 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path, model: Path) -> None:
     assert made("one", 1) == made("two", 1) != made("three", 2)
 
 
-def test_a_step_is_adamw_on_the_mean_over_the_completions(tmp_path: Path, model: Path) -> None:
+def test_a_step_is_adamw_with_the_mean_gradient_of_the_completions(tmp_path: Path, model: Path) -> None:
     """Compared with plain torch, example by example and without padding: two steps with warm-up and clipping."""
     pairs = [("ab=", "x"), ("c=", "yyyy")]
     out = tmp_path / "tuned"

@@ -29,7 +29,7 @@ print(json.dumps({
     "name": Path("/proc/self/comm").read_text().strip(),
     "chance": [random.random(), numpy.random.random(), tempfile.mktemp(), str(uuid.uuid4()), os.urandom(8).hex()],
 }), flush=True)
-print("beside", file=sys.stderr)
+print("diagnostics", file=sys.stderr)
 sys.exit(7 if sys.stdin.read() == "" else 8)
 """
 STUBBORN = """
@@ -87,7 +87,7 @@ def test_a_fork_has_its_own_session_environment_and_exit_code(server: ForkServer
         assert (each["cwd"], each["leads"], each["files"]) == (str(tmp_path), True, [0, 1, 2])
         assert each["name"] == "noloco-node 0-0"
     assert not set(told[0]["chance"]) & set(told[1]["chance"]), "forks do not share random numbers"
-    assert (tmp_path / "err").read_text() == "beside\n" * 2
+    assert (tmp_path / "err").read_text() == "diagnostics\n" * 2
 
 
 def test_a_fork_gets_signals_and_its_children_are_killed_with_it(server: ForkServerProcess, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from noloco_p2p.launch.bootstrap import NodeOptions
 
 JOIN = f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}"
 WENT = "it went on"
-INSIDE, RUNS = "beside the nodes of a swarm", ("swarm", "node")
+INSIDE, RUNS = "inside a swarm", ("swarm", "node")
 """A model may be inside the directory of a swarm, another run may not."""
 
 

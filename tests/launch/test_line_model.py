@@ -60,7 +60,7 @@ class World:
         self.model.send(flow, data, self.now)
 
     def run(self, until: float) -> None:
-        """Process events one after the other until then."""
+        """Process events one after the other up to the time `until`."""
         while (at := self.model.next_at) is not None and at <= until:
             self.at = at
             self.model.advance(at)

@@ -283,7 +283,7 @@ def test_an_unreachable_target_is_refused() -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
-def test_the_process_counts_and_ends_with_its_input(tmp_path: Path) -> None:
+def test_the_relay_process_counts_bytes_and_ends_with_its_input(tmp_path: Path) -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0", "1-0"], seed=0)
     one, other = NodeProcess(tmp_path, 0, 0), NodeProcess(tmp_path, 1, 0)
     relay.start((one, other))

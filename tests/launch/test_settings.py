@@ -35,7 +35,7 @@ def test_each_source_overrides_the_previous_one(tmp_path: Path) -> None:
     ("text", "value"),
     [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e3", 1.5e3), ("3", 3.0), ("0.5", 0.5)],
 )
-def test_numbers_are_read_as_people_mean_them(text: str, value: float) -> None:
+def test_numbers_are_parsed_as_intended(text: str, value: float) -> None:
     assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
 
 

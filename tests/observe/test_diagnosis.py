@@ -117,7 +117,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 500})),
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 50})),
     ),
-    "vectors that are refused": (
+    "refused vectors": (
         "distrusted",
         "warning",
         "refused 3 vectors of peers in 300 outer rounds",
@@ -131,7 +131,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: replace(r, clock_ahead_s=120.0)),
         _set("S1R0", lambda r: replace(r, clock_ahead_s=-4.0)),
     ),
-    "clock, a little": (
+    "clock, slightly off": (
         "clock",
         "warning",
         "the clock of node 12D3…xS1R0 is 8.0 s behind the others'",
@@ -180,7 +180,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_advert(r, state="paused")),
         _set("S1R0", lambda r: r),
     ),
-    "paused by the clock": (
+    "paused on schedule": (
         "paused",
         "ok",
         "node 12D3…xS1R0 of stage 1 is paused until 22:00 (its local time)",
@@ -194,7 +194,7 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_advert(r, state="draining")),
         _set("S1R0", lambda r: r),
     ),
-    "stands still for no known reason": (
+    "stalled for no known reason": (
         "stall",
         "error",
         "no inner step for 40 s: node 12D3…xS1R0 of stage 1 has waited 39 s for checkpoint from disk",
@@ -350,7 +350,7 @@ def test_a_run_that_waits_for_its_start_names_the_missing_replicas() -> None:
 # --- order, texts, limits ---------------------------------------------------------------------------------------------
 
 
-def test_the_worst_comes_first() -> None:
+def test_the_worst_finding_comes_first() -> None:
     nodes = swarm()
     nodes["S0R0"] = with_advert(nodes["S0R0"], state="paused")
     nodes["S0R1"] = with_advert(nodes["S0R1"], microbatches_per_s=1.0)

@@ -46,7 +46,7 @@ def sentences(report: DoctorReport) -> str:
 # --- report ------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_finding_is_the_exit_code_and_groups_have_one_heading(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_worst_finding_sets_the_exit_code_and_groups_have_one_heading(capsys: pytest.CaptureFixture[str]) -> None:
     report = DoctorReport()
     report.group("machine")
     report.ok("python", "it is here")
@@ -180,7 +180,7 @@ def test_a_port_in_use_is_named_and_replaced_for_the_remaining_checks() -> None:
     assert {severity for severity, _ in outcome(report)} == {"error"}
 
 
-# --- what the run needs -------------------------------------------------------------------------------------------
+# --- requirements of the run --------------------------------------------------------------------------------------
 
 
 def against(report: DoctorReport) -> RunRequirements:

@@ -96,7 +96,7 @@ def looked(replicas: tuple[int, ...], plant: Callable[[SimSwarm], object], *afte
     assert len(well) == len(WELL_S)
     assert len(hurt) == len(after_s)
     for one in well:
-        assert set(one.bad) <= {("stage-thin", None)}, "nothing was planted yet"
+        assert set(one.bad) <= {("stage-thin", None)}, "a finding before anything was planted"
         assert one.sentence.startswith("training: ")
     return hurt
 
@@ -182,7 +182,7 @@ class Pair:
     @contextmanager
     def names(self, cause: str, node: NodeProcess) -> Iterator[None]:
         """Check that no node is named for the cause before the `with` block plants it, and only this one afterwards."""
-        assert not self.with_cause(cause), "nothing was planted yet"
+        assert not self.with_cause(cause), "a finding before anything was planted"
         me = node.endpoints().peer_id
         yield
         wait_until(lambda: self.with_cause(cause) == [me], f"{cause} of {me} in the diagnosis", SEEN_S)
@@ -279,7 +279,7 @@ def test_5_a_disk_that_takes_no_checkpoint_is_named(pair: Pair) -> None:
     pair.forgets("disk")
 
 
-def test_the_directory_of_a_running_node_tells_that_it_is_well(pair: Pair) -> None:
+def test_a_running_node_is_reported_as_healthy(pair: Pair) -> None:
     report = DoctorReport()
     (running,) = uvloop.run(machine.check_node_dirs(report, pair.first.dir))
     assert running == pair.first.endpoints()

@@ -152,29 +152,29 @@ def test_for_long_round_trips_more_microbatches_and_no_codec_are_advised() -> No
 
 NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
     "devices at work": lambda nodes: homes(in_use=0.7),
-    "something else holds it up": lambda nodes: homes(in_use=0.02),
-    "lines that nobody has measured": lambda nodes: {
+    "another bottleneck": lambda nodes: homes(in_use=0.02),
+    "lines that have not been measured": lambda nodes: {
         name: with_figures(report, upload_bytes_per_s=None) for name, report in nodes.items()
     },
-    "one stage that nobody knows": lambda nodes: {k: v for k, v in nodes.items() if k.startswith("S0")},
+    "a stage without nodes": lambda nodes: {k: v for k, v in nodes.items() if k.startswith("S0")},
     "a run of one stage": lambda nodes: {
         name: with_status(report, stages=1) for name, report in nodes.items() if name.startswith("S0")
     },
     "too early": lambda nodes: {name: with_status(report, inner_steps=2) for name, report in nodes.items()},
     "no sizes": lambda nodes: {name: with_status(report, microbatch=None) for name, report in nodes.items()},
-    "a codec that nobody knows": lambda nodes: {
+    "an unknown codec": lambda nodes: {
         name: with_status(report, microbatch=MicrobatchSize(4, 1, 1, "int3", "int8")) for name, report in nodes.items()
     },
-    "sizes that nobody has": lambda nodes: {
+    "impossible sizes": lambda nodes: {
         name: with_status(report, microbatch=MicrobatchSize(0, -1, 0, "int8", "int8")) for name, report in nodes.items()
     },
-    "a line that claims nothing": lambda nodes: {
+    "a negative line rate": lambda nodes: {
         name: with_figures(report, upload_bytes_per_s=-5.0) for name, report in nodes.items()
     },
-    "idle for less than no time": lambda nodes: {
+    "negative idle time": lambda nodes: {
         name: with_figures(report, device_s=5.0, idle_s={"gradients": -5.0}) for name, report in nodes.items()
     },
-    "a loop that stands still": lambda nodes: nodes | {"S1R0": with_figures(nodes["S1R0"], loop_silent_s=42.0)},
+    "a blocked event loop": lambda nodes: nodes | {"S1R0": with_figures(nodes["S1R0"], loop_silent_s=42.0)},
 }
 
 

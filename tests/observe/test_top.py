@@ -190,7 +190,7 @@ def _run(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pyte
     return ended.value.code, printed.out, printed.err
 
 
-def test_once_by_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_view_by_url_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with served_nodes(swarm(2, 2)) as served:
         url = f"{served.urls['S1R1']}/metrics"
         code, out, err = _run(["--url", url, "--once"], monkeypatch, capsys)
@@ -222,7 +222,7 @@ def test_errors_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_once_by_join_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_view_by_join_address_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real libp2p daemon and directory; the node's answer over HTTP is invented."""
     manifest = RunManifest()
 

@@ -167,7 +167,7 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     assert total == pytest.approx(found.tokens)
 
 
-def test_the_figures_of_several_runs() -> None:
+def test_the_figures_of_several_runs_are_aggregated() -> None:
     found = flat(simulated()[0])
     assert {"tokens_per_s", "utilisation.0", "idle.0.gradients", "round_s.p95", "sent_per_node.snapshot"} <= {*found}
     assert found["rounds.other"] == found["rounds.all"] == 0, (

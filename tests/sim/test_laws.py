@@ -130,7 +130,7 @@ def test_weights_that_changed_in_transit_are_found(monkeypatch: pytest.MonkeyPat
     assert "s1r1 loaded" in str(planted(CAME))
 
 
-def test_a_graph_that_nobody_frees_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearStage, "discard", lambda *_: None)
     assert "graphs open" in str(planted(HUNG))
 

@@ -246,7 +246,7 @@ def test_plots_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len({*drawn}) == 5, "all plots differ"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused options --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

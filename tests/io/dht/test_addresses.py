@@ -1,4 +1,4 @@
-"""Join addresses, announced hosts, known peers, clocks and dial limits: whatever needs no network."""
+"""Join addresses, announced hosts, known peers, clocks and dial limits: the parts that need no network."""
 
 import socket
 from pathlib import Path

@@ -202,7 +202,7 @@ def signed(identity: Identity, **changes: object) -> tuple[AdvertValidator, Raw]
     return validator, dataclasses.replace(plain, value=validator.sign_value(plain))
 
 
-def test_a_signed_record_is_valid_for_everybody(tmp_path: Path) -> None:
+def test_a_signed_record_is_valid_at_every_node(tmp_path: Path) -> None:
     mine, other = Identity.open(tmp_path / "mine"), Identity.open(tmp_path / "other")
     validator, good = signed(mine)
     elsewhere = AdvertValidator(other, RUN, KEYS, lambda: NOW)

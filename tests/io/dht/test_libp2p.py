@@ -77,7 +77,7 @@ def test_a_port_in_use_is_refused_even_by_another_daemon(tmp_path: Path) -> None
     run(scenario)
 
 
-def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
+def test_the_daemon_serves_its_metrics_at_the_given_port(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", metrics_port=0) as b:
             assert a.metrics_port is None
@@ -94,7 +94,7 @@ def test_it_serves_its_own_metrics_at_the_given_port(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_it_is_no_relay_for_strangers(tmp_path: Path) -> None:
+def test_the_daemon_does_not_relay_for_strangers(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             for service in ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/autonat/1.0.0"):

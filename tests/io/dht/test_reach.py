@@ -33,7 +33,7 @@ SCOPES = {
 }
 
 
-def test_scopes() -> None:
+def test_addresses_are_classified_by_scope() -> None:
     assert {address: scope(address) for address in SCOPES} == SCOPES
 
 
@@ -61,7 +61,7 @@ def test_text_that_is_not_a_host_and_port_yields_none(text: str) -> None:
     assert endpoint(text) is None
 
 
-def test_hosts_and_ports() -> None:
+def test_hosts_and_ports_are_parsed() -> None:
     assert endpoint("10.0.0.1:80") == ("10.0.0.1", 80)
     assert endpoint("[::1]:4102") == ("::1", 4102)
     assert endpoint("node-1.example:9464") == ("node-1.example", 9464)

@@ -107,7 +107,7 @@ def relay_of(peer: Peer, records: MemberRecords | None, mbit_per_s: float | None
     return reachability.relay(peer.libp2p, RUN, Standing(peer.links, records), peer.transport, local)
 
 
-def test_members_that_nobody_can_dial_are_reached_over_links_and_through_relays(
+def test_members_that_cannot_be_dialled_are_reached_over_links_and_through_relays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     club, links = Club(tmp_path, RUN), Libp2pDaemon.links

@@ -185,7 +185,7 @@ CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("nothing", "TLS without a certificate", nothing, "tls"),
     ("nothing", "a leaf signed by himself", lambda m: m.shows(dns(m.victims_name), chain=b"", issuer="leaf"), "tls"),
     ("nothing", "a chain below a root of his own", lambda m: self_made(m, m.name), "tls"),
-    ("nothing", "the same, and the root beside it", lambda m: self_made_whole(m, m.name), "tls"),
+    ("nothing", "the same, with that root", lambda m: self_made_whole(m, m.name), "tls"),
     (
         "a victim's chain, from its advert",
         "his leaf below it",
@@ -202,12 +202,12 @@ CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("the issuer of another run of this root", "a membership of this one", issuer_of_another_run, "tls"),
     ("an expired membership", "a fresh leaf below it", expired, "tls"),
     ("membership", "an expired leaf", lambda m: at(m, -2 * HOUR_S, -HOUR_S), "tls"),
-    ("membership", "a leaf of tomorrow", lambda m: at(m, HOUR_S, 2 * HOUR_S), "tls"),
+    ("membership", "a leaf that is not yet valid", lambda m: at(m, HOUR_S, 2 * HOUR_S), "tls"),
     ("membership", "the victim's name", lambda m: m.shows(dns(m.victims_name)), "tls"),
     ("membership", "both names", lambda m: m.shows(dns(m.name), dns(m.victims_name)), "tls"),
     (
         "membership",
-        "the victim's name as URI beside his own",
+        "the victim's name as URI next to his own",
         lambda m: m.shows(dns(m.name), uri(m.victims_name)),
         "tls",
     ),
@@ -216,12 +216,12 @@ CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("membership", "the victim's name as e-mail address", lambda m: m.shows(mail(m.victims_name)), "tls"),
     (
         "membership",
-        "an e-mail address beside his name",
+        "an e-mail address next to his name",
         lambda m: m.shows(dns(m.name), mail(f"a@{m.victims_name}")),
         "tls",
     ),
-    ("membership", "an IP address beside his name", lambda m: m.shows(dns(m.name), address("127.0.0.1")), "tls"),
-    ("membership", "an IPv6 address beside his name", lambda m: m.shows(dns(m.name), address("::1")), "tls"),
+    ("membership", "an IP address next to his name", lambda m: m.shows(dns(m.name), address("127.0.0.1")), "tls"),
+    ("membership", "an IPv6 address next to his name", lambda m: m.shows(dns(m.name), address("::1")), "tls"),
     ("membership", "no name, the victim's as common name", lambda m: m.shows(subject=m.victims_name[:64]), "tls"),
     ("membership", "a name for all members", lambda m: m.shows(dns(f"*.{m.club.trust.suffix}")), "tls"),
     ("membership", "a name for all below his", lambda m: m.shows(dns(f"*.{m.name}")), "handler"),
@@ -234,7 +234,7 @@ CALLERS: list[tuple[str, str, Callable[[Mallory], Shown], str]] = [
     ("membership", "his name twice", lambda m: m.shows(dns(m.name), dns(m.name)), "handler"),
     ("membership", "his name and one below", lambda m: m.shows(dns(m.name), dns(f"a.{m.name}")), "handler"),
     ("membership", "his name in capitals", lambda m: m.shows(dns(m.name.upper())), "handler"),
-    ("membership", "a friend whom he admits", lambda m: friend(m, lambda own: own), "tls"),
+    ("membership", "a friend admitted by him", lambda m: friend(m, lambda own: own), "tls"),
     (
         "membership",
         "a friend below his name",
@@ -278,7 +278,7 @@ SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
     ),
     ("membership", "his own name", lambda m: m.shows(dns(m.name))),
     ("membership", "the victim's name", lambda m: m.shows(dns(m.victims_name))),
-    ("membership", "the victim's name as URI beside his own", lambda m: m.shows(dns(m.name), uri(m.victims_name))),
+    ("membership", "the victim's name as URI next to his own", lambda m: m.shows(dns(m.name), uri(m.victims_name))),
     ("membership", "the victim's name as e-mail address", lambda m: m.shows(dns(m.name), mail(m.victims_name))),
     ("membership", "no name, the victim's as common name", lambda m: m.shows(subject=m.victims_name[:64])),
     ("membership", "a name for all members", lambda m: m.shows(dns(f"*.{m.club.trust.suffix}"))),
@@ -453,9 +453,9 @@ LABELS: list[tuple[str, str, Callable[[Header], Header], str]] = [
     ("a microbatch passed on", "a later step", lambda h: label(h, step=6), "not signed"),
     ("a microbatch passed on", "another place in the step", lambda h: label(h, index=2), "not signed"),
     ("a microbatch passed on", "a later end", lambda h: replace(h, label=bytes([1]) + h.label[1:]), "not signed"),
-    ("a microbatch passed on", "another origin beside the id", lambda h: label(h, peer=OTHER), "that read it"),
+    ("a microbatch passed on", "another origin with the same id", lambda h: label(h, peer=OTHER), "that read it"),
     ("a microbatch passed on", "another origin", lambda h: label(h, {"peer": OTHER}, peer=OTHER), "not signed"),
-    ("a microbatch of yesterday", "to have it counted again", label, "expired"),
+    ("a microbatch of yesterday", "to be counted again", label, "expired"),
 ]
 
 
@@ -559,11 +559,11 @@ def test_calls_outlive_the_leaf_with_which_their_connection_was_opened(tmp_path:
 
 MISUSED: list[tuple[str, str, Callable[[Mallory], bytes]]] = [
     ("nothing", "no certificate", lambda m: b""),
-    ("nothing", "text that is none", lambda m: b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
-    ("nothing", "more than is looked at", lambda m: m.chain + b"\n" * 2000),
+    ("nothing", "malformed text", lambda m: b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+    ("nothing", "more bytes than the limit", lambda m: m.chain + b"\n" * 2000),
     ("nothing", "a chain below a root of his own", lambda m: Club(m.club.home).chain(m.peer_id)),
     ("membership", "his certificate without its issuer's", lambda m: m.chain[: m.chain.index(b"-----END") + 26]),
-    ("membership", "the order turned round", lambda m: m.club.issuer + m.chain.removesuffix(m.club.issuer)),
+    ("membership", "the certificates in reverse order", lambda m: m.club.issuer + m.chain.removesuffix(m.club.issuer)),
     ("membership", "three certificates", lambda m: m.chain + m.club.trust.anchor),
     (
         "membership of another run of this root",
@@ -577,7 +577,7 @@ MISUSED: list[tuple[str, str, Callable[[Mallory], bytes]]] = [
     ),
     (
         "membership",
-        "a friend whom he admits",
+        "a friend admitted by him",
         lambda m: certificates.member_chain(
             m.chain, m.key, m.club.trust, m.victim.peer_id, "member", m.club.now
         ).removesuffix(m.club.issuer),

@@ -79,7 +79,7 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-# === what is in it ====================================================================================================
+# === contents =========================================================================================================
 
 
 def test_a_progress_line_holds_the_nodes_progress_and_every_count_since_its_start(lines: Lines) -> None:

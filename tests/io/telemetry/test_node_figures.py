@@ -15,7 +15,7 @@ from noloco_p2p.launch import run_files
 
 
 def stream(rate: RateMeter, gap_s: float, amount: float, until: float) -> float:
-    """Add an amount every `gap_s` seconds until then; returns the time of the last."""
+    """Add an amount every `gap_s` seconds up to the time `until`; returns the time of the last."""
     now = 0.0
     while now + gap_s <= until:
         now += gap_s
@@ -101,7 +101,7 @@ def test_a_summary_is_written_even_if_its_figures_are_not_finite(tmp_path: Path)
     assert (found["validation_loss"], found["replica_std"], found["evaluations"]) == (None, None, 1)
 
 
-def test_memory_and_disk_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_disk_of_the_machine_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = b"x" * 30_000_000
     before = node_figures.rss_bytes()
     assert 10_000_000 < before < node_figures.memory_bytes()

@@ -394,7 +394,7 @@ def lines() -> io.StringIO:
     return io.StringIO()
 
 
-def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO) -> None:
+def test_log_lines_are_readable(telemetry: PrometheusTelemetry, lines: io.StringIO) -> None:
     stop = log.start(lines)
     everything(telemetry)
     for _ in range(20):
@@ -419,7 +419,7 @@ def test_log_lines_for_people(telemetry: PrometheusTelemetry, lines: io.StringIO
     assert text.count("re-routed") == 1, "repeated trouble is logged only now and then"
 
 
-def test_log_lines_for_machines(
+def test_log_lines_can_be_json(
     telemetry: PrometheusTelemetry, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(logging._levelToName, logging.WARNING, "WARN")  # as hivemind does when it is imported

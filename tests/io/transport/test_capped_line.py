@@ -80,7 +80,7 @@ def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_gi
                 return message
 
             @asynccontextmanager
-            async def beside() -> AsyncIterator[Duplex]:
+            async def parallel() -> AsyncIterator[Duplex]:
                 yield nowhere, line.receiver(read, first_at_once=True, held=fetched.held)
 
             async def nowhere(message: bytes) -> None:
@@ -88,7 +88,7 @@ def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_gi
 
             fetched = Fetched(feed, "weights")
             way = line.receiver(read, first_at_once=True, held=fetched.held)
-            call, others = SimpleNamespace(cancel=lambda: None), [beside() for _ in range(CONNECTIONS)]
+            call, others = SimpleNamespace(cancel=lambda: None), [parallel() for _ in range(CONNECTIONS)]
             return (await fetched.within(call, others, (way, way), (SILENCE_S, SILENCE_S, None)))[0]
 
         full = [asyncio.create_task(bodies()) for _ in range(2)]

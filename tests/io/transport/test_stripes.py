@@ -628,7 +628,7 @@ def test_a_reply_counts_even_if_a_connection_is_lost_as_it_completes() -> None:
         await last.wait()
         raise Unreachable("the connection was lost")
 
-    class Beside(AbstractAsyncContextManager[Any]):
+    class ParallelCall(AbstractAsyncContextManager[Any]):
         async def __aenter__(self) -> Any:
             return write, lost
 
@@ -643,7 +643,7 @@ def test_a_reply_counts_even_if_a_connection_is_lost_as_it_completes() -> None:
                 await last.wait()
             return messages.pop() if messages else b"last"
 
-        collected = Collected(lambda message: "whole" if message == b"last" else None, [Beside()])
+        collected = Collected(lambda message: "whole" if message == b"last" else None, [ParallelCall()])
         collecting = asyncio.create_task(collected.whole(read))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -743,7 +743,7 @@ async def granted(start: Callable[[str], Any], first: pb.ActivationMessage) -> A
     return call
 
 
-async def beside(start: Callable[[str], Any], number: int) -> Any:
+async def parallel_call(start: Callable[[str], Any], number: int) -> Any:
     call = start("Stripe")
     await call.write(pb.ActivationMessage(stripe=number))
     return call
@@ -753,7 +753,7 @@ def test_parts_may_come_before_the_header() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
             head, *body = messages(7)
-            early = [await beside(start, 7) for _ in range(3)]
+            early = [await parallel_call(start, 7) for _ in range(3)]
             for call in early:
                 await call.write(body.pop())
                 await call.write(END)
@@ -789,12 +789,12 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
     async def scenario() -> None:
         async with raw_stub(Node(echo)) as start:
             head, *body = messages(7)
-            main, other = await granted(start, head), await beside(start, 7)
+            main, other = await granted(start, head), await parallel_call(start, 7)
             for one in reversed(body[1:]):
                 await other.write(one)
             for _ in range(CONNECTIONS - 1):
-                await (await beside(start, 7)).write(END)
-            late = await beside(start, 7)
+                await (await parallel_call(start, 7)).write(END)
+            late = await parallel_call(start, 7)
             await late.write(body[0])
             assert await soon(late.code()) is grpc.StatusCode.UNAVAILABLE, "more calls than may carry one body"
             await other.write(END)
@@ -811,7 +811,7 @@ def test_an_unexpected_part_is_refused(number: int, monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         async with raw_stub(Node(hang)) as start:
-            call = await beside(start, number)
+            call = await parallel_call(start, number)
             await call.write(messages(9)[1])
             assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
 
@@ -823,7 +823,7 @@ def test_a_protocol_error_on_a_parallel_call_is_a_violation() -> None:
         async with raw_stub(Node(echo)) as start:
             head, *body = messages(7)
             main = await granted(start, head)
-            other = await beside(start, 7)
+            other = await parallel_call(start, 7)
             await main.write(body[0])
             await main.write(END)
             await other.write(body[0])

@@ -350,7 +350,7 @@ def test_unread_data_is_bounded_per_call() -> None:
     run(scenario())
 
 
-def test_nothing_is_decompressed() -> None:
+def test_compressed_messages_are_refused() -> None:
     """4 KB would become 4 MiB, and take 13 times the CPU time of a refusal."""
 
     async def scenario() -> None:
@@ -573,11 +573,11 @@ def test_delays_by_this_nodes_cap_do_not_count_against_a_striped_body() -> None:
 
         line.charge(sent=0, received=int(full_s * BYTES_PER_MBIT))
         incoming = IncomingActivation(header, [], lambda *_, **__: None, end, granted, patience)
-        incoming.stripes = beside = Stripes()
-        carrying = asyncio.create_task(beside.carry(granted, line.receiver(patience.reading(part))))
+        incoming.stripes = parallel = Stripes()
+        carrying = asyncio.create_task(parallel.carry(granted, line.receiver(patience.reading(part))))
         assert (await incoming()).hidden.data == sent.hidden.data
         assert asyncio.get_running_loop().time() > RESERVE_S
-        beside.end()
+        parallel.end()
         assert await carrying
 
     virtual_time.run(scenario(), limit_s=1000)
@@ -689,9 +689,9 @@ def test_a_delayed_refusal_keeps_nothing_of_the_body(stripe: int, monkeypatch: p
     async def scenario() -> None:
         async with server(Node(refuse)) as (both, stub):
             served, head = both.b._servicer, announced(stripe)[0]
-            call, beside = (method(timeout=60.0, metadata=ME) for method in (stub.Propagate, stub.Stripe))
+            call, parallel = (method(timeout=60.0, metadata=ME) for method in (stub.Propagate, stub.Stripe))
             if stripe:
-                await beside.write(pb.ActivationMessage(stripe=stripe))
+                await parallel.write(pb.ActivationMessage(stripe=stripe))
             else:
                 head.frames.append(pb.Frame(chunk=pb.Chunk(data=bytes(1 << 20))))
             await call.write(head)
@@ -701,7 +701,7 @@ def test_a_delayed_refusal_keeps_nothing_of_the_body(stripe: int, monkeypatch: p
             assert [body() for body in bodies] == [None]
             assert not served._striped._known
             call.cancel()
-            beside.cancel()
+            parallel.cancel()
 
     run(scenario())
 
