@@ -8,12 +8,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from machine import at_most, in_time
+from processes import wait_until
 
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
@@ -301,26 +302,19 @@ def test_metrics_come_in_the_requested_format(asker: Asker) -> None:
     assert [line for line in body.decode().splitlines() if not line.startswith("#")] == ["noloco_step 0.0"]
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
 def test_slow_clients_do_not_hold_places(asker: Asker) -> None:
     """Three times as many silent clients as there are places connect; other requests are answered nevertheless."""
     before = threading.active_count()
     slow = [socket.create_connection(("127.0.0.1", asker.port)) for _ in range(3 * http_server.REQUESTS_LIMIT)]
     try:
-        wait_until(lambda: threading.active_count() >= before + http_server.REQUESTS_LIMIT)
+        wait_until(lambda: threading.active_count() >= before + http_server.REQUESTS_LIMIT, "a thread for every place")
         for _ in range(5):
             assert asker.ask("/metrics")[0] == 200
             assert threading.active_count() <= before + http_server.REQUESTS_LIMIT
     finally:
         for each in slow:
             each.close()
-    wait_until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before, "the end of the threads")
 
 
 def test_a_client_that_sends_too_slowly_is_cut_off_at_the_deadline(
