@@ -1,4 +1,4 @@
-"""Cancelled transfers release the owner's line: without connections, in virtual time."""
+"""Abandoned transfers release the owner's line: without connections, in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator
