@@ -171,7 +171,7 @@ def test_a_strangers_manifest_cannot_fill_memory_before_a_stage_is_chosen() -> N
         check_model(RunManifest(model=ModelSettings(config=deep)))
 
 
-def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LocalError, match="device: cuda:1 not found"):
         pick_device("cuda:1")

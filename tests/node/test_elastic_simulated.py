@@ -29,7 +29,7 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "otherwise the swarms prove less than they seem to"
 
 
-def test_a_run_is_a_function_of_scenario_and_seed() -> None:
+def test_one_seed_gives_one_run() -> None:
     hashes = []
     for seed in (11, 11, 12):
         swarm = FaultySwarm(*drawn(seed))
