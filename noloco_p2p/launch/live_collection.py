@@ -12,6 +12,7 @@ from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.transport.allocator import tune_allocator
@@ -105,11 +106,12 @@ class SnapshotCollector:
 
         Calls `done` in either case.
         """
-        parameters, deadline_s = self.specs[advert.stage], self.manifest.outer.deadline_s
+        parameters = self.specs[advert.stage]
         expected = exported_model.flat_weights(parameters)
-        request = SnapshotRequest(advert.stage, round, min(ROUND_WAIT_S, deadline_s), expected.dtype)
+        wait_s = min(ROUND_WAIT_S, self.manifest.outer.deadline_s)
+        request = SnapshotRequest(advert.stage, round, wait_s, expected.dtype)
         try:
-            snapshot = await self.transport.fetch_snapshot(advert, request, deadline_s, (expected,))
+            snapshot = await self.transport.fetch_snapshot(advert, request, TRANSFER_DEADLINE_S, (expected,))
             if snapshot.peer != advert.peer_id:
                 raise Violation(f"{advert.peer_id} sent the weights of {snapshot.peer}")
             weights = await asyncio.to_thread(exported_model.fast_weights, snapshot, parameters)

@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
-from noloco_p2p.errors import Busy, NolocoError, PeerError, Unreachable, Violation
+from noloco_p2p.errors import Busy, NolocoError, Violation
 from noloco_p2p.io.dht.reach import RELAY
-from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport import message_codec, slow_transfers
+from noloco_p2p.io.transport.slow_transfers import Patience, Unread
 
 MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set, seconds. Without a limit a call could hold memory forever."""
@@ -30,17 +30,9 @@ MAX_CALLS = 6144
 """Calls served in parallel; any beyond that are refused as Busy."""
 LONGEST_TRANSFER_S = 1800.0
 """Time within which a complete state must arrive, seconds."""
-RESERVE_S = 20.0
-"""How far a caller may fall behind with bytes that are due, seconds: enough for a message of 1 MiB at 0.5 Mbit/s."""
-STATE_RESERVE_S = 60.0
-"""The same for a state, whose bytes are due at an even rate until its deadline."""
 LET_GO_S = 10.0
 """How long a caller has to end a call on which a write was broken off, before its connection is ended, seconds. The end
 of a call arrives only after everything that is waiting in its caller's sockets."""
-MIN_BYTES_PER_S = 8192.0
-"""A slower transfer uses up its reserve, and is then aborted."""
-
-T = TypeVar("T")
 
 
 class Share(NamedTuple):
@@ -124,88 +116,11 @@ def wanted_bytes(context: Any) -> int:
     return int(wanted) if re.fullmatch("[0-9]{1,9}", wanted) else 0
 
 
-def least_rate(nbytes: int, seconds: float) -> float:
-    """The rate at which `nbytes` arrive within `seconds`, but at least MIN_BYTES_PER_S."""
-    return max(MIN_BYTES_PER_S, nbytes / seconds)
-
-
-class Silent(Unreachable):
-    """A peer was too slow. Its call accepts no further read or write, because gRPC still has one in progress."""
-
-
-class Unread(PeerError):
-    """The peer does not read what is written. gRPC can no longer end the call, so only the connection can be closed."""
-
-
-async def read_request(context: Any) -> bytes:
-    """The only message of a call with one request. Raises Silent, or DecodeError if there is none."""
-    message: Any = await Patience().reading(context.read)()
-    if message is grpc.aio.EOF:
-        raise DecodeError
-    return bytes(message)
-
-
 async def refuse(write: Callable[[bytes], Awaitable[object]], kind: Callable[..., Any], error: NolocoError) -> None:
     """Tell the caller why it is not served, if it is still connected. Raises Unread."""
     error.with_traceback(None)  # The traceback's frames hold what the caller has sent.
     with suppress(grpc.aio.InternalError):
         await write(kind(refusal=message_codec.to_refusal(error)).SerializeToString())
-
-
-class Patience:
-    """Waits for peers to send or to accept bytes, and lets them fall at most `RESERVE_S` behind `MIN_BYTES_PER_S`.
-
-    Concurrent waits share the allowance. Delays by this node do not count.
-    """
-
-    def __init__(self, reserve_s: float | None = None) -> None:
-        """`reserve_s` replaces `RESERVE_S`."""
-        self._reserve_s = self._left_s = reserve_s or RESERVE_S
-        self._at = 0.0
-        """When `_left_s` was last updated."""
-        self._waits: set[asyncio.Timeout] = set()
-
-    async def wait(
-        self,
-        transfer: Awaitable[T],
-        nbytes: int = 0,
-        least_bytes_per_s: float = MIN_BYTES_PER_S,
-        error: type[PeerError] = Silent,
-    ) -> T:
-        """The result of `transfer`. It counts as `nbytes` moved, or as its length if it is bytes. Raises `error`."""
-        came_s = 0.0
-        self._settle(0.0)
-        try:
-            async with asyncio.timeout(self._left_s) as timeout:
-                self._waits.add(timeout)
-                result = await transfer
-                came_s = (len(result) if isinstance(result, bytes) else nbytes) / least_bytes_per_s
-                return result
-        except TimeoutError:
-            raise error(f"the peer moved next to no data for {self._reserve_s:g} s") from None
-        finally:
-            self._settle(came_s)
-            self._waits.discard(timeout)
-            for other in self._waits if came_s else ():
-                if not other.expired():
-                    other.reschedule(self._at + self._left_s)
-
-    def reading(
-        self, read: Callable[[], Awaitable[T]], least_bytes_per_s: float = MIN_BYTES_PER_S
-    ) -> Callable[[], Awaitable[T]]:
-        """`read` with this patience. Raises Silent."""
-        return lambda: self.wait(read(), 0, least_bytes_per_s)
-
-    def writing(
-        self, write: Callable[[bytes], Awaitable[object]], least_bytes_per_s: float = MIN_BYTES_PER_S
-    ) -> Callable[[bytes], Awaitable[object]]:
-        """`write` with this patience. Raises Unread."""
-        return lambda message: self.wait(write(message), len(message), least_bytes_per_s, Unread)
-
-    def _settle(self, came_s: float) -> None:
-        now = asyncio.get_running_loop().time()
-        spent_s = now - self._at if self._waits else 0.0
-        self._at, self._left_s = now, min(self._reserve_s, self._left_s - spent_s + came_s)
 
 
 class Callers:
@@ -293,7 +208,7 @@ class Callers:
         If the call ended earlier, gRPC would fail the caller's pending write and drop a reply that it had not read yet.
         """
         with suppress(Busy, TimeoutError), self.holding(DRAINS, caller):
-            async with asyncio.timeout(RESERVE_S):
+            async with asyncio.timeout(slow_transfers.RESERVE_S):
                 while (message := await context.read()) is not grpc.aio.EOF:
                     if unwanted(message):
                         return True

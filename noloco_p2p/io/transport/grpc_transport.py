@@ -28,7 +28,7 @@ from noloco_p2p.core.messages import (
 )
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Unreachable, Violation
-from noloco_p2p.io.transport import callers, message_codec, service, servicer, stripes, weights_codec
+from noloco_p2p.io.transport import callers, message_codec, service, servicer, slow_transfers, stripes, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine, Read, rank_of
 from noloco_p2p.io.transport.channels import ChannelPool, PeerChannel, Turns
@@ -152,7 +152,8 @@ class GrpcTransport:
         `propagate`."""
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
-        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s)
+        due = () if request.weights is None else (slow_transfers.steady_reading(expected, deadline_s),)
+        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s, *due)
         return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
@@ -163,15 +164,14 @@ class GrpcTransport:
         clock = asyncio.get_running_loop().time
         give_up_at, futile = clock() + deadline_s, 0
         reader = weights_codec.StateReader(peer, expected)
-        rate = callers.least_rate(sum(spec.nbytes for spec in expected), deadline_s)
-        due = partial(callers.Patience(callers.STATE_RESERVE_S).reading, least_bytes_per_s=rate)
+        due = slow_transfers.steady_reading(expected, deadline_s)
         try:
             while True:
                 place = reader.place
                 try:
                     limits_s = give_up_at - clock(), CAPTURE_S if place is None else SILENCE_S, None
                     return (await self._fetch(peer, reader, expected, limits_s, due))[0]
-                except callers.Silent:
+                except slow_transfers.Silent:
                     raise
                 except Unreachable:
                     futile = 0 if reader.place != place else futile + 1

@@ -13,9 +13,9 @@ from noloco_p2p.core.messages import Activation, Header
 from noloco_p2p.errors import Unreachable, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.capped_line import Read
 from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.slow_transfers import Patience
 from noloco_p2p.io.transport.stripes import NO_MORE, Stripes
 
 CANCEL_GRACE_S = 0.5

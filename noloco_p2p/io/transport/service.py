@@ -16,11 +16,12 @@ from noloco_p2p.errors import Busy, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht.reach import joined
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, Patience, connection_of, read_request
+from noloco_p2p.io.transport.callers import CALLS, MAX_CALLS, Caller, connection_of
 from noloco_p2p.io.transport.channels import KEEPALIVE, KEEPALIVE_MS
 from noloco_p2p.io.transport.connection_limit import room
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.servicer import GrpcServicer, ReplyParts
+from noloco_p2p.io.transport.slow_transfers import Patience, read_request
 from noloco_p2p.ports import Body, Handler
 
 Answer = Callable[[Caller, Any, ExitStack], Awaitable[None]]

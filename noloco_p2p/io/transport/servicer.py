@@ -19,9 +19,9 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import Precedence
 from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
 from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
-from noloco_p2p.io.transport import callers, message_codec, weights_codec
+from noloco_p2p.io.transport import callers, message_codec, slow_transfers, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Caller, Callers, Patience, Silent, Unread, least_rate
+from noloco_p2p.io.transport.callers import Caller, Callers
 from noloco_p2p.io.transport.capped_line import FIRST_MESSAGE, OwnersLine, Write, rank_of
 from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.io.transport.exchange import to_grant
@@ -29,11 +29,11 @@ from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import CANCEL_GRACE_S, IncomingActivation
 from noloco_p2p.io.transport.peer_links import Links
 from noloco_p2p.io.transport.reply_reader import ReplyMessage
+from noloco_p2p.io.transport.slow_transfers import Patience, Silent, Unread, least_rate
 from noloco_p2p.io.transport.stripes import NO_MORE, Duplex, StripedCalls, no_body
 from noloco_p2p.ports import Body, Handler, Telemetry
 
-Messages = Callable[[int], Iterable[bytes]]
-ReplyParts = tuple[Messages, str, int]
+ReplyParts = tuple[Callable[[int], Iterable[bytes]], str, int]
 """A reply: a function from the most tensor bytes per message to the messages; the kind under which its bytes are
 counted; and its size in bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
@@ -165,7 +165,7 @@ class GrpcServicer:
         """Answer FetchSnapshot: send a snapshot."""
 
         async def give() -> None:
-            request = pb.SnapshotRequest.FromString(await callers.read_request(context))
+            request = pb.SnapshotRequest.FromString(await slow_transfers.read_request(context))
             self._line.charge(sent=0, received=request.ByteSize())
             caller, handler = self._admit(claimed, context, observers=True)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))
@@ -178,10 +178,10 @@ class GrpcServicer:
 
     async def fetch_state(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Answer FetchState: send this replica's state, or the rest of it."""
-        patience = Patience(callers.STATE_RESERVE_S)
+        patience = Patience(slow_transfers.STATE_RESERVE_S)
 
         async def give() -> None:
-            request = pb.StateRequest.FromString(await callers.read_request(context))
+            request = pb.StateRequest.FromString(await slow_transfers.read_request(context))
             resume = request.resume
             caller, handler = self._admit(claimed, context)
             held.enter_context(self.callers.holding(callers.TRANSFERS, caller))

@@ -17,9 +17,9 @@ from noloco_p2p.core.line_rate import CONNECTIONS, MeasuredLine, stripe_bytes
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Violation
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Patience, Unread
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import FILLERS
+from noloco_p2p.io.transport.slow_transfers import Patience, Unread
 
 Duplex = tuple[Write, Read]
 """Functions that write and read the messages of a call."""

@@ -29,7 +29,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.io.transport import callers, connection_limit, message_codec, service, sockets
+from noloco_p2p.io.transport import callers, connection_limit, message_codec, service, slow_transfers, sockets
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -189,7 +189,7 @@ def test_a_caller_that_does_not_read_loses_its_connection_and_its_memory_is_free
     host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC kept 4 MiB for each of thousands of such calls for up to an hour, and the process kept the memory longer."""
-    monkeypatch.setattr(callers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
+    monkeypatch.setattr(slow_transfers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
     monkeypatch.setattr(callers, "LET_GO_S", 0.1)
     monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
 

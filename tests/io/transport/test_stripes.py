@@ -55,12 +55,12 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import callers, capped_line, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Unread
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected, SentActivation
 from noloco_p2p.io.transport.frame_codec import FILLERS
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
+from noloco_p2p.io.transport.slow_transfers import Unread
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
 from noloco_p2p.ports import ALONE, Body, Claim
 

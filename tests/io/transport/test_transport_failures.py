@@ -40,11 +40,11 @@ from noloco_p2p.core.messages import Gradient, Header
 from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links
 from noloco_p2p.io.transport import noloco_pb2 as pb
-from noloco_p2p.io.transport.callers import Patience
 from noloco_p2p.io.transport.exchange import SentActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
+from noloco_p2p.io.transport.slow_transfers import Patience
 from noloco_p2p.ports import ALONE, Body
 
 

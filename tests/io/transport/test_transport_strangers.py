@@ -40,7 +40,7 @@ from noloco_p2p.core.line_rate import MIN_STRIPE_BYTES
 from noloco_p2p.core.messages import Gradient, Header, HostTensor, PeerId, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Busy, Declined, Unreachable, Violation
-from noloco_p2p.io.transport import callers, frame_codec, message_codec, weights_codec
+from noloco_p2p.io.transport import callers, frame_codec, message_codec, slow_transfers, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import (
     ACTIVATIONS,
@@ -48,20 +48,17 @@ from noloco_p2p.io.transport.callers import (
     LATE,
     LATE_PER_S,
     LET_GO_S,
-    MIN_BYTES_PER_S,
-    RESERVE_S,
     TRANSFERS,
     Caller,
     Callers,
-    Patience,
     Share,
-    Unread,
 )
 from noloco_p2p.io.transport.capped_line import WINDOW_BYTES, OwnersLine
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
+from noloco_p2p.io.transport.slow_transfers import MIN_BYTES_PER_S, RESERVE_S, Patience, Unread
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
 from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
@@ -75,8 +72,8 @@ ME = callers.metadata()
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes lose patience after a second, scaled by the slowness of this machine, and well before `soon` does."""
     patience_s = min(at_most(1.0), SOON_S / 2)
-    monkeypatch.setattr(callers, "RESERVE_S", patience_s)
-    monkeypatch.setattr(callers, "STATE_RESERVE_S", patience_s)
+    monkeypatch.setattr(slow_transfers, "RESERVE_S", patience_s)
+    monkeypatch.setattr(slow_transfers, "STATE_RESERVE_S", patience_s)
 
 
 @asynccontextmanager
@@ -314,8 +311,8 @@ def test_many_unread_gradients_are_kept_no_longer_than_one(hasty: None, monkeypa
                     await asyncio.sleep(0.01)
                 return now() - began
 
-            waited = await asyncio.wait_for(let_go(), count * callers.RESERVE_S)
-            assert waited < count / 2 * callers.RESERVE_S
+            waited = await asyncio.wait_for(let_go(), count * slow_transfers.RESERVE_S)
+            assert waited < count / 2 * slow_transfers.RESERVE_S
             for call in calls:
                 call.cancel()
 
@@ -422,7 +419,7 @@ def test_an_unread_answer_keeps_its_place_but_not_its_request(
             await call.write(ASKING[method].SerializeToString())
             while not asked or asked[0]() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(2 * callers.RESERVE_S)
+            await asyncio.sleep(2 * slow_transfers.RESERVE_S)
             assert served._held[CALLS.what, "127.0.0.1"] == 1
             call.cancel()
             await all_have_ended(both.b)
@@ -459,17 +456,21 @@ def test_a_silent_parallel_call_does_not_hold_up_a_transfer(hasty: None, monkeyp
     run(scenario())
 
 
+@pytest.mark.parametrize("method", ["fetch_state", "fetch_snapshot"])
 def test_a_donor_that_sends_too_slowly_is_given_up_long_before_the_deadline(
-    hasty: None, monkeypatch: pytest.MonkeyPatch
+    method: str, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hole 15: each byte arrives before the silence is too long, and the newcomer would wait for 1,800 s."""
+    """Hole 15: each byte arrives before the silence is too long, and the newcomer would wait for 1,800 s, for a
+    replica's state or for the weights that a guardian has."""
     state = ReplicaState("B", 1, 3, 30.0, 30, 30, (tensor("slow/w", "float32", (1 << 20,)),), 7)
+    snapshot, expected = Snapshot("B", 3, 30, state.tensors), tuple(one.spec for one in state.tensors)
+    messages = weights_codec.to_state(state, 0, 0) if method == "fetch_state" else weights_codec.to_snapshot(snapshot)
     gone, calls = asyncio.Event(), list[object]()
 
     async def dripping(self: Any, said: Caller, context: Any, held: ExitStack) -> None:
-        calls.append(await callers.read_request(context))
+        calls.append(await slow_transfers.read_request(context))
         try:
-            head, *body = weights_codec.to_state(state, 0, 0)
+            head, *body = messages
             await context.write(head)
             for at in range(100_000):
                 chunk = pb.Chunk(tensor=0, offset=at, data=body[0][at : at + 1])
@@ -478,12 +479,13 @@ def test_a_donor_that_sends_too_slowly_is_given_up_long_before_the_deadline(
         finally:
             gone.set()
 
-    monkeypatch.setattr(GrpcServicer, "fetch_state", dripping)
+    monkeypatch.setattr(GrpcServicer, method, dripping)
 
     async def scenario() -> None:
         async with pair(Node(hang)) as both:
+            wanted = () if method == "fetch_state" else (SnapshotRequest(1, weights="float32"),)
             with pytest.raises(Unreachable, match="next to no data"):
-                await soon(both.a.fetch_state(both.peer, 1800.0, tuple(one.spec for one in state.tensors)))
+                await soon(getattr(both.a, method)(both.peer, *wanted, 1800.0, expected))
             await soon(gone.wait())
         assert len(calls) == 1
 
