@@ -57,6 +57,7 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
         for child in multiprocessing.active_children():
             if child not in before:
                 child.terminate()
+        pool.shutdown()  # waits for the pool's thread: Python's own end races with it (concurrent.futures.process)
         if isinstance(error, BrokenProcessPool):
             what = "a worker process has died (out of memory?): give --jobs 1, fewer --replicas, or a smaller run"
             raise LocalError(what) from error
