@@ -186,11 +186,15 @@ class ReplicaState:
     A newcomer pulls it from a replica of its stage, and a checkpoint stores it. It has nothing of an unfinished step.
     """
 
-    peer: PeerId  # whose state it is
+    peer: PeerId
+    """Whose state it is."""
     stage: int
-    round: int  # the newest outer round that it has done
-    step: float  # its clock, in steps
-    inner_steps: int  # optimizer steps taken
+    round: int
+    """The newest outer round that it has done."""
+    step: float
+    """Its clock, in steps."""
+    inner_steps: int
+    """Optimizer steps taken."""
     adam_steps: int
     """The optimizer steps that had tokens; Adam's bias correction counts these."""
     tensors: tuple[HostTensor, ...]
@@ -202,8 +206,6 @@ class ReplicaState:
     """Recently counted ids, oldest first: a replica that continues from these weights must not count them again."""
     returned_norms: tuple[float, ...] = ()
     """Norms of the most recently returned gradients (`core.guard`). Stored in checkpoints, not sent to other nodes."""
-    fresh_round: int = 0
-    """As in `Advert`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +226,6 @@ class Holding(NamedTuple):
     round: int
     step: int
     """Floor of the replica's clock."""
-    fresh_round: int = 0
-    """As in `Advert`. Only known of a node's own checkpoints, because adverts do not list it."""
 
 
 STREAM = "p2p"
@@ -250,10 +250,10 @@ class Advert:
     libp2p_metrics: str = ""  # the same for its libp2p daemon
     state: str = "starting"
     """One of `core.members.STATES`."""
-    step: float = 0.0  # the node's clock, in steps
-    outer_round: int = 0  # the newest outer round that it has done
-    fresh_round: int = 0
-    """The lineage of its weights: the outer round at which they began as initial weights, 0 at the start of the run."""
+    step: float = 0.0
+    """The node's clock, in steps."""
+    outer_round: int = 0
+    """The newest outer round that it has done."""
     microbatches_per_s: float = 0.0
     """Speed of its device: microbatches per second of device time."""
     capacity_per_s: float = 0.0
@@ -297,4 +297,3 @@ class NodeDescription:
     step: float
     outer_round: int
     version: str
-    fresh_round: int = 0

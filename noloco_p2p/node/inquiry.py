@@ -123,8 +123,7 @@ class Inquiry:
         said = self.exchanges.said(advert.peer_id, now=self._node.now())
         if said is None:
             return None
-        answered = replace(advert, stage=said.stage, state=said.state, step=said.step)
-        return replace(answered, outer_round=said.outer_round, fresh_round=said.fresh_round)
+        return replace(advert, stage=said.stage, state=said.state, outer_round=said.outer_round, step=said.step)
 
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 

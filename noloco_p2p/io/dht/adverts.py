@@ -61,19 +61,17 @@ class AdvertPayload(BaseModel):
     addresses: Texts
     metrics: Text
     libp2p_metrics: Text = ""
-    """Left out if empty, like `fresh_round`."""
+    """Left out if empty, for versions that do not know the field."""
     state: Text
     step: Number
     outer_round: Count
-    fresh_round: Count = 0
-    """Left out if 0, for versions that do not know the field."""
     microbatches_per_s: Number
     capacity_per_s: Number
     steps_per_s: Number
     evaluated: bool
     settled: bool
     stays: bool = False
-    """Left out if false, like `fresh_round`."""
+    """Left out if false, like `libp2p_metrics`."""
     partner_from_round: Count
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
@@ -124,10 +122,10 @@ def encode(record: AdvertRecord) -> bytes:
     """The payload of a record. Raises ConfigError if the advert is larger than others would accept."""
     own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
-    fields |= {"holds": [(held.stage, held.round, held.step) for held in record.advert.holds[-HOLDS_LIMIT:]]}
+    fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
     fields |= {"certificate": record.certificate, "revoked": record.revoked}
-    for name in ("libp2p_metrics", "fresh_round", "stays", "certificate", "revoked"):
+    for name in ("libp2p_metrics", "stays", "certificate", "revoked"):
         if not fields[name]:
             del fields[name]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -24,7 +24,7 @@ TENSORS = (
 )
 BIG = tuple(HostTensor(f"slow/{i}", "uint8", (1 << 24,), memoryview(bytes(1 << 24))) for i in range(8))
 SPECS = tuple(t.spec for t in TENSORS)
-SNAPSHOT = Snapshot("B", 4, 40, TENSORS, fresh_round=3)
+SNAPSHOT = Snapshot("B", 4, 40, TENSORS)
 REQUESTS = [
     SnapshotRequest(1, 4, 1.5),
     SnapshotRequest(0, 0),
