@@ -193,7 +193,7 @@ def bench_links(
     from noloco_p2p.lab.bench.churn import shape_of
     from noloco_p2p.launch import homes
 
-    homes.require("--out ", out, homes.Home.EMPTY)
+    homes.refuse_existing(out)
     lines = links.QUICK_LINES if quick else links.LINES
     mbit = lines[0] if rates is None else links.numbers("--rates", rates)
     ms = lines[1] if delays is None else links.numbers("--delays", delays)

@@ -53,11 +53,11 @@ def workers(count: int, **environment: str) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BaseException as error:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
             if child not in before:
                 child.terminate()
-        pool.shutdown()  # waits for the pool's thread: Python's own end races with it (concurrent.futures.process)
+        # This waits for the pool's thread, because Python's own end races with it (concurrent.futures.process).
+        pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             what = "a worker process has died (out of memory?): give --jobs 1, fewer --replicas, or a smaller run"
             raise LocalError(what) from error

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_p2p import __version__, humanize
+from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
-from noloco_p2p.errors import NO_JSON, ConfigError, LocalError, Violation
+from noloco_p2p.errors import NO_JSON, ConfigError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
@@ -47,7 +47,7 @@ def run_export(
     """
     if bool(join) == bool(dirs):
         raise ConfigError("say where the weights are: either --join ADDR (a running swarm) or --from DIR")
-    refuse_existing(out)
+    homes.refuse_existing(out)
     found = _collected(join, dirs, one=merge == "one", say=say)
     with replaced(out) as fresh:
         write(found, fresh, merge, tokenizer_dir, replicas, say)
@@ -161,17 +161,6 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
     name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory)
     vocabulary = int(str(manifest.model.config["vocab_size"]))
     return load_tokenizer(name, None if name == "bytes" else str(directory), vocabulary)
-
-
-def refuse_existing(out: Path, size_bytes: int = 0) -> None:
-    """Raise ConfigError unless `out` is empty and can be written to, and LocalError if `size_bytes` do not fit."""
-    homes.require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--out {out}: cannot write to {nearest}: name another directory")
-    if (free := shutil.disk_usage(nearest).free) < size_bytes:
-        room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
-        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some space or name another --out")
 
 
 @contextlib.contextmanager

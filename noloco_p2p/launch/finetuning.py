@@ -20,7 +20,7 @@ from noloco_p2p.core.schedule import learning_rate
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.humanize import plural
-from noloco_p2p.launch import export, run_files
+from noloco_p2p.launch import export, homes, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
 from noloco_p2p.launch.progress_line import Position, ProgressLine
 
@@ -57,7 +57,7 @@ def run_finetune(
     Figures: `steps`, `examples`, `too_long` (examples left out), `held_out_before` and `held_out_loss` (nats per token
     of the completions; None if no examples are held out). Raises ConfigError, LocalError.
     """
-    export.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors")))
+    homes.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors")))
     manifest, _ = export.read_record(model)
     trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
     if too_long:

@@ -3,11 +3,14 @@
 No marker is written: the files themselves show what a directory is, whichever version made it.
 """
 
+import os
 import re
+import shutil
 from enum import Enum
 from pathlib import Path
 
-from noloco_p2p.errors import ConfigError
+from noloco_p2p import humanize
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import node_probe
 
 MOUNT_POINT = "lost+found"
@@ -124,3 +127,14 @@ def require_page(named: str, path: Path, mark: bytes, what: str) -> None:
 def _of(words: str) -> str:
     """Shorten `the directory of a node` to `of a node`; leave other words as they are."""
     return words.removeprefix("the directory ")
+
+
+def refuse_existing(out: Path, size_bytes: int = 0) -> None:
+    """Raise ConfigError unless `out` is empty and can be written to, and LocalError if `size_bytes` do not fit."""
+    require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
+    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--out {out}: cannot write to {nearest}: name another directory")
+    if (free := shutil.disk_usage(nearest).free) < size_bytes:
+        room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
+        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some space or name another --out")

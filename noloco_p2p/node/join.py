@@ -214,9 +214,12 @@ class Joining:
 
     def _may_come_back(self, others: Sequence[Advert], began: float, broke_at: float | None) -> bool:
         """Whether a node with trained weights of this stage may still turn up, although it does not answer now or has
-        no live advert. Before the first outer round the initial weights are as good as any, unless a replica has
-        trained on: then this node waits for a listed peer for no longer than an advert can outlive its node, otherwise
-        for RETURN_LIFETIMES; for a peer that answered, or whose transfer broke off, as long as a transfer may take."""
+        no live advert.
+
+        For a replica that answers, or whose transfer broke off, this node waits as long as a transfer may take. In a
+        run that has done rounds it waits RETURN_LIFETIMES. Before the first round the initial weights are as good as
+        any, unless a replica has trained on: it waits for one that is listed no longer than an advert can outlive it.
+        """
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         mates = members.of_stage(node.index, membership.TRAINED)
         waited_s = node.now() - (began if broke_at is None else broke_at)

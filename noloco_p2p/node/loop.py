@@ -230,7 +230,7 @@ class Node:
             await self._inner_step(began, {})
         if not node.draining:
             # Stage 0 has ended, maybe a step ahead of this clock. A node that arrived only then has older weights.
-            left_behind = came_late and (node.step < node.manifest.steps - 1 or self._rounds.more_than_one_is_left())
+            left_behind = came_late and (node.step < node.manifest.steps - 1 or self._rounds.lacks_rounds())
             node.update(step=float(node.manifest.steps))
             if not left_behind:
                 await self._outer_round()

@@ -275,8 +275,8 @@ class OuterRounds:
             return outer.partner_wait_s
         return 2 * (median(took) if goes_on and took else self._step_busy_s)
 
-    def more_than_one_is_left(self) -> bool:
-        """Whether these weights are more than a round behind those of the end of the run."""
+    def lacks_rounds(self) -> bool:
+        """Whether these weights lack more than the last round of the run."""
         run, done = self._node.manifest, self._node.advert.outer_round
         left = schedule.due_round(run.steps, run.outer.inner_steps, done + 1, run.steps)
         return run.outer.pairing != "none" and left is not None

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +53,22 @@ def test_a_signal_ends_the_command_and_its_workers_and_leaves_no_semaphore(numbe
         assert command.communicate() == ("", "")
         assert command.returncode == 128 + number
     wait_until(lambda: not alive(worker), "the end of the worker", 30.0)
+
+
+def test_a_pool_that_was_left_with_an_error_has_ended_with_its_thread() -> None:
+    """Python's own end races with a thread that is still closing its pipes, and prints a traceback."""
+    before, during = set(threading.enumerate()), set[threading.Thread]()
+
+    def command() -> None:
+        with workers(1) as pool:
+            pool.submit(time.sleep, 1000)
+            during.update(threading.enumerate())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    assert during > before
+    assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.usefixtures("minds_signals")

@@ -23,7 +23,8 @@ from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch.export import read_record, recorded_data, refuse_existing, run_export
+from noloco_p2p.launch import homes
+from noloco_p2p.launch.export import read_record, recorded_data, run_export
 from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
 
@@ -299,10 +300,10 @@ def test_only_text_values_of_data_files_in_a_record_are_used(
 
 
 def test_an_unwritable_target_is_reported_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_existing(tmp_path / "new" / "model")
+    homes.refuse_existing(tmp_path / "new" / "model")
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
     with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: cannot write to {tmp_path}: name"):
-        refuse_existing(tmp_path / "new" / "model")
+        homes.refuse_existing(tmp_path / "new" / "model")
 
 
 SLOW = """

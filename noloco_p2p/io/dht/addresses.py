@@ -55,7 +55,7 @@ class JoinAddress:
         if public_key_of(peer_id) is None:
             raise ConfigError(_malformed(text, "its peer id is mistyped or cut off"))
         if kind != _kind(host):
-            raise ConfigError(_malformed(text, f"{host!r} is not an {kind} host"))
+            raise ConfigError(_malformed(text, f"{host!r} is not a valid {kind} host"))
         return cls(host, int(port), peer_id, invitation or "")
 
     @property

@@ -28,8 +28,6 @@ MAX_CALL_S = 3600.0
 """Longest deadline that a caller may set, seconds. Without a limit a call could hold memory forever."""
 MAX_CALLS = 6144
 """Calls served in parallel; any beyond that are refused as Busy."""
-LONGEST_TRANSFER_S = 1800.0
-"""Time within which a complete state must arrive, seconds."""
 LET_GO_S = 10.0
 """How long a caller has to end a call on which a write was broken off, before its connection is ended, seconds. The end
 of a call arrives only after everything that is waiting in its caller's sockets."""

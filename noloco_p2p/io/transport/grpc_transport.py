@@ -152,8 +152,8 @@ class GrpcTransport:
         `propagate`."""
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
-        due = () if request.weights is None else (slow_transfers.steady_reading(expected, deadline_s),)
-        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s, *due)
+        due = slow_transfers.steady_reading(expected, deadline_s) if request.weights else lambda read: read
+        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s, due)
         return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
@@ -187,7 +187,7 @@ class GrpcTransport:
         reader: weights_codec.WeightsReader[Any, Weights],
         expected: tuple[TensorSpec, ...],
         limits_s: tuple[float, float, float | None],
-        due: Callable[[Read], Read] = lambda read: read,
+        due: Callable[[Read], Read],
     ) -> tuple[Weights, float]:
         """Fetch weights over one call and its stripes: the result of `reader`, and the seconds from the first message
         on. Raises Unreachable beyond `limits_s` (whole call, first message, time after it), or after SILENCE_S between

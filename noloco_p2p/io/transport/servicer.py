@@ -18,6 +18,7 @@ import grpc.aio
 from noloco_p2p.core import wire
 from noloco_p2p.core.line_cap import Precedence
 from noloco_p2p.core.messages import Header, MicrobatchId, PeerId, Progress
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import Declined, NolocoError, Unreachable, Violation
 from noloco_p2p.io.transport import callers, message_codec, slow_transfers, weights_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -34,8 +35,7 @@ from noloco_p2p.io.transport.stripes import NO_MORE, Duplex, StripedCalls, no_bo
 from noloco_p2p.ports import Body, Handler, Telemetry
 
 ReplyParts = tuple[Callable[[int], Iterable[bytes]], str, int]
-"""A reply: a function from the most tensor bytes per message to the messages; the kind under which its bytes are
-counted; and its size in bytes."""
+"""A reply: its messages, given the most tensor bytes of each; the kind under which it is counted; its size, bytes."""
 Serve = Callable[[Handler, PeerId, Header, Body], Awaitable[ReplyParts]]
 """Has the handler serve an activation, and returns the reply."""
 
@@ -188,7 +188,7 @@ class GrpcServicer:
             async with handler.lend_state(caller.name, resume.number if request.HasField("resume") else None) as state:
                 size = sum(one.data.nbytes for one in state.tensors[resume.tensor :]) - resume.offset
                 parts = partial(weights_codec.to_state, state, resume.tensor, resume.offset), "state", size
-                writing = partial(patience.writing, least_bytes_per_s=least_rate(size, callers.LONGEST_TRANSFER_S))
+                writing = partial(patience.writing, least_bytes_per_s=least_rate(size, TRANSFER_DEADLINE_S))
                 await self._send_weights(context, caller, request.stripe, parts, writing)
 
         await self._give(give, pb.StateMessage, patience, context)

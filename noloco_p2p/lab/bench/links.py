@@ -111,7 +111,6 @@ def run(plan: LinksPlan) -> dict[str, Any]:
     """
     runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
-    write_page(plan.out, nodes, cases)
     whole = len(runs) * len(plan.rates) * len(plan.delays)
     with ProgressLine(lambda: (f"{len(cases)} of {whole} cases", len(cases) / whole)) as line:
         for codec, (manifest, local) in runs.items():

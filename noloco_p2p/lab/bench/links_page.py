@@ -42,10 +42,7 @@ COLUMNS = (
 
 
 def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> None:
-    """Write the table and the plot to a directory, which is created if needed; without cases only create it.
-
-    Raises LocalError if that fails.
-    """
+    """Write the table and the plot to a directory, which is created if needed. Raises LocalError if that fails."""
     rows = []
     for case in cases:
         real, simulated = case["real"], case["simulated"]
@@ -64,8 +61,7 @@ def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> Non
     blocks: list[Block] = ["# links", Table(COLUMNS, rows, DESCRIPTION.format(nodes=nodes)), plot]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if cases:
-            save(plot, out)
-            (out / PAGE).write_text(markdown(blocks), "utf-8")
+        save(plot, out)
+        (out / PAGE).write_text(markdown(blocks), "utf-8")
     except OSError as error:
         raise LocalError(f"{out}: {error.strerror}") from error

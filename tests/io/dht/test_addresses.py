@@ -38,9 +38,9 @@ def test_a_join_address_is_read_and_written_back(where: str) -> None:
         (f"/ip4/10.0.0.1/tcp/0/p2p/{PEER}", "no port 0"),
         (f"/ip4/10.0.0.1/tcp/70000/p2p/{PEER}", "no port 70000"),
         (f"/ip4/10.0.0.1/tcp/4001/p2p/{PEER[:-1]}", "mistyped or cut off"),
-        (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "not an ip4 host"),
-        (f"/ip4/name/tcp/4001/p2p/{PEER}", "not an ip4 host"),
-        (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not an ip6 host"),
+        (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
+        (f"/ip4/name/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
+        (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not a valid ip6 host"),
     ],
 )
 def test_a_malformed_join_address_is_reported_in_one_line(text: str, reason: str) -> None:
