@@ -305,7 +305,7 @@ class Device(Protocol):
         receives the result, on the event loop. Raises LocalError if the device is closed.
         """
 
-    async def beside(self, work: Callable[[], R]) -> R:
+    async def on_host(self, work: Callable[[], R]) -> R:
         """The result of work on host memory, which runs in parallel with the device and waits for nothing on it."""
 
     def post(self, work: Callable[[], object]) -> None:

@@ -87,13 +87,13 @@ def swarm(
 
     options = {"--stages": ("stages", stages), "--replicas": ("start_replicas", replicas), "--steps": ("steps", steps)}
     given = settings.read(config, os.environ, set or (), options)
-    beside = None
+    start_tracking = None
     if track is not None:
         from noloco_p2p.observe import track as tracking
 
         tracking.check("--track", track)
-        beside = partial(tracking.beside, track)
-    raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample, beside=beside))
+        start_tracking = partial(tracking.tracked, track)
+    raise Exit(run_swarm(given, dir, link, members=members, plain=plain, sample=sample, start_tracking=start_tracking))
 
 
 @app.command()

@@ -64,7 +64,7 @@ class DeviceThread:
         finally:
             del future, work  # an error refers to this frame, and would keep the work (and weights) alive
 
-    async def beside(self, work: Callable[[], R]) -> R:
+    async def on_host(self, work: Callable[[], R]) -> R:
         """See `ports.Device`. Runs in another thread."""
         return await asyncio.to_thread(work)
 

@@ -43,7 +43,7 @@ LEAVE_MARGIN_S = 10.0
 KILL_UNSTEPPED_S = 0.5
 """Time that nodes have to end before they are killed if none has taken a step: they have nothing to lose, seconds."""
 
-Beside = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
+StartTracking = Callable[[Path, Mapping[str, Any]], AbstractContextManager[None]]
 """Makes a context that is entered while the swarm runs, from the run's directory and its manifest."""
 
 
@@ -249,13 +249,13 @@ def run_swarm(
     members: bool = False,
     plain: bool = False,
     sample: bool = True,
-    beside: Beside | None = None,
+    start_tracking: StartTracking | None = None,
 ) -> int:
     """Run a swarm to its end. Returns the exit code.
 
     `link`: the emulated line that each node gets (`line_spec.FORM`). `members`: a members-only run, whose key is made
-    in its directory. `sample`: the model writes a few lines at the end. `beside`: a context that is entered before the
-    nodes start and left at the end. Raises ConfigError or LocalError before any node is started.
+    in its directory. `sample`: the model writes a few lines at the end. `start_tracking` makes a context that is
+    entered before the nodes start and left at the end. Raises ConfigError or LocalError before any node is started.
     """
     if link is not None:
         LineSpec.parse(link)
@@ -275,7 +275,7 @@ def run_swarm(
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             display.say("starting again at step 0: nothing was saved")
-        watched = nullcontext() if beside is None else beside(run_dir, m.model_dump(mode="json"))
+        watched = nullcontext() if start_tracking is None else start_tracking(run_dir, m.model_dump(mode="json"))
         with watched, stop_signals() as signals:
             code = LocalSwarm(plan, run_dir, resumed, display, signals, link).run()
         if signals:

@@ -58,7 +58,7 @@ class DeviceStage:
 
     async def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
         """As in the port. Does not occupy the device."""
-        return await self._device.beside(partial(self._open_stage().compare, one, other))
+        return await self._device.on_host(partial(self._open_stage().compare, one, other))
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """As in the port. Fills in `busy_s`, the seconds that the device has worked since the previous inner step."""
@@ -75,13 +75,13 @@ class DeviceStage:
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """As in the port. Does not occupy the device."""
-        return await self._device.beside(partial(self._open_stage().encode, frozen, request, caller))
+        return await self._device.on_host(partial(self._open_stage().encode, frozen, request, caller))
 
     async def decode(
         self, mine: FrozenRound, request: SnapshotRequest, theirs: Snapshot, before: PartnerVector | None = None
     ) -> PartnerVector:
         """As in the port. Does not occupy the device."""
-        return await self._device.beside(partial(self._open_stage().decode, mine, request, theirs, before))
+        return await self._device.on_host(partial(self._open_stage().decode, mine, request, theirs, before))
 
     async def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector], counted: bool = True) -> float | None:
         """As in the port."""

@@ -179,7 +179,7 @@ class Tracking:
 
 
 @contextmanager
-def beside(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[None]:
+def tracked(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[None]:
     """Inside the `with`, a thread writes the figures of the swarm in this directory; at the end, those of its summary.
 
     A sink that fails ends the tracking, not the run. Raises ConfigError or LocalError if the sink cannot be opened.

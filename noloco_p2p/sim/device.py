@@ -89,7 +89,7 @@ class SimDevice:
                 lost(done.result())
             raise
 
-    async def beside(self, work: Callable[[], T]) -> T:
+    async def on_host(self, work: Callable[[], T]) -> T:
         """See `ports.Device`. Takes no time."""
         return work()
 

@@ -269,7 +269,7 @@ def test_guarding_takes_a_twentieth_of_the_line_and_less_where_guardians_share_a
                 await asyncio.sleep(0.9)
             pulls = [one for one in place.asked if one[1] == WARD]
             share = len(pulls) * place.takes_s / (place.node.now() - began)
-            assert 0.8 / duty <= share <= 1.1 / duty, f"{len(pulls)} pulls of {wards} beside {others}"
+            assert 0.8 / duty <= share <= 1.1 / duty, f"{len(pulls)} pulls of {wards} with {others}"
             place.members.update([], now=place.node.now())
 
     at(scenario)

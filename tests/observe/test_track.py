@@ -145,7 +145,7 @@ def test_a_failing_sink_ends_the_tracking_but_not_the_run(
         raise LocalError("the disk is full")
 
     monkeypatch.setattr(track.EventFile, "write", full)
-    with track.beside("tensorboard", tmp_path, {}):
+    with track.tracked("tensorboard", tmp_path, {}):
         (tmp_path / SUMMARY).write_text(json.dumps({"completed": True, "steps": 8, "validation_loss": 2.0}))
     assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
 

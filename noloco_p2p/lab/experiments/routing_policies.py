@@ -287,8 +287,8 @@ def _served(results: Results) -> list[Block]:
     blocks: list[Block] = [table(columns, groups.values(), "Stages that only cost time, with outer rounds.")]
     for devices in DEVICES:
         rate = {p: fmean(one["microbatches_per_s"] for one in groups[devices, p]) for p in POLICIES}
-        beside = ", ".join(f"{policy} {100 * rate[policy] / rate['fixed']:.0f} %" for policy in POLICIES[1:])
-        blocks.append(f"Throughput relative to fixed routes, devices {devices}: {beside}.")
+        others = ", ".join(f"{policy} {100 * rate[policy] / rate['fixed']:.0f} %" for policy in POLICIES[1:])
+        blocks.append(f"Throughput relative to fixed routes, devices {devices}: {others}.")
     return blocks
 
 

@@ -14,7 +14,7 @@ nothing was finite.
   run (their Lyapunov exponent is 0), found by bisection. It lies above S1, because a few unlucky sequences of pairs
   dominate the mean square.
 - *Eq. 74* of arXiv 2506.10911, as far as it is known here: √(n/(2(n−1)))·α < γ < √(n/(2(n−1)))·(2+α), with n the size
-  of the group; beside it, the same with n read as the number of replicas.
+  of the group; next to it, the same with n read as the number of replicas.
 
 Limits: One stage of a tiny model and few inner steps per round. With longer rounds the loss's own curvature pulls
 replicas together more strongly between two merges. Near the bound the runs are too short to tell a factor of 1.01 from
