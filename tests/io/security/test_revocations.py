@@ -17,7 +17,7 @@ from daemons import daemon
 from daemons import run as run_daemons
 from members import HOUR_S, RUN, Club, public
 from test_intrusions import transport
-from transport_fixture import Node, activation, hang, run, soon
+from transport_fixture import Node, activation, hang, logged, run, soon
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
@@ -183,7 +183,7 @@ def test_a_call_of_a_revoked_caller_is_refused_without_a_logged_error(
                 await soon(call.read())
 
     run(ask())
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 def test_a_revocation_does_not_affect_other_peers(tmp_path: Path) -> None:
