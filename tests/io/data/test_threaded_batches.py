@@ -421,7 +421,7 @@ def test_wrong_settings_are_reported_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", "", "it is empty|gives 0 samples"),
+        ("x.jsonl", "", "it is empty|has 0 samples"),
         ("x.jsonl", '{"text": 7}\n', "is 7"),
         ("X.JSONL", '{"b": 7}\n', "Column name|no column 'text'"),
     ],
