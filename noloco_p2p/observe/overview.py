@@ -20,8 +20,6 @@ NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     "step": lambda status: status.advert.step,
     "inner_steps": lambda status: status.inner_steps,
     "tokens_per_s": lambda status: status.figures.tokens_per_s,
-    # per second of device time
-    "microbatches_per_s": lambda status: status.advert.microbatches_per_s,
     # outer rounds by result
     "rounds": lambda status: dict(status.figures.rounds),
     # seconds that its device has spent waiting for partners since the node started

@@ -28,7 +28,7 @@ WIDE = 120
 """Width in columns from which the nodes' hosts are shown."""
 HOST_CHARACTERS = 24
 COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
-LEGEND = f"rate: tokens/s (stage 0) or microbatches/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: partner wait"
+LEGEND = f"rate: tokens/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: partner wait"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
 """Asks all nodes again on every call. Raises PeerError if no node answers."""
@@ -178,7 +178,7 @@ def cells(node: Row) -> tuple[str, ...]:
         *place,
         _whole(node["step"]),
         _whole(node["inner_steps"]),
-        compact(node["tokens_per_s"]) if stage == 0 else _fixed(node["microbatches_per_s"], ".1f"),
+        compact(node["tokens_per_s"]),
         "/".join(compact(node["rounds"].get(result)) for result in results),
         _short(node["partner_wait_s"]),
         compact(node["bytes_per_s"]),
