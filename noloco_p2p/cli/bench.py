@@ -198,6 +198,7 @@ def bench_links(
     mbit = lines[0] if rates is None else links.numbers("--rates", rates)
     ms = lines[1] if delays is None else links.numbers("--delays", delays)
     plan = links.LinksPlan(mbit, ms, _codecs(codecs), shape_of(nodes), seconds, out, tuple(set or ()))
+    plan.check()
     _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
 
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import LocalError
-from noloco_p2p.humanize import size_text
+from noloco_p2p.humanize import plural, size_text
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 """On Linux; the latter is the control group (version 2) of this process's container."""
 SURE_COPIES = 4
 """Minimum multiples of the weights on the host, on any device: frozen rounds, a partner's vector, a checkpoint."""
+PROCESS_BYTES = 2**27
+"""Minimum memory of a node's process and its libp2p daemon, without the weights."""
 
 
 def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None) -> int:
@@ -23,11 +25,13 @@ def microbatch_bytes(manifest: RunManifest, hidden: int, vocabulary: int | None)
 def check_swarm_fits(manifest: RunManifest, parameters: int) -> None:
     """Raises LocalError if all nodes of a run with this many parameters together cannot fit this machine."""
     free = free_host_bytes()
-    needed = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
+    nodes = manifest.stages * manifest.start_replicas
+    weights = SURE_COPIES * parameters * manifest.start_replicas * ITEM_BYTES[manifest.compute_dtype]
+    needed = weights + nodes * PROCESS_BYTES
     if free is not None and needed > free:
         raise LocalError(
-            f"{manifest.stages * manifest.start_replicas} nodes need at least {size_text(needed)} for weights and "
-            f"snapshots, but this machine has {size_text(free)} of free memory: use fewer replicas or a smaller model"
+            f"{plural(nodes, 'node')} {'needs' if nodes == 1 else 'need'} at least {size_text(needed)}, but this "
+            f"machine has {size_text(free)} of free memory: use fewer nodes or a smaller model"
         )
 
 

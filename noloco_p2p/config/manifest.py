@@ -17,6 +17,8 @@ MANIFEST_LIMIT_BYTES = 65_536
 """Largest size of a manifest in canonical JSON; a larger one is refused."""
 MAX_LAYERS = 1024
 """Upper limit on layers and on stages. A manifest comes from strangers, and each costs memory even without weights."""
+MAX_REPLICAS = 2_048
+"""Upper limit on the replicas that a run waits for: a node sees no more nodes of a stage."""
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
 HubName = Annotated[str, matching(HUB_NAME, "NAME or OWNER/NAME on the hub")]
 TokenizerName = Annotated[
@@ -139,7 +141,7 @@ class RunManifest(Settings):
     """Name of the run, and of its directory under `noloco swarm`."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, data order, routes and pairs."""
-    start_replicas: Positive = 2
+    start_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 2
     """Replicas that every stage must have before step 1."""
     stages: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = 2
     """Pipeline stages; the layers are split over them contiguously and evenly."""

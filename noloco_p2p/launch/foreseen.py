@@ -39,6 +39,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     """
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
+    check_swarm_fits(manifest, parameters or 0)
     if parameters is None or local.device not in ("auto", "cpu"):
         say("checking model and device: importing torch …")
         from noloco_p2p.compute.factory import check_model, stage_sizes
@@ -47,7 +48,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
         pick_device(local.device)
         check_model(manifest)
         parameters = sum(stage.parameters for stage in stage_sizes(manifest))
-    check_swarm_fits(manifest, parameters)
+        check_swarm_fits(manifest, parameters)
     if not _from_the_hub(manifest, local):
         make_batches(manifest, local, "")
     state_bytes = parameters * len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]

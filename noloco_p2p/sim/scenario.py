@@ -21,6 +21,7 @@ from noloco_p2p.config import (
     Settings,
     WireSettings,
 )
+from noloco_p2p.config.manifest import MAX_REPLICAS
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plural
 
@@ -30,6 +31,8 @@ FaultKind = Literal[
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+MAX_MICROBATCHES = 10_000
+"""Upper limit on the microbatches that a node reads per step: the simulator holds all of them in memory."""
 PerStage = NonNegative | tuple[NonNegative, ...]
 """One value for all stages, or one per stage."""
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,7 +43,7 @@ class RunSettings(Settings):
 
     start_replicas: Positive | None = None
     """Replicas that every stage needs before the run begins; none: as many as the smallest stage has."""
-    microbatches_per_step: Positive = 4
+    microbatches_per_step: Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)] = 4
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 60
     """Length of the run, in steps of the clock."""
@@ -211,7 +214,7 @@ class Scenario(Settings):
     """Name shown to people."""
     description: str = "One room: a switch of 10 Gbit/s, equal machines, nothing goes wrong."
     """One-sentence description."""
-    replicas: Annotated[tuple[Positive, ...], Field(min_length=1)] = (4, 4)
+    replicas: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_REPLICAS)], ...], Field(min_length=1)] = (4, 4)
     """Initial number of nodes of each stage."""
     run: RunSettings = RunSettings()
     """The run."""
@@ -259,8 +262,12 @@ class Scenario(Settings):
         return self.workload.microbatch_size * self.workload.sequence_length
 
     def of_nodes(self, nodes: int) -> "Scenario":
-        """This scenario scaled to `nodes` nodes in total. Raises ConfigError if there are fewer nodes than stages."""
-        return self.model_copy(update={"replicas": shared_out(nodes, self.replicas)})
+        """This scenario scaled to `nodes` nodes in total. Raises ConfigError if there are fewer nodes than stages, or
+        more than a swarm can have."""
+        replicas = shared_out(nodes, self.replicas)
+        if max(replicas) > MAX_REPLICAS:
+            raise ConfigError(f"{nodes:,} nodes are too many: a stage has at most {MAX_REPLICAS:,}")
+        return self.model_copy(update={"replicas": replicas})
 
 
 def shared_out(nodes: int, replicas: tuple[int, ...]) -> tuple[int, ...]:

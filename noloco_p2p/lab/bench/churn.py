@@ -61,13 +61,13 @@ class ChurnPlan:
         return "x".join(map(str, self.shape))
 
     def check(self) -> None:
-        """Raises ConfigError: no node would be killed, or the runs cannot have these settings."""
+        """Raises ConfigError if no node would be killed, or as a Fleet does."""
         stages, replicas = self.shape
         if self.kill_last and stages == 1:
             raise ConfigError(f"--nodes {self.nodes} --kill-last: no other stage has its weights; give two stages")
         if not self.kill_last and replicas == 1:
             raise ConfigError(f"--nodes {self.nodes}: the last replica of a stage is spared; give two, or --kill-last")
-        self.fleet(Path(), 1, self.seed + self.seeds - 1)
+        self.fleet(Path(tempfile.gettempdir()), 1, self.seed + self.seeds - 1)
 
     def fleet(self, run_dir: Path, steps: int, seed: int) -> Fleet:
         """The nodes of one run."""

@@ -27,6 +27,7 @@ from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, START_S, Fleet, Inner
 from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.lab.scenario_files import COSTS
+from noloco_p2p.launch import foreseen
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.settings import Overrides, read
@@ -91,6 +92,11 @@ class LinksPlan:
         """The same with the shape. Raises ConfigError if they are invalid."""
         shape = (f"stages={self.shape[0]}", f"start_replicas={self.shape[1]}")
         return read(None, {}, (*shape, *self.settings(codec)))
+
+    def check(self) -> None:
+        """Raises ConfigError or LocalError if a swarm cannot have these settings, or if the machine has no room."""
+        for given in map(self.given, self.codecs):
+            foreseen.check_swarm(given.manifest(), given.node(), self.out, lambda _: None)
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch import cpu_seconds, foreseen
 from noloco_p2p.launch.fork_server_process import ForkServerProcess
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.relay_process import RelayProcess
@@ -95,12 +95,17 @@ class Fleet:
     """All nodes of one run, with their directories below `run_dir`. Use it in a `with`, which leaves no process behind.
 
     `shape`: stages and replicas; `settings`: those of all nodes, `key=value`; `link`: as for `noloco swarm --link`.
-    Raises ConfigError if settings or link are invalid.
+    Raises ConfigError if settings or link are invalid, and LocalError if the machine has no room for the nodes.
     """
 
     def __init__(
         self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = (), link: str | None = None
     ) -> None:
+        own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
+        self._plan = make_plan(read(None, {}, (*own, *settings)), None)
+        if (self._plan.manifest.stages, self._plan.manifest.start_replicas) != shape:
+            raise ConfigError("--set stages, --set start_replicas: give --nodes instead")
+        foreseen.check_swarm(self._plan.manifest, self._plan.local, run_dir, lambda _: None)
         self.run_dir = run_dir
         self.stages = shape[0]
         places = (FleetNode(run_dir, stage, replica) for stage, replica in product(*map(range, shape)))
@@ -110,11 +115,7 @@ class Fleet:
         """The highest clock in any line."""
         self.back_s: list[float] = []
         """For each process that got there, seconds from its start to its first inner step."""
-        own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
         self.relay = None if link is None else RelayProcess(link, list(self.nodes), seed=0)
-        self._plan = make_plan(read(None, {}, (*own, *settings)), None)
-        if (self._plan.manifest.stages, self._plan.manifest.start_replicas) != shape:
-            raise ConfigError("--set stages, --set start_replicas: give --nodes instead")
         self._server = ForkServerProcess()
         self._read: dict[Path, int] = {}
         self._wakers: list[subprocess.Popen[bytes]] = []
