@@ -70,7 +70,12 @@ class SnapshotCollector:
         best: CollectedWeights | None = None
         target: int | None = None
         for _ in range(ATTEMPTS):
-            holders = await self._holders()
+            try:
+                holders = await self._holders()
+            except LocalError:
+                if best is not None:
+                    break  # the swarm has ended meanwhile
+                raise
             if target is None:
                 target = max(advert.outer_round for advert in holders)
             wanted = chosen(holders, target, self.manifest.stages, one=one)
@@ -99,7 +104,8 @@ class SnapshotCollector:
             if not missing:
                 return holders
         stages = ", ".join(map(str, sorted(missing)))
-        raise LocalError(f"no node of the swarm has trained weights of stage {stages}: try again later")
+        advice = "try again later, or use --from if the run has ended"
+        raise LocalError(f"no node of the swarm has trained weights of stage {stages}: {advice}")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round`, or at the newest round it has. None if it sends none, which is reported.

@@ -1,9 +1,11 @@
 """Export from running nodes: real libp2p, DHT and gRPC; the nodes' answers are scripted."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from noloco_p2p.io.dht.join_handshake import serve_manifest
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.launch.collection import CollectedReplica, CollectedWeights
-from noloco_p2p.launch.live_collection import better, chosen, common, from_swarm, next_target
+from noloco_p2p.launch.live_collection import SnapshotCollector, better, chosen, common, from_swarm, next_target
 
 MANIFEST = make_manifest(dtype="float32")
 
@@ -147,6 +149,34 @@ def test_with_one_a_single_replica_of_each_stage_is_used(tmp_path: Path) -> None
             assert "sent the weights of liar" in said[0]
 
     run(test)
+
+
+@dataclass
+class EndingSwarm:
+    """A directory and a transport at once. The swarm ends when all its nodes have been asked once."""
+
+    members: Sequence[Holder]
+
+    async def peers(self) -> list[Advert]:
+        return [
+            Advert(one.peer, "run", one.stage.state.index, (), state="training", outer_round=one.newest)
+            for one in self.members
+            if not one.asked
+        ]
+
+    async def fetch_snapshot(self, peer: Advert, request: SnapshotRequest, *_: object) -> Snapshot:
+        return await next(one for one in self.members if one.peer == peer.peer_id).give(request)
+
+
+def test_what_was_fetched_is_exported_if_the_swarm_ends_before_a_better_round_is_found() -> None:
+    """One of three nodes is a round behind, so all would be asked again for its round."""
+    members = holders((0, 7), (0, 6), (1, 7))
+    for number, member in enumerate(members):
+        member.peer = f"peer-{number}"
+    specs = [exported_model.stage_specs(MANIFEST, stage) for stage in range(MANIFEST.stages)]
+    ending: Any = EndingSwarm(members)
+    found = asyncio.run(SnapshotCollector(MANIFEST, specs, ending, ending, print).collect(one=False))
+    assert (found.round, [[r.peer for r in mine] for mine in found.stages]) == (7, [["peer-0"], ["peer-2"]])
 
 
 def test_each_reason_why_a_swarm_cannot_be_exported_has_its_message(tmp_path: Path) -> None:
