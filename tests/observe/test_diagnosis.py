@@ -40,6 +40,20 @@ def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     assert diagnose(list(nodes.values())).sentence == expected
 
 
+@pytest.mark.parametrize("state", ["paused", "dead"])
+def test_progress_is_that_of_the_nodes_that_train(state: str) -> None:
+    """A paused node keeps its step for hours, and a dead one stays in the directory for a while."""
+    nodes = swarm(stages=2, replicas=2)
+    for name in ("S0R0", "S1R0"):
+        behind = with_figures(with_advert(nodes[name], step=24.0), loss=5.0)
+        nodes[name] = with_advert(behind, state="paused") if state == "paused" else silent(behind)
+    expected = "training: step 1,234 of 5,000 (25 %), 4 nodes, 2.05k tokens/s, loss 2.31"
+    assert diagnose(list(nodes.values())).progress == expected
+    for name in ("S0R1", "S1R1"):
+        nodes[name] = with_advert(nodes[name], state="paused")
+    assert "step 24 of 5,000" in diagnose(list(nodes.values())).progress, "none trains: the last step is known"
+
+
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> No
         tracking.take([silent(report) for report in first.values()])
     tracking.sink.close()
     found = read_back(tmp_path / "tensorboard")
-    assert found["loss"] == [(10, 3.0), (20, 1.0), (20, 1.0)]
+    assert found["loss"] == [(10, 4.0), (20, 1.0), (20, 1.0)], "that of the node that trains"
     assert found["validation_loss"] == [(10, 5.0), (20, 3.0)]
     assert (found["learning_rate"], found["grad_norm"]) == ([(10, 0.25)], [(10, 0.5)])
     assert found["replica_std/stage_0"] == found["replica_std/stage_1"] == [(10, 2.0)]

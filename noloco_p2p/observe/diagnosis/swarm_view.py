@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.status import Status
 from noloco_p2p.humanize import short_id
 from noloco_p2p.observe.diagnosis.findings import Report
 
@@ -60,20 +61,25 @@ class SwarmView:
 
     @property
     def step(self) -> float:
-        """Median step of the stage-0 nodes that are in training or paused; 0.0 if there are none."""
-        return median([r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]) or 0.0
+        """Median step of the stage-0 nodes that train; if none does, of those that may again; 0.0 if there are none."""
+        others = [r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]
+        return median([status.advert.step for status in self._training(0)] or others) or 0.0
 
     def mean(self, figure: str, stage: int = 0) -> float | None:
-        """The mean of one of `NodeFigures` over the nodes of a stage that know it; None if none does."""
-        found = (getattr(s.figures, figure) for s in self.statuses.values() if s.advert.stage == stage)
-        known = [value for value in found if value is not None]
+        """The mean of one of `NodeFigures` over the nodes of a stage that know it, and that train if any of the stage
+        does; None if none knows it."""
+        whose = self._training(stage) or [s for s in self.statuses.values() if s.advert.stage == stage]
+        known = [value for s in whose if (value := getattr(s.figures, figure)) is not None]
         return fmean(known) if known else None
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second that stage 0 trains on."""
-        training = (s for s in self.statuses.values() if s.advert.stage == 0 and s.advert.state == "training")
-        return sum(status.figures.tokens_per_s for status in training)
+        return sum(status.figures.tokens_per_s for status in self._training(0))
+
+    def _training(self, stage: int) -> list[Status]:
+        """What the nodes of a stage report that train now."""
+        return [s for s in self.statuses.values() if s.advert.stage == stage and s.advert.state == "training"]
 
     @property
     def begun(self) -> bool:
