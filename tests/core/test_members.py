@@ -1,6 +1,7 @@
 """Membership: states, peers that are set aside, peers that vanish, and the swarm's clock."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,9 +16,9 @@ def advert(peer: str, stage: int = 1, state: str = "training", **more: object) -
     return replace(Advert(peer, "run", stage, ("127.0.0.1:1",), state=state), **more)  # type: ignore[arg-type]
 
 
-def read(members: Members, adverts: list[Advert], now: float) -> None:
+def read(members: Members, adverts: list[Advert], now: float) -> tuple[int, int]:
     """A reading at `now`; adverts without a time were announced at that moment."""
-    members.update([a if a.announced_at else replace(a, announced_at=now) for a in adverts], now=now)
+    return members.update([a if a.announced_at else replace(a, announced_at=now) for a in adverts], now=now)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(STATES, EVENTS)))
@@ -59,6 +60,49 @@ def test_a_single_reading_that_misses_somebody_with_an_expired_advert_is_not_bel
     assert [a.peer_id for a in members.all()] == ["a", "b"]
     read(members, [advert("b")], now=41)
     assert [a.peer_id for a in members.all()] == ["b"]
+
+
+def test_only_successive_readings_that_miss_a_peer_count() -> None:
+    members = Members("me", ttl_s=30)
+    known = [advert("a", announced_at=1.0), advert("b", announced_at=1.0)]
+    for now, found in ((1, known), (40, known[1:]), (41, known), (42, known[1:])):
+        read(members, found, now=now)
+        assert members.ids(1) == ["a", "b"]
+    read(members, known[1:], now=43)
+    assert members.ids(1) == ["b"]
+
+
+def test_if_nothing_can_be_read_a_peer_is_believed_for_three_lives_of_an_advert() -> None:
+    members = Members("me", ttl_s=30)
+    read(members, [advert("a")], now=1)
+    assert [(read(members, [], now=now), len(members)) for now in (90, 91, 92)] == [
+        ((0, 0), 1),
+        ((0, 0), 1),
+        ((0, 1), 0),
+    ]
+
+
+def test_a_reading_counts_who_joined_and_left_and_keeps_peers_sorted() -> None:
+    members = Members("me", ttl_s=30)
+    assert read(members, [advert("c"), advert("me"), advert("a", 0)], now=1) == (2, 0)
+    assert read(members, [advert("c", 0), advert("a", state="left"), advert("b"), advert("d")], now=2) == (2, 1)
+    assert read(members, [advert("c"), advert("b", state="left"), advert("e", state="left")], now=3) == (0, 1)
+    read(members, [advert("b")], now=4)
+    assert [one.peer_id for one in members.all()] == members.ids(1) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("way", ["left", "moved"])
+def test_a_peer_that_comes_back_or_moves_starts_with_a_clean_slate(way: str) -> None:
+    members = Members("me", ttl_s=30)
+    read(members, [advert("a", 0), advert("b")], now=0)
+    for now in (1.0, 5.0):
+        members.failed("a", now=now)
+    members.heard(Origin("a", 8, 0), now=6.0)
+    if way == "left":
+        read(members, [advert("a", 0, "left"), advert("b")], now=7)
+    read(members, [advert("a", 0 if way == "left" else 1, step=2.0), advert("b")], now=7)
+    assert not members.is_aside("a", now=6.5)
+    assert (members.step_of("a"), members.heard_at("a")) == (2.0, -math.inf)
 
 
 @pytest.mark.parametrize("state", ["left", "training"])
@@ -113,6 +157,7 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
     members.failed("a", now=0.5)
     assert list(members.usable(1, now=0.6)) == ["b"]
     assert list(members.usable(1, now=0.6, without={"b"})) == ["a"]
+    assert list(members.usable(2, now=0.6)) == [], "nobody is there"
 
 
 def test_a_distrusted_peer_is_set_aside_for_an_hour_whatever_it_answers() -> None:
@@ -139,7 +184,19 @@ def test_clocks_take_the_newest_sign() -> None:
     assert members.step_of("a") == 8
     members.heard(Origin("a", 6, 0), now=14)
     assert members.step_of("a") == 8, "a late label does not turn the clock back"
-    assert members.step_of("nobody") is None
+    assert members.clocks(members.of_stage(0, TRAINING), now=15) == [(8.0, 3.0, 2.0)], "nor does it make it newer"
+    assert members.last_sign("a") == 14, "but it is a sign of life"
+    members.heard(Origin("a", 8, 1), now=15)
+    assert members.clocks(members.of_stage(0, TRAINING), now=16) == [(8.0, 1.0, 2.0)], "the same step at a later time"
+    assert [members.heard_at("a"), members.last_sign("a")] == [15, 15]
+    read(members, [advert("a", stage=0, step=7.5, steps_per_s=2.0, announced_at=17.0)], now=18)
+    assert members.clocks(members.of_stage(0, TRAINING), now=18) == [(7.5, 1.0, 2.0)]
+    assert members.last_sign("a") == 17.0
+    assert [one.age_s for one in members.seen(now=16.5)] == [0.0], "clocks differ"
+    assert members.clocks(members.of_stage(0, TRAINING), now=16.5) == [(7.5, 0.0, 2.0)]
+    members.heard(Origin("nobody", 8, 0), now=18)
+    assert (members.step_of("nobody"), members.last_sign("nobody")) == (None, None)
+    assert members.heard_at("nobody") == -math.inf, "nothing is kept about strangers"
 
 
 def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
