@@ -46,6 +46,11 @@ def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: 
     found = DenyList.read(data, club.trust)
     assert (found.number, found.peers, found.signed) == (7, (ANN, BOB), data)
     other = Ed25519PrivateKey.generate()
+
+    def signed(content: bytes) -> bytes:
+        return content + club.root.sign(b"noloco revocations 1\x00" + content)
+
+    assert signed(data[:-64]) == data
     wrong = {
         "another root": DenyList.make(other, RUN, 7, [ANN]).signed,
         "an issuer": DenyList.make(club.door, RUN, 7, [ANN]).signed,
@@ -53,6 +58,8 @@ def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: 
         "another number": data[:23] + b"\x08" + data[24:],
         "one peer less": data[:24] + data[56:],
         "half a peer": data[:40] + data[-64:],
+        "half a peer, of the root": signed(data[:40]),
+        "too many peers": signed(data[:24] + bytes(32 * (revocations.MAX_REVOKED + 1))),
         "cut off": data[:50],
         "nothing": b"",
     }
@@ -74,7 +81,7 @@ def test_a_list_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
 def test_an_older_list_never_replaces_a_newer_one_even_after_a_restart(tmp_path: Path) -> None:
     club, path, told = Club(tmp_path), tmp_path / "revoked", [0]
     mine = Revocations(club.trust, path)
-    assert not mine.names(ANN, BOB, EVE)
+    assert (mine.held.number, mine.names(ANN, BOB, EVE)) == (0, False)
     mine.listen(lambda: told.append(mine.held.number))
     assert mine.adopt(club.revoking(5, ANN))
     assert mine.names(BOB, ANN)
@@ -89,6 +96,10 @@ def test_an_older_list_never_replaces_a_newer_one_even_after_a_restart(tmp_path:
     assert told == [0, 5, 6]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(LocalError, match="remove the file"):
+        Revocations(club.trust, path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(LocalError, match="cannot be read: Is a directory"):
         Revocations(club.trust, path)
 
 
@@ -116,6 +127,9 @@ def test_a_list_that_cannot_be_written_applies_and_is_written_later(tmp_path: Pa
     path.parent.mkdir()
     mine.look()
     assert Revocations(club.trust, path).held == mine.held
+    written = path.stat().st_ino
+    mine.look()
+    assert path.stat().st_ino == written, "it is written once"
     assert told == [5]
 
 
