@@ -275,17 +275,24 @@ def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
     return Credentials(club.trust, identity, chain)
 
 
-def test_an_issuer_renews_its_membership_at_half_of_its_lifetime(tmp_path: Path) -> None:
+def test_an_issuer_renews_its_membership_at_half_of_its_lifetime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     club, later = Club(tmp_path), [0.0]
     mine = issuer(club, lambda: club.now + later[0])
     credentials = club.credentials("mine", clock=lambda: club.now + later[0])
     before = credentials.chain
     assert credentials.renewal_at == pytest.approx(club.now + 3.5 * certificates.DAY_S, abs=HOUR_S)
-    later[0] = credentials.renewal_at - club.now + 1
+    later[0] = credentials.renewal_at - club.now - 1
     said: list[str | None] = []
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
 
     async def keep() -> None:
         keeping = asyncio.create_task(admission.keep_valid(NOBODY, credentials, mine, list, said.append))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (said, credentials.chain) == ([], before), "no sooner"
+        later[0] += 2
         while not said:  # noqa: ASYNC110  a task of its own
             await asyncio.sleep(0)
         keeping.cancel()
