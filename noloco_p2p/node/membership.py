@@ -113,8 +113,8 @@ class Membership:
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 
     def is_left_behind(self) -> bool:
-        """Whether the run has ended, and the next stage has no replica left."""
-        return self.run_ended and not self.members.anybody(self._node.index + 1)
+        """Whether the run has ended, and the next stage has no replica left, or another later one for a while."""
+        return self.run_ended and (self.nobody_there() or not self.members.anybody(self._node.index + 1))
 
     # --- calls to the next stage, and deserted stages ---------------------------------------------------------------
 
@@ -147,11 +147,12 @@ class Membership:
     def nobody_there(self) -> bool:
         """Whether a later stage has no replica at all, so that nothing this node sends can come back.
 
-        False once some node of stage 0 has finished, because no replica is needed then.
+        After the end of the run this takes `linger_s`, as it does if the next stage has nobody to ask.
         """
-        if not self.deserted or self.run_ended:
-            return False
-        return any(not self.members.anybody(stage) for stage in self._later_deserted())
+        since = [self.deserted[stage] for stage in self._later_deserted() if not self.members.anybody(stage)]
+        if self.run_ended:
+            return any(self._node.now() - at > self._node.config.limits.linger_s for at in since)
+        return bool(since)
 
     def cut_short(self) -> bool:
         """Whether this node is to pause while nothing that it has sent can come back: then it does not wait for it."""
@@ -165,7 +166,7 @@ class Membership:
         node = self._node
 
         def over() -> bool:
-            return node.draining or node.pausing or not self.nobody_there()
+            return node.draining or node.pausing or self.run_ended or not self.nobody_there()
 
         await node.waits.until(over, "replica", AnyReplica(min(deserted)))
         return not (node.draining or self.cut_short())

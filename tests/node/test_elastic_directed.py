@@ -349,6 +349,18 @@ def test_a_node_whose_pause_ends_after_the_run_leaves_soon(peer: PeerId) -> None
     assert max(held.step for held in swarm.disks[peer].held()) <= 12 < 60 == outcome.nodes[peer].step
 
 
+def test_nodes_that_missed_the_end_leave_soon_even_if_they_can_still_serve_each_other() -> None:
+    """One paused and one was cut off, and nobody is left of the last stage."""
+    faults = Fault(6.0, "pause", ("s0r1",), 94.0), Fault(6.0, "split", ("s1r1",), 93.0)
+    swarm = FaultySwarm(plan_of((2, 2, 2), steps=60), faults, limit_s=2000.0)
+    outcome = check(swarm)
+    missed = {"s0r1", "s1r1"}
+    others = [process.ended_at_s for process in outcome.processes if process.peer not in missed]
+    assert max(at_s for at_s in others if at_s is not None) < 95.0
+    limits = swarm.plan.config.limits
+    assert outcome.ended_at_s < 100.0 + 2 * limits.linger_s + limits.microbatch_deadline_s
+
+
 def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
     swarm = FaultySwarm(plan_of((2, 2), steps=40, routing="balanced"), (Fault(6.0, "pause", ("s0r1",), 12.0),))
     steps = [at_s for at_s in times(check(swarm), "inner_step", "s0r0") if 5.0 < at_s < 18.0]
