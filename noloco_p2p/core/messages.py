@@ -186,15 +186,12 @@ class ReplicaState:
     A newcomer pulls it from a replica of its stage, and a checkpoint stores it. It has nothing of an unfinished step.
     """
 
-    peer: PeerId
-    """Whose state it is."""
+    peer: PeerId  # whose state it is
     stage: int
     round: int
     """The newest outer round that it has done."""
-    step: float
-    """Its clock, in steps."""
-    inner_steps: int
-    """Optimizer steps taken."""
+    step: float  # its clock, in steps
+    inner_steps: int  # optimizer steps taken
     adam_steps: int
     """The optimizer steps that had tokens; Adam's bias correction counts these."""
     tensors: tuple[HostTensor, ...]
@@ -206,6 +203,7 @@ class ReplicaState:
     """Recently counted ids, oldest first: a replica that continues from these weights must not count them again."""
     returned_norms: tuple[float, ...] = ()
     """Norms of the most recently returned gradients (`core.guard`). Stored in checkpoints, not sent to other nodes."""
+    fresh_round: int = 0  # as in `Advert`
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +224,7 @@ class Holding(NamedTuple):
     round: int
     step: int
     """Floor of the replica's clock."""
+    fresh_round: int = 0  # as in `Advert`; known only of a node's own checkpoints, because adverts do not list it
 
 
 STREAM = "p2p"
@@ -254,6 +253,7 @@ class Advert:
     """The node's clock, in steps."""
     outer_round: int = 0
     """The newest outer round that it has done."""
+    fresh_round: int = 0  # the lineage of its weights: the outer round at which they began as initial weights
     microbatches_per_s: float = 0.0
     """Speed of its device: microbatches per second of device time."""
     capacity_per_s: float = 0.0
@@ -297,3 +297,4 @@ class NodeDescription:
     step: float
     outer_round: int
     version: str
+    fresh_round: int = 0

@@ -63,6 +63,8 @@ class FrozenRound:
     """Only under a rule that takes from all replicas of the stage."""
     radii: tuple[float, ...] = ()
     """How far away a partner's vector may be, by group of tensors (`core.guard`); empty if not known yet."""
+    fresh_round: int = 0
+    """The lineage of the weights, as in `Advert`."""
 
     @property
     def lattice(self) -> LatticeRequest | None:
@@ -109,6 +111,8 @@ class Snapshot:
     """`vector` and `sample`, or `weights` (`StageState`)."""
     view: GroupView | None = None
     """With a vector, as in `FrozenRound`."""
+    fresh_round: int = 0
+    """As in `FrozenRound`."""
     took_s: float = field(default=0.0, compare=False)
     """Seconds that the transfer took, without the wait before it. Filled in by the receiving transport."""
 

@@ -1,6 +1,7 @@
 """Writes checkpoints, and hands the weights over before a node leaves or pauses (ARCHITECTURE.md, "Checkpoints")."""
 
 import asyncio
+from dataclasses import replace
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
@@ -125,6 +126,7 @@ class Checkpointer:
         with node.waits.computing("copy of the state", Task.CHECKPOINT):
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
+        state = replace(state, fresh_round=node.advert.fresh_round)
         checkpoint = Checkpoint(state, cursor, node.rng.getstate())
         self._newest, self._newest_step = round, node.step
         # In a series of alarms the checkpoint before the first alarm stays.

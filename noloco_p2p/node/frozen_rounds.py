@@ -1,6 +1,7 @@
 """The frozen rounds that a replica keeps for others to pull (ARCHITECTURE.md, "An outer round")."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
@@ -86,4 +87,4 @@ class FrozenRounds:
         # Recorded only now, because a malformed request must not count as a puller.
         self._forget_pullers()
         self._given[caller] = self._node.now(), frozen.round
-        return found
+        return replace(found, fresh_round=frozen.fresh_round)

@@ -123,7 +123,8 @@ class Inquiry:
         said = self.exchanges.said(advert.peer_id, now=self._node.now())
         if said is None:
             return None
-        return replace(advert, stage=said.stage, state=said.state, outer_round=said.outer_round, step=said.step)
+        answered = replace(advert, stage=said.stage, state=said.state, step=said.step)
+        return replace(answered, outer_round=said.outer_round, fresh_round=said.fresh_round)
 
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 

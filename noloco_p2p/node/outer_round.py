@@ -80,6 +80,7 @@ class OuterRounds:
         """Freeze what this replica offers in `round`, and keep it for others to pull."""
         with self._node.waits.computing("snapshot"):
             mine = await self._node.stage.snapshot(round, self._node.step)
+        mine = replace(mine, fresh_round=self._node.advert.fresh_round)
         if self._rule.common:
             mine = self._group.with_view(mine)
         self.frozen.keep(mine)

@@ -117,7 +117,7 @@ class WeightRestorer:
             await node.stage.restore(state)
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
-        await self._go_on_at(state.round, step, state.inner_steps, from_round)
+        await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)
 
     async def _from_shard(self, held: Holding) -> bool:
         """Load this node's own checkpoint. Returns False if it turns out to be damaged."""
@@ -129,7 +129,8 @@ class WeightRestorer:
         with node.waits.computing("restored state"):
             await node.stage.restore(mine.state)
         node.rng.setstate(mine.random_state)
-        await self._go_on_at(mine.state.round, self._latest_step(mine.state.step), mine.state.inner_steps)
+        state, step = mine.state, self._latest_step(mine.state.step)
+        await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round)
         await self.open_data(mine)
         return True
 
@@ -146,12 +147,14 @@ class WeightRestorer:
         assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
-        await self._go_on_at(theirs.round, max(float(theirs.step), self._clock_of_others()), node.inner_steps)
+        step = max(float(theirs.step), self._clock_of_others())
+        await self._go_on_at(theirs.round, step, node.inner_steps, theirs.fresh_round)
 
     async def _fresh(self) -> None:
         """Start from the initial weights at the others' clock, because nobody has newer ones."""
         node, step = self._node, self._clock_of_others()
-        await self._go_on_at(int(step) // node.manifest.outer.inner_steps, step, node.inner_steps)
+        round = int(step) // node.manifest.outer.inner_steps
+        await self._go_on_at(round, step, node.inner_steps, fresh_round=round)
         node.event(
             "warning", message=f"nobody has the weights of stage {node.index}: starting from the initial weights"
         )
@@ -188,6 +191,9 @@ class WeightRestorer:
         gradients = self._node.manifest.outer.update.gradients
         return step if gradients else max(step, clock, self._node.advert.step)
 
-    async def _go_on_at(self, round: int, step: float, inner_steps: int, partner_from_round: int = 0) -> None:
+    async def _go_on_at(
+        self, round: int, step: float, inner_steps: int, fresh_round: int, partner_from_round: int = 0
+    ) -> None:
+        self._node.update(outer_round=round, fresh_round=fresh_round)
         self._node.go_on_at(step, inner_steps, partner_from_round)
         await self._rounds.go_on_from(round)

@@ -71,7 +71,9 @@ class RpcHandler:
         me = self._node.advert
         if self._node.chosen_stage is None:
             raise Declined("this node has not chosen its stage yet")
-        return NodeDescription(me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version)
+        return NodeDescription(
+            me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version, me.fresh_round
+        )
 
     def _check(self, caller: PeerId, header: Header) -> None:
         """Refuse a microbatch that is not for this node, by its header alone: the tensors are not read.

@@ -125,8 +125,8 @@ class StateDonor:
         node = self._node
         with node.waits.computing("copy of the state", Task.NEWCOMER):
             state = await node.stage.capture(node.advert.outer_round, node.advert.step, node.inner_steps)
-        round, step = node.advert.outer_round, node.advert.step
-        return replace(state, number=number, round=round, step=step, inner_steps=node.inner_steps)
+        state = replace(state, round=node.advert.outer_round, fresh_round=node.advert.fresh_round)
+        return replace(state, number=number, step=node.advert.step, inner_steps=node.inner_steps)
 
     def _forget(self, copy: _Copy) -> None:
         if copy.drop is not None:

@@ -16,7 +16,7 @@ class _DiskEntry:
     @property
     def holding(self) -> Holding:
         state = self.checkpoint.state
-        return Holding(state.stage, state.round, int(state.step))
+        return Holding(state.stage, state.round, int(state.step), state.fresh_round)
 
 
 class Disk:

@@ -22,7 +22,7 @@ TENSORS = tuple(
 SPECS = tuple(t.spec for t in TENSORS)
 NUMBER = (1 << 64) - 5
 SPENT = tuple(MicrobatchId("origin", 2**63 + at, at) for at in range(3))
-STATE = ReplicaState("B", 1, 7, 70.25, 66, 65, TENSORS, NUMBER, SPENT)
+STATE = ReplicaState("B", 1, 7, 70.25, 66, 65, TENSORS, NUMBER, SPENT, fresh_round=3)
 LONG = replace(STATE, tensors=(tensor("slow/all", "uint8", (16 * MIB,)), *TENSORS))
 """Begins with a tensor of many chunks, so that a cut falls within it."""
 LONG_SPECS = tuple(t.spec for t in LONG.tensors)

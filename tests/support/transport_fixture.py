@@ -193,7 +193,7 @@ class Node:
         return [Progress(7, 0.5) if one in in_hand else None for one in microbatches]
 
     def describe(self, caller: PeerId) -> NodeDescription:
-        return NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1")
+        return NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1", 2)
 
 
 async def echo(header: Header, body: Body) -> Gradient:

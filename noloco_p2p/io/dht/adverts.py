@@ -61,17 +61,19 @@ class AdvertPayload(BaseModel):
     addresses: Texts
     metrics: Text
     libp2p_metrics: Text = ""
-    """Left out if empty, for versions that do not know the field."""
+    """Left out if empty, like `fresh_round`."""
     state: Text
     step: Number
     outer_round: Count
+    fresh_round: Count = 0
+    """Left out if 0, for versions that do not know the field."""
     microbatches_per_s: Number
     capacity_per_s: Number
     steps_per_s: Number
     evaluated: bool
     settled: bool
     stays: bool = False
-    """Left out if false, like `libp2p_metrics`."""
+    """Left out if false, like `fresh_round`."""
     partner_from_round: Count
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
@@ -122,10 +124,10 @@ def encode(record: AdvertRecord) -> bytes:
     """The payload of a record. Raises ConfigError if the advert is larger than others would accept."""
     own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
-    fields |= {"holds": record.advert.holds[-HOLDS_LIMIT:]}
+    fields |= {"holds": [(held.stage, held.round, held.step) for held in record.advert.holds[-HOLDS_LIMIT:]]}
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
     fields |= {"certificate": record.certificate, "revoked": record.revoked}
-    for name in ("libp2p_metrics", "stays", "certificate", "revoked"):
+    for name in ("libp2p_metrics", "fresh_round", "stays", "certificate", "revoked"):
         if not fields[name]:
             del fields[name]
     payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -151,8 +153,8 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
         raise Violation(f"advert whose {field} is malformed: {first['msg']}") from error
     if _own_bytes(payload, sent.certificate) > PAYLOAD_LIMIT_BYTES:
         raise Violation(f"advert of {len(payload)} bytes; at most {PAYLOAD_LIMIT_BYTES} are accepted")
-    if sent.state not in STATES:
-        raise Violation("advert with an unknown state")
+    if sent.state not in STATES or sent.fresh_round > sent.outer_round:
+        raise Violation("advert with an unknown state, or with weights that began after its newest round")
     holds = tuple(Holding(*held) for held in sent.holds)
     most = max(sent.moving_to or 0, *(holding.stage for holding in holds), 0)
     if stages is not None and most >= stages:

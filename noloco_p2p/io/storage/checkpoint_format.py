@@ -24,10 +24,10 @@ from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, Microbatch
 from noloco_p2p.errors import NO_JSON, LocalError
 from noloco_p2p.io.durable_files import settle
 
-FORMAT, READABLE = 2, (1, 2)
+FORMAT, READABLE = 3, (1, 2, 3)
 """The format written, and those that can be read. FORMAT goes up when older programs can no longer read the manifest.
-Format 1 had no `returned_norms`."""
-STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number")
+Format 1 had no `returned_norms`, format 2 no `fresh_round`."""
+STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number", "fresh_round")
 """Fields of `ReplicaState` that the manifest has under the same names."""
 DTYPES = {"float64": "<f8", "float32": "<f4"}
 """Element types that a replica's state may have → numpy's names for them."""
@@ -61,6 +61,7 @@ class CheckpointManifest(BaseModel):
     inner_steps: int
     adam_steps: int
     number: int
+    fresh_round: int = 0
     file_bytes: int
     """Size of the tensors' file."""
     tensors: tuple[TensorEntry, ...]
@@ -92,7 +93,8 @@ class CheckpointFiles:
     @property
     def holding(self) -> Holding:
         """The checkpoint as a node announces it."""
-        return Holding(self.manifest.stage, self.manifest.round, int(self.manifest.step))
+        m = self.manifest
+        return Holding(m.stage, m.round, int(m.step), m.fresh_round)
 
 
 class DamagedCheckpoint(LocalError):

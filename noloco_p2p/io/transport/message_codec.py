@@ -265,6 +265,12 @@ def to_loss(loss: LossSum) -> bytes:
     return pb.Reply(loss=pb.LossSum(loss_sum=loss.loss_sum, tokens=loss.tokens)).SerializeToString()
 
 
+def to_description(d: NodeDescription) -> pb.Description:
+    """What a node says about itself."""
+    said = ("stage", "state", "step", "outer_round", "version", "fresh_round")
+    return pb.Description(**{name: getattr(d, name) for name in said})
+
+
 def from_description(reply: pb.DescribeReply) -> NodeDescription:
     """A peer's description of itself. Raises the error of a refusal, or Violation if there is no valid description."""
     if reply.HasField("refusal"):
@@ -272,10 +278,11 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
     if not reply.HasField("description"):
         raise Violation("the peer's description of itself is missing")
     d = reply.description
-    if not (isfinite(d.step) and 0 <= d.outer_round < LARGEST_COUNT):
+    if not (isfinite(d.step) and d.fresh_round <= d.outer_round < LARGEST_COUNT):
         raise Violation("the peer's clock makes no sense")
     peer_id, run_id = plain(reply.peer_id, PEER_ID_CHARACTERS), plain(reply.run_id, PEER_ID_CHARACTERS)
-    return NodeDescription(peer_id, run_id, d.stage, plain(d.state, 32), d.step, d.outer_round, plain(d.version, 32))
+    state, version = plain(d.state, 32), plain(d.version, 32)
+    return NodeDescription(peer_id, run_id, d.stage, state, d.step, d.outer_round, version, d.fresh_round)
 
 
 def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:

@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 The certificate of a connection identifies the caller and its run. Every call has a deadline, and all but Warm carry
-the metadata `noloco-protocol` (the version of this file, "9"). Tensors travel as chunks of at most 1 MiB, and an end
+the metadata `noloco-protocol` (the version of this file, "10"). Tensors travel as chunks of at most 1 MiB, and an end
 marker closes each tensor; chunks are in order unless calls of Stripe carry some of them. Digests are 64-bit xxh3. A
 caller whose owner caps its downloads also sends `noloco-message-bytes`: the most tensor bytes that it would like to
 receive in one message.
@@ -639,6 +639,7 @@ class SnapshotHeader(google.protobuf.message.Message):
     SPECS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
+    FRESH_ROUND_FIELD_NUMBER: builtins.int
     peer: builtins.str
     """Peer id of the replica that the snapshot is of."""
     round: builtins.int
@@ -647,6 +648,8 @@ class SnapshotHeader(google.protobuf.message.Message):
     """Floor of the replica's clock, in steps, when the snapshot was frozen."""
     digest: builtins.int
     """With a vector, in a run whose rule takes from all replicas: a digest of what the replicas have in common."""
+    fresh_round: builtins.int
+    """The lineage of the replica's weights, as in a Description."""
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """The tensors that follow, in order: `vector` and `sample`, or `lattice` (and `sample`, if it has all chunks), or
@@ -666,9 +669,10 @@ class SnapshotHeader(google.protobuf.message.Message):
         specs: collections.abc.Iterable[global___TensorSpec] | None = ...,
         digest: builtins.int | None = ...,
         group: collections.abc.Iterable[builtins.str] | None = ...,
+        fresh_round: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_digest", b"_digest", "digest", b"digest"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_digest", b"_digest", "digest", b"digest", "group", b"group", "peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_digest", b"_digest", "digest", b"digest", "fresh_round", b"fresh_round", "group", b"group", "peer", b"peer", "round", b"round", "specs", b"specs", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_digest", b"_digest"]) -> typing.Literal["digest"] | None: ...
 
 global___SnapshotHeader = SnapshotHeader
@@ -772,6 +776,7 @@ class StateHeader(google.protobuf.message.Message):
     ADAM_STEPS_FIELD_NUMBER: builtins.int
     SPECS_FIELD_NUMBER: builtins.int
     SPENT_FIELD_NUMBER: builtins.int
+    FRESH_ROUND_FIELD_NUMBER: builtins.int
     peer: builtins.str
     """Peer id of the replica that the state is of."""
     number: builtins.int
@@ -786,6 +791,8 @@ class StateHeader(google.protobuf.message.Message):
     """How many optimizer steps the replica had taken."""
     adam_steps: builtins.int
     """How many of those had tokens."""
+    fresh_round: builtins.int
+    """The lineage of these weights, as in a Description."""
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All tensors of the state, in order, even if only the last ones follow."""
@@ -806,8 +813,9 @@ class StateHeader(google.protobuf.message.Message):
         adam_steps: builtins.int = ...,
         specs: collections.abc.Iterable[global___TensorSpec] | None = ...,
         spent: collections.abc.Iterable[global___MicrobatchId] | None = ...,
+        fresh_round: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adam_steps", b"adam_steps", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "spent", b"spent", "stage", b"stage", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adam_steps", b"adam_steps", "fresh_round", b"fresh_round", "inner_steps", b"inner_steps", "number", b"number", "peer", b"peer", "round", b"round", "specs", b"specs", "spent", b"spent", "stage", b"stage", "step", b"step"]) -> None: ...
 
 global___StateHeader = StateHeader
 
@@ -870,6 +878,7 @@ class Description(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     OUTER_ROUND_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    FRESH_ROUND_FIELD_NUMBER: builtins.int
     stage: builtins.int
     """The stage that the node holds."""
     state: builtins.str
@@ -880,6 +889,8 @@ class Description(google.protobuf.message.Message):
     """The newest outer round that the node has completed."""
     version: builtins.str
     """The node's software version."""
+    fresh_round: builtins.int
+    """The lineage of its weights: the outer round at which they began as initial weights, 0 at the start of the run."""
     def __init__(
         self,
         *,
@@ -888,8 +899,9 @@ class Description(google.protobuf.message.Message):
         step: builtins.float = ...,
         outer_round: builtins.int = ...,
         version: builtins.str = ...,
+        fresh_round: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outer_round", b"outer_round", "stage", b"stage", "state", b"state", "step", b"step", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fresh_round", b"fresh_round", "outer_round", b"outer_round", "stage", b"stage", "state", b"state", "step", b"step", "version", b"version"]) -> None: ...
 
 global___Description = Description
 

@@ -249,9 +249,7 @@ class GrpcServicer:
         except NolocoError as error:
             reply.refusal.CopyFrom(message_codec.to_refusal(error))
         else:
-            reply.description.CopyFrom(
-                pb.Description(stage=d.stage, state=d.state, step=d.step, outer_round=d.outer_round, version=d.version)
-            )
+            reply.description.CopyFrom(message_codec.to_description(d))
         self._count(direction="out", kind="control", bytes=reply.ByteSize())
         return reply
 

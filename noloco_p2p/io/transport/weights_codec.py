@@ -28,10 +28,18 @@ def from_request(message: pb.SnapshotRequest) -> SnapshotRequest:
     return SnapshotRequest(message.stage, round, message.wait_s, weights, lattice)
 
 
+def _check_counts(round: int, steps: int, fresh_round: int) -> None:
+    """Raises Violation if the counts of received weights make no sense."""
+    message_codec.check_counts(round, steps)
+    if fresh_round > round:
+        raise Violation(f"weights of round {round} that began at round {fresh_round} make no sense")
+
+
 def to_snapshot(snapshot: Snapshot, message_bytes: int = wire.PACK_BYTES) -> Iterator[bytes]:
     """The messages of a snapshot: first the header alone, so that the receiver sees it begin, then the tensors."""
     specs = [message_codec.to_spec(tensor.spec) for tensor in snapshot.tensors]
     header = pb.SnapshotHeader(peer=snapshot.peer, round=snapshot.round, step=snapshot.step, specs=specs)
+    header.fresh_round = snapshot.fresh_round
     if snapshot.view is not None:
         header.digest = snapshot.view.digest
         header.group.extend(snapshot.view.peers)
@@ -55,6 +63,7 @@ def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int =
         step=state.step,
         inner_steps=state.inner_steps,
         adam_steps=state.adam_steps,
+        fresh_round=state.fresh_round,
         specs=[message_codec.to_spec(one.spec) for one in state.tensors],
         spent=[pb.MicrobatchId(**one._asdict()) for one in state.spent[-MAX_SPENT:]],
     )
@@ -110,13 +119,13 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
             raise Violation(f"the snapshot names more than {LARGEST_GROUP} peers, or one without a valid peer id")
         if any(one >= other for one, other in pairwise(header.group)):
             raise Violation("the snapshot's peers are not in ascending order")
-        message_codec.check_counts(header.round, header.step)
+        _check_counts(header.round, header.step, header.fresh_round)
         return message_codec.from_specs(header.specs, self._expected, self.what)
 
     def _finish(self, tensors: tuple[HostTensor, ...]) -> Snapshot:
         head = self._head
         view = GroupView(tuple(head.group), head.digest) if head.HasField("digest") else None
-        return Snapshot(head.peer, head.round, head.step, tensors, view)
+        return Snapshot(head.peer, head.round, head.step, tensors, view, head.fresh_round)
 
 
 class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
@@ -161,7 +170,7 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
             raise Violation(f"the state is of {header.peer[:64]!r}, not of {self._peer.peer_id!r}")
         if header.stage != self._peer.stage:
             raise Declined(f"{self._peer.peer_id} holds stage {header.stage} now, not {self._peer.stage}")
-        message_codec.check_counts(header.round, header.inner_steps)
+        _check_counts(header.round, header.inner_steps, header.fresh_round)
         if not (isfinite(header.step) and header.step >= 0 and header.adam_steps <= header.inner_steps):
             raise Violation(
                 f"a state at step {header.step} after {header.adam_steps} of {header.inner_steps} steps makes no sense"
@@ -177,4 +186,4 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         assert head is not None
         counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
         spent = tuple(map(message_codec.from_microbatch, head.spent))
-        return ReplicaState(head.peer, *counts, tensors, head.number, spent)
+        return ReplicaState(head.peer, *counts, tensors, head.number, spent, fresh_round=head.fresh_round)

@@ -54,6 +54,7 @@ def advert(**changes: object) -> Advert:
         "state": "training",
         "step": 12.75,
         "outer_round": 3,
+        "fresh_round": 2,
         "microbatches_per_s": 1.5,
         "capacity_per_s": 1.25,
         "steps_per_s": 0.25,
@@ -89,6 +90,14 @@ def test_an_advert_of_an_older_version_without_the_later_fields_is_read() -> Non
     for payload in (without("stays"), encode(record(advert(stays=False)))):
         assert b"stays" not in payload
         assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(stays=False))
+    for payload in (without("fresh_round"), encode(record(advert(fresh_round=0)))):
+        assert b"fresh_round" not in payload
+        assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(fresh_round=0))
+
+
+def test_an_advert_says_nothing_of_the_lineage_of_checkpoints_so_that_older_versions_read_it() -> None:
+    payload = encode(record(advert(holds=(Holding(0, 3, 30, 2),))))
+    assert json.loads(payload)["holds"] == [[0, 3, 30]]
 
 
 def test_an_advert_of_a_node_that_neither_moves_nor_holds_checkpoints_travels() -> None:
@@ -98,7 +107,8 @@ def test_an_advert_of_a_node_that_neither_moves_nor_holds_checkpoints_travels() 
 
 def test_only_the_last_of_many_holdings_are_announced_so_that_the_advert_fits() -> None:
     holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i) for i in range(50))
-    payload = encode(record(advert(addresses=("h" * 80 + ":50000",) * 3, metrics="m" * 100, holds=holds)))
+    long = {"addresses": ("h" * 80 + ":50000",) * 3, "metrics": "m" * 100}
+    payload = encode(record(advert(**long, outer_round=10**7, fresh_round=10**7, holds=holds)))
     assert decode(payload, run_id=RUN, stage=0, peer_id=PEER).advert.holds == holds[-8:]
 
 
@@ -146,6 +156,9 @@ def without(name: str) -> bytes:
         spoilt(outer_round=1.5),
         spoilt(outer_round=-1),
         spoilt(outer_round=2**70),
+        spoilt(fresh_round=-1),
+        spoilt(fresh_round=None),
+        spoilt(fresh_round=4),
         spoilt(state="sleeping"),
         spoilt(evaluated=1),
         spoilt(version=None),

@@ -126,6 +126,15 @@ def test_a_checkpoint_comes_back_bitwise_in_another_process(reopen: Open, dtype:
     assert _load(reopen(), Holding(stage, 11, 100)) is None
 
 
+def test_the_lineage_of_the_weights_is_kept_and_listed(reopen: Open) -> None:
+    made = _checkpoint(5)
+    _save(reopen(), replace(made, state=replace(made.state, fresh_round=4)))
+    assert _held(reopen()) == [Holding(1, 5, 50, 4)]
+    found = _load(reopen(), Holding(1, 5, 50, 4))
+    assert found is not None
+    assert found.state.fresh_round == 4
+
+
 def test_a_pinned_checkpoint_stays_until_another_is_pinned(reopen: Open) -> None:
     """In later processes too, even if it is the oldest, or another checkpoint of its round is written."""
 
@@ -327,11 +336,11 @@ def test_a_checkpoint_in_the_previous_format_is_read(tmp_path: Path) -> None:
     _save(store, _checkpoint(5))
     (path,) = (shard.path for shard in stored_checkpoints(tmp_path))
     content = json.loads(path.read_text()) | {"format": 1}
-    del content["digest"], content["returned_norms"]
+    del content["digest"], content["returned_norms"], content["fresh_round"]
     path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
     again = _load(store, Holding(1, 5, 50))
     assert again is not None
-    assert again.state.returned_norms == ()
+    assert (again.state.returned_norms, again.state.fresh_round) == ((), 0)
 
 
 @pytest.mark.parametrize("step", [float("inf"), float("nan"), -1.0])

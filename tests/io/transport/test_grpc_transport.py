@@ -125,7 +125,7 @@ def test_evaluate_and_describe() -> None:
         async with pair(Node(echo)) as both:
             for shape in (SMALL, (3, 333, 777)):
                 assert await both.a.evaluate(both.peer, activation(shape)) == LossSum(2.25, 7)
-            assert await both.a.describe(both.peer) == NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1")
+            assert await both.a.describe(both.peer) == NodeDescription("B", RUN, 1, "training", 7.5, 3, "0.1", 2)
 
     run(scenario())
 

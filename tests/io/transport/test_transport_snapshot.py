@@ -24,7 +24,7 @@ TENSORS = (
 )
 BIG = tuple(HostTensor(f"slow/{i}", "uint8", (1 << 24,), memoryview(bytes(1 << 24))) for i in range(8))
 SPECS = tuple(t.spec for t in TENSORS)
-SNAPSHOT = Snapshot("B", 4, 40, TENSORS)
+SNAPSHOT = Snapshot("B", 4, 40, TENSORS, fresh_round=3)
 REQUESTS = [
     SnapshotRequest(1, 4, 1.5),
     SnapshotRequest(0, 0),
@@ -87,6 +87,7 @@ def test_anything_but_the_expected_tensors_is_a_violation(expected: tuple[Tensor
         replace(SNAPSHOT, peer="Ç"),
         replace(SNAPSHOT, peer="C" * 129),
         replace(SNAPSHOT, step=1 << 60),
+        replace(SNAPSHOT, fresh_round=5),
         replace(SNAPSHOT, tensors=(*TENSORS[:3], replace(TENSORS[3], data=TENSORS[3].data[:-8]))),
     ],
 )

@@ -68,6 +68,7 @@ def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytes
         ({"step": -1.0}, SPECS, Violation),
         ({"adam_steps": 67}, SPECS, Violation),
         ({"round": 1 << 60}, SPECS, Violation),
+        ({"fresh_round": 8}, SPECS, Violation),
         ({"spent": (MicrobatchId("two\nlines", 1, 1),)}, SPECS, Violation),
         ({"stage": 2}, SPECS, Declined),
     ],
