@@ -4,7 +4,6 @@ and the agreement on what to merge (ARCHITECTURE.md, "All replicas")."""
 import asyncio
 from dataclasses import replace
 
-from noloco_p2p.core import members as membership
 from noloco_p2p.core.agreement import GroupView, agree
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.snapshots import FrozenRound
@@ -26,16 +25,15 @@ class GroupPull:
         """The frozen round, with the replicas that this one expects to count filled in."""
         assert mine.view is not None, "the rule takes from all"
         node, members, now = self._node, self._swarm.members, self._node.now()
-        mates = members.of_stage(node.index, membership.IN_ROUNDS)
-        peers = [a.peer_id for a in mates if self._counts(a, mine.round) and not members.is_aside(a.peer_id, now=now)]
-        own = [node.me] if self._counts(node.advert, mine.round) else []
+        peers = [a.peer_id for a in self._swarm.partners(mine.round) if not members.is_aside(a.peer_id, now=now)]
+        own = [node.me] if node.advert.partner_from_round <= mine.round else []
         return replace(mine, view=GroupView(tuple(sorted(own + peers)), mine.view.digest))
 
     def will_freeze(self, round: int) -> bool:
         """Whether this replica will freeze the round, unless it has already."""
         node = self._node
         going_on = not node.draining and node.advert.state not in ("paused", "finished")
-        return going_on and self._counts(node.advert, round)
+        return going_on and node.advert.partner_from_round <= round
 
     async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
         """The round's vectors of all replicas that this one expects to count, reduced to those that all agree on.
@@ -79,7 +77,3 @@ class GroupPull:
             return Pull(type(error).__name__.lower())
         members.answered(mate.peer_id)
         return found
-
-    @staticmethod
-    def _counts(advert: Advert, round: int) -> bool:
-        return advert.partner_from_round <= round

@@ -69,6 +69,13 @@ class Membership:
         """All adverts, including this node's own."""
         return [*self.members.all(), self._node.advert]
 
+    def partners(self, round: int) -> list[Advert]:
+        """The other replicas of this stage from which this one may pull in an outer round: after their first complete
+        interval, and with weights of the same lineage."""
+        me = self._node.advert
+        mates = self.members.of_stage(me.stage, members.IN_ROUNDS)
+        return [a for a in mates if a.partner_from_round <= round and a.fresh_round == me.fresh_round]
+
     def fix_view(self) -> None:
         """Fix the membership on which the coming inner step is based."""
         node = self._node

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
-from noloco_p2p.core import members as membership
 from noloco_p2p.core import pairing, schedule
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.outer_rules import OuterRule
@@ -224,8 +223,7 @@ class OuterRounds:
         then it draws its own partner at random, because the others' pairing does not include it yet.
         """
         node, outer = self._node, self._node.manifest.outer
-        found = self._swarm.members.of_stage(node.index, membership.IN_ROUNDS)
-        mates = {a.peer_id: a for a in found if a.partner_from_round <= round}
+        mates = {a.peer_id: a for a in self._swarm.partners(round)}
         is_matched = outer.pairing == "matched" and node.advert.partner_from_round <= round
         kind: Literal["matched", "random"] = "matched" if is_matched else "random"
         hidden = {advert.peer_id for advert in (node.advert, *mates.values()) if advert.is_hidden}

@@ -59,6 +59,8 @@ class VectorPuller:
         nbytes = asked_again = 0
         while True:
             theirs = await self._ask(peer, request, mine.round, idle)
+            if theirs.fresh_round != mine.fresh_round:
+                raise Declined(f"its weights began at round {theirs.fresh_round}, not {mine.fresh_round}")
             if abs(theirs.round - (request.round or 0)) > stale:
                 raise Declined(f"its round {theirs.round} is too far from {request.round}")
             nbytes += theirs.nbytes + request.nbytes
