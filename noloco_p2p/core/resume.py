@@ -36,6 +36,16 @@ class RestoreSource:
     """The weights, for `shard` and `guardian`."""
 
 
+def age(replica: Advert) -> int:
+    """The age of a replica's weights: the outer rounds since they were initial ones."""
+    return replica.outer_round - replica.fresh_round
+
+
+def eldest(replicas: Iterable[Advert]) -> Advert:
+    """The replica whose weights are of the greatest age; among equals, of the earliest lineage."""
+    return max(replicas, key=lambda a: (age(a), -a.fresh_round))
+
+
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
     """Whether any node trains or has trained, even if that was before all nodes were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
@@ -94,21 +104,24 @@ def restore_sources(
     """Where `me` should look for the weights of its stage, best first; never empty.
 
     `own`: its checkpoints of this stage; `guarded`: what it holds if it was the stage's guardian and moves there. While
-    the stage has a living replica, fresh weights are not an option.
+    the stage has a living replica, fresh weights are not an option. Of several lineages the one of the greatest age
+    comes first.
     """
     checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
     living = [a for a in mates if a.state in TRAINED]
     if living:
-        usual = median_low([a.outer_round for a in living])
-        # The boldest claims come last, because they may be lies; relays are slow.
-        living.sort(key=lambda a: (a.outer_round > usual + BOLD_ROUNDS, me.needs_relay(a), -a.outer_round, a.peer_id))
-        ahead = max(a.outer_round for a in living if a.outer_round <= usual + BOLD_ROUNDS)
-        pulls = [RestoreSource("peer", "a living replica has the weights", peer) for peer in living]
-        near = [
-            _own_checkpoint(h, "hardly behind the others") for h in checkpoints[:1] if ahead - h.round <= NEAR_ROUNDS
-        ]
-        return near + pulls
+        bold = median_low([a.outer_round for a in living]) + BOLD_ROUNDS
+        best = eldest(a for a in living if a.outer_round <= bold)
+
+        def order(a: Advert) -> tuple[bool, bool, bool, int, PeerId]:
+            """The boldest claims come last, because they may be lies; relays are slow."""
+            other = a.fresh_round != best.fresh_round
+            return a.outer_round > bold, other, me.needs_relay(a), -a.outer_round, a.peer_id
+
+        near = [h for h in checkpoints if age(best) - (h.round - h.fresh_round) <= NEAR_ROUNDS]
+        mine = [_own_checkpoint(h, "hardly behind the others") for h in near[:1]]
+        return mine + [RestoreSource("peer", "a living replica has the weights", a) for a in sorted(living, key=order)]
     limit = common_round([me, *others], stages)
     strangers = [a for a in others if a.stage != me.stage]
     guards = [RestoreSource("guardian", "a guardian has the weights", a, h) for a, h in holders(me.stage, strangers)]

@@ -118,7 +118,8 @@ class Joining:
         return True
 
     async def catch_up(self) -> bool:
-        """After a pause: ask the replicas of this stage, and copy a living one that is more than one outer round ahead.
+        """After a pause: ask the replicas of this stage, and copy a living one whose weights are of a greater age by
+        more than one outer round.
 
         The network may be down at first, so silent replicas are asked again for a while. Returns whether it copied.
         """
@@ -132,23 +133,40 @@ class Joining:
             living = [a for mate in answering if (a := inquiry.with_answer(mate))]
             if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
                 break
-        ahead = [a for a in living if a.outer_round - node.advert.outer_round > resume.NEAR_ROUNDS]
-        if ahead:
+        ahead = [a for a in living if resume.age(a) - resume.age(node.advert) > resume.NEAR_ROUNDS]
+        if living:
             await self._know_the_clock()  # from all stages, because some of this stage may have been cut off as well
         for source in resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else ():
             if await self._weights.restore(source):
                 return True
+        self._weights.keep_up()
         return False
 
+    def of_earlier_lineage(self) -> tuple[PeerId, ...]:
+        """The replicas of this stage that answer that their weights are of an earlier lineage than this node's, and at
+        least of the same age."""
+        node, members, inquiry, me = self._node, self._swarm.members, self._swarm.inquiry, self._node.advert
+        if me.fresh_round == 0:
+            return ()
+        mates = members.of_stage(node.index, membership.TRAINED)
+        older = [a for a in mates if a.fresh_round < me.fresh_round and not members.is_aside(a.peer_id, now=node.now())]
+        asked = inquiry.few(older)
+        inquiry.ask(asked)
+        said = filter(None, map(inquiry.with_answer, inquiry.answering(asked, membership.TRAINED)))
+        return tuple(a.peer_id for a in said if a.fresh_round < me.fresh_round and resume.age(a) >= resume.age(me))
+
     async def take_over(self, ahead: Sequence[PeerId]) -> None:
-        """Copy one of the replicas that a round has shown to be ahead. If none gives its state, try after the next."""
-        node, counted_from = self._node, self._node.advert.partner_from_round
+        """Copy one of the replicas that a round has shown to be ahead, or that are of an earlier lineage. If none gives
+        its state, try after the next round."""
+        node, counted_from, lineage = self._node, self._node.advert.partner_from_round, self._node.advert.fresh_round
         node.event("warning", message=f"differs from {len(ahead)} replicas of its stage: copying their state")
         node.publish(partner_from_round=agreement.NOT_YET)
         for peer in ahead:
             donor = self._swarm.members.get(peer)
             if donor and await self._weights.restore(resume.RestoreSource("peer", "this replica differs", donor)):
                 return
+            if donor and donor.fresh_round < lineage:
+                self._swarm.members.failed(peer, now=node.now())  # its word does not hold up training at every border
         node.publish(partner_from_round=counted_from)
 
     # --- inside -----------------------------------------------------------------------------------------------------

@@ -276,11 +276,11 @@ class Node:
         )
 
     async def _outer_round(self) -> None:
-        """Do what is due between two inner steps. A replica that then differs from the others copies one of them."""
+        """Do what is due between two inner steps. A replica that must then copy another one does so."""
         if self.state.stood_still:
             await self._pause()
         await self._rounds.at_border(self._server.close)
-        ahead, self._rounds.ahead = self._rounds.ahead, ()
+        ahead, self._rounds.ahead = self._joining.of_earlier_lineage() or self._rounds.ahead, ()
         if ahead and not self.state.draining:
             self._server.close()
             await self._joining.take_over(ahead)

@@ -86,6 +86,15 @@ class WeightRestorer:
         node.event("resumed", source=source.kind, round=node.advert.outer_round, step=node.advert.step, peer=peer)
         return True
 
+    def keep_up(self) -> None:
+        """Take over the others' clock, as after a copy, if this one is more than an outer interval behind: under
+        `balanced`, the other replicas of stage 0 would wait for each of these steps."""
+        node, clock = self._node, self._clock_of_others()
+        mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
+        behind = clock - node.advert.step > node.manifest.outer.inner_steps
+        if behind and self._swarm.inquiry.answering(mates, membership.TRAINED):
+            node.update(step=self._latest_step(node.advert.step, clock))
+
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
         """At stage 0: open the data at the position of the checkpoint. Without one, open them where this node left the
         stage, otherwise at the position of its newest checkpoint that can be read, otherwise at the beginning. Data
@@ -112,6 +121,8 @@ class WeightRestorer:
             state = await self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
+        if state.fresh_round != donor.fresh_round:
+            raise Declined(f"the state of {donor.peer_id} began at round {state.fresh_round}, not {donor.fresh_round}")
         self._check_possible(state.round, state.step, donor.peer_id)
         with node.waits.computing("restored state"):
             await node.stage.restore(state)
@@ -131,6 +142,7 @@ class WeightRestorer:
         node.rng.setstate(mine.random_state)
         state, step = mine.state, self._latest_step(mine.state.step)
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round)
+        self.keep_up()
         await self.open_data(mine)
         return True
 
@@ -153,8 +165,10 @@ class WeightRestorer:
     async def _fresh(self) -> None:
         """Start from the initial weights at the others' clock, because nobody has newer ones."""
         node, step = self._node, self._clock_of_others()
-        round = int(step) // node.manifest.outer.inner_steps
-        await self._go_on_at(round, step, node.inner_steps, fresh_round=round)
+        outer, round = node.manifest.outer, int(step) // node.manifest.outer.inner_steps
+        # Replicas that add up gradients go in step, so one that clings to older weights would hold up all others.
+        exempt = outer.update.gradients or outer.pairing == "none"
+        await self._go_on_at(round, step, node.inner_steps, fresh_round=0 if exempt else round)
         node.event(
             "warning", message=f"nobody has the weights of stage {node.index}: starting from the initial weights"
         )

@@ -13,6 +13,7 @@ from typing import Any
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.members import TRAINED
 from noloco_p2p.core.messages import Advert, NodeDescription, PeerId, ReplicaState
+from noloco_p2p.core.resume import age
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.ports import Stage
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -106,7 +107,8 @@ class FaultySwarm(SimSwarm):
             record(kind, **fields)
             if kind == "resumed" and not telemetry.dead:
                 source, round = str(fields["source"]), int(str(fields["round"]))
-                self.resumptions.append(Resumption(now_s(), process.peer, source, round, choice.take()))
+                began = process.node.state.advert.fresh_round
+                self.resumptions.append(Resumption(now_s(), process.peer, source, round, choice.take(), began))
 
         async def describe(peer: Advert) -> NodeDescription:
             """A node describes all nodes that may have weights just before it chooses whose weights to fetch."""
@@ -141,9 +143,7 @@ class FaultySwarm(SimSwarm):
         def listed(advert: Advert) -> list[int]:
             held = [holding.round for holding in advert.holds if holding.stage == index]
             events = self.process(advert.peer_id).trace.of("guarded") if held else []
-            announced = {
-                event.get("round") for event in events if event.get("stage") == index and event.at_s <= listed_at
-            }
+            announced = {e.get("round") for e in events if e.get("stage") == index and e.at_s <= listed_at}
             return [round for round in held if round in announced]
 
         def newest(stage: int) -> int:
@@ -154,12 +154,12 @@ class FaultySwarm(SimSwarm):
         mates = [a for a in others if a.stage == index and a.state in TRAINED]
         return AvailableWeights(
             now,
-            tuple(mate.outer_round for mate in mates if trains_since(mate.peer_id) <= listed_at),
-            tuple(a.outer_round for a in everybody if a.stage == index and a.state in TRAINED),
+            tuple(age(mate) for mate in mates if trains_since(mate.peer_id) <= listed_at),
+            tuple(age(a) for a in everybody if a.stage == index and a.state in TRAINED),
             tuple(round for advert in others for round in listed(advert)),
             tuple(h.round for h in self.disks[peer].held() if h.stage == index),
             tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),
-            node.advert.outer_round if node.advert.state == "training" and not node.stood_still else None,
+            age(node.advert) if node.advert.state == "training" and not node.stood_still else None,
         )
 
     def _reach(self, one: PeerId, other: PeerId) -> bool:

@@ -113,22 +113,23 @@ def weights_are_what_was_frozen(process: SimProcess) -> None:
 
 
 def weights_survive(swarm: FaultySwarm) -> None:
-    """A stage continues from its newest available weights, at most one outer round back, and never from fresh ones."""
+    """A stage continues from its oldest available weights, those that have been trained most, at most one outer round
+    back, and never from fresh ones."""
     for one in swarm.resumptions:
         was = one.available
-        rounds = [*was.living, *was.guarded, *was.own]
+        rounds, age = [*was.living, *was.guarded, *was.own], one.round - one.fresh_round
         if one.source == "fresh":
             assert not rounds, f"{one.peer} began with fresh weights, although there were others: {one}"
         elif was.replaced is not None:
             # It takes over what most of the others agree on, even if a replica that lost touch with them is further. At
             # the end its own round may be the last one, which the others have yet to reach.
             mine = min(was.replaced, max(was.training, default=was.replaced))
-            assert one.round >= mine - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
+            assert age >= mine - COPY_ROUNDS, f"{one.peer} gave up newer weights: {one}"
         elif was.living:
             # A replica that is far ahead of the usual round may be lying, so it is asked last.
             usual = min(map(median_low, (was.living, was.training)))
             newest = max((round for round in was.living if round <= usual + BOLD_ROUNDS), default=usual)
-            assert one.round >= newest - COPY_ROUNDS, f"{one.peer} resumed far behind the living replicas: {one}"
+            assert age >= newest - COPY_ROUNDS, f"{one.peer} resumed far behind the living replicas: {one}"
         elif rounds:
             # A swarm that was stopped as a whole continues from the newest round that all stages have.
             limit = min([*was.others, max(rounds)])

@@ -76,7 +76,8 @@ class MergedProgress:
 
 @dataclass(frozen=True, slots=True)
 class AvailableWeights:
-    """The weights of its stage from which a node could continue at one moment, as round numbers."""
+    """The weights of its stage from which a node could continue at one moment: ages of replicas (`core.resume`), and
+    otherwise round numbers."""
 
     at_s: float
     living: tuple[int, ...]
@@ -90,7 +91,7 @@ class AvailableWeights:
     others: tuple[int, ...]
     """For each other stage, the newest that any reachable node has."""
     replaced: int | None = None
-    """Its own round, if it trains and gives its weights up because they differ from those of the others."""
+    """Its own age, if it trains and gives its weights up because they differ from those of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Resumption:
     round: int
     available: AvailableWeights
     """When it chose them (`WeightsChoice`)."""
+    fresh_round: int = 0
 
 
 class WeightsChoice:

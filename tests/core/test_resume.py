@@ -51,6 +51,27 @@ def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first:
     assert ("peer", "b") in kinds(found), "in case the checkpoint is damaged"
 
 
+@pytest.mark.parametrize(("round", "first"), [(9, "c"), (7, "c"), (6, "b")])
+def test_of_two_lineages_the_one_that_has_trained_for_more_rounds_comes_first(round: int, first: str) -> None:
+    """The earlier one, if both have trained for as many."""
+    fresh = [replace(advert(peer, 1, round=21), fresh_round=18) for peer in "bd"]
+    others = [*OTHERS, *fresh, replace(advert("c", 1, round=round), fresh_round=4)]
+    assert kinds(restore_sources(ME, others, (), STAGES))[0] == ("peer", first)
+
+
+def test_a_checkpoint_of_the_lineage_that_has_trained_for_fewer_rounds_comes_after_the_replicas() -> None:
+    others = [*OTHERS, advert("b", 1, round=9)]
+    assert kinds(restore_sources(ME, others, [Holding(1, 21, 210, 18)], STAGES)) == [("peer", "b")]
+
+
+@pytest.mark.parametrize(("round", "first"), [(0, ("peer", "b")), (1, ("shard", 1)), (12, ("shard", 12))])
+def test_a_checkpoint_of_an_earlier_lineage_comes_first_unless_the_others_have_trained_for_more_rounds(
+    round: int, first: tuple[str, str | int]
+) -> None:
+    others = [*OTHERS, replace(advert("b", 1, round=20), fresh_round=18)]
+    assert kinds(restore_sources(ME, others, held(1, round), STAGES))[0] == first
+
+
 def test_a_lost_stage_resumes_from_the_newest_weights_that_anybody_has() -> None:
     guards = [advert("f", 0, round=20, holds=held(1, 18)), advert("g", 2, round=20, holds=(*held(0, 19), *held(1, 19)))]
     assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES)) == [

@@ -195,10 +195,13 @@ def test_bytes_that_are_unaccounted_for_are_found(monkeypatch: pytest.MonkeyPatc
     assert "are unaccounted for" in str(planted(*crash))
 
 
-def went_on(living: tuple[int, ...], round: int, *hardly_reached: int, replaced: int | None = None) -> FaultySwarm:
-    """A swarm in which a node resumed from this round, when its stage had those rounds."""
+def went_on(
+    living: tuple[int, ...], round: int, *hardly_reached: int, replaced: int | None = None, fresh_round: int = 0
+) -> FaultySwarm:
+    """A swarm in which a node resumed from this round and lineage, when the replicas of its stage had these ages."""
     available = AvailableWeights(1.0, living, (*living, *hardly_reached), (), (), (), replaced)
-    return cast(FaultySwarm, SimpleNamespace(resumptions=[Resumption(2.0, "me", "peer", round, available)]))
+    resumed = Resumption(2.0, "me", "peer", round, available, fresh_round)
+    return cast(FaultySwarm, SimpleNamespace(resumptions=[resumed]))
 
 
 def test_a_replica_far_ahead_of_the_others_need_not_be_the_donor() -> None:
@@ -216,6 +219,15 @@ def test_a_replica_that_differs_adopts_the_majoritys_weights_without_giving_up_n
     weights_survive(went_on((10, 10), 10, replaced=24))
     with pytest.raises(AssertionError, match="me gave up newer weights"):
         weights_survive(went_on((5, 8), 4, replaced=8))
+
+
+def test_it_is_the_age_of_weights_that_counts_not_their_round() -> None:
+    weights_survive(went_on((12,), 12, replaced=2))
+    weights_survive(went_on((30,), 50, fresh_round=20, replaced=12))
+    with pytest.raises(AssertionError, match="me gave up newer weights"):
+        weights_survive(went_on((12,), 50, fresh_round=45, replaced=12))
+    with pytest.raises(AssertionError, match="me resumed far behind"):
+        weights_survive(went_on((12,), 50, fresh_round=45))
 
 
 def chosen(do: Callable[[WeightsChoice], Awaitable[object]]) -> float:
