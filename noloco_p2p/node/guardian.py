@@ -215,8 +215,9 @@ class Guardian:
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
         held = self._held.get(stage)
-        newest = (held.round, held.step) if held else (0, inf)  # anybody can make round 0 from the seed
-        if stage == self._node.index or (theirs.round, theirs.step) <= newest:
+        # The age decides, not the round (`core.resume`). Anybody can make weights of age 0 from the seed.
+        best = (held.round - held.fresh_round, held.step) if held else (0, inf)
+        if stage == self._node.index or (theirs.round - theirs.fresh_round, theirs.step) <= best:
             return
         self._held[stage] = theirs
         self._node.event("guarded", stage=stage, round=theirs.round, bytes=theirs.nbytes)

@@ -130,6 +130,19 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
     at(scenario)
 
 
+def test_weights_that_began_afresh_replace_what_is_kept_only_once_they_have_trained_for_longer() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        for round, kept in ((4, 3), (6, 3), (8, 8)):
+            place.answers["w"] = replace(snapshot("w", round, 10 * round), fresh_round=4)
+            place.goes_on(round)
+            await place.sees(place.advert("w", WARD, round=round))
+            assert [held.round for held in place.holds] == [kept]
+
+    at(scenario)
+
+
 def test_a_round_that_no_clock_has_come_to_is_not_kept() -> None:
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 2**53, 2**53)
