@@ -74,8 +74,8 @@ def from_directories(directories: Sequence[Path], *, one: bool, say: Say) -> Col
     newest = {(found.manifest.stage, found.manifest.peer_id): found.manifest.round for found in checkpoints}
     for (stage, peer), held in sorted(newest.items()):
         if (stage, peer) not in taken:
-            why = "one replica of the stage is enough" if one else f"its newest checkpoint is of round {held}"
-            say(f"not used: {peer} of stage {stage}: {why}")
+            why = "its weights began afresh later" if held == round else f"its newest checkpoint is of round {held}"
+            say(f"not used: {peer} of stage {stage}: {'one replica of the stage is enough' if one else why}")
     if (last := max(newest.values())) > round:
         say(f"there are checkpoints up to outer round {last}; round {round} is the last that every stage has")
     run_id, nodes = checkpoints[0].manifest.run_id, list(dict.fromkeys(map(_home, checkpoints)))
@@ -101,11 +101,19 @@ def newest_common(checkpoints: Sequence[CheckpointFiles], stages: int) -> int:
 def chosen_checkpoints(
     checkpoints: Iterable[CheckpointFiles], round: int, stages: int, *, one: bool
 ) -> list[list[CheckpointFiles]]:
-    """For each stage, the last checkpoint of that round of each peer, by peer id; with `one`, only of the lowest id."""
+    """For each stage, the last checkpoint of that round of each peer, by peer id; with `one`, only of the lowest id.
+
+    Only those of the earliest lineage (`Advert.fresh_round`) are used.
+    """
     # The checkpoints of a peer are in the order in which they were saved, so later ones replace earlier ones.
     last = {(c.manifest.stage, c.manifest.peer_id): c for c in checkpoints if c.manifest.round == round}
-    used = [[last[at, peer] for at, peer in sorted(last) if at == stage] for stage in range(stages)]
-    return [mine[:1] for mine in used] if one else used
+    used = []
+    for stage in range(stages):
+        mine = [last[at, peer] for at, peer in sorted(last) if at == stage]
+        oldest = min(checkpoint.manifest.fresh_round for checkpoint in mine)
+        mine = [checkpoint for checkpoint in mine if checkpoint.manifest.fresh_round == oldest]
+        used.append(mine[:1] if one else mine)
+    return used
 
 
 def _found(directories: Sequence[Path]) -> list[CheckpointFiles]:

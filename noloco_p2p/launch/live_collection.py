@@ -11,6 +11,7 @@ from noloco_p2p.compute import exported_model
 from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core.members import HOLDING
 from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
+from noloco_p2p.core.resume import eldest
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
@@ -149,11 +150,12 @@ def better(one: CollectedWeights | None, other: CollectedWeights | None) -> Coll
 def chosen(holders: Sequence[Advert], round: int, stages: int, *, one: bool) -> list[Advert]:
     """The replicas to ask: all that others may pull from at `round`, or with `one`, only the lowest peer id per stage.
 
-    If a stage has no such replica, its other replicas are asked.
+    If a stage has no such replica, its other replicas are asked. Of several lineages in a stage, only one is.
     """
     wanted: list[Advert] = []
     for stage in range(stages):
         mine = sorted((a for a in holders if a.stage == stage), key=lambda advert: advert.peer_id)
+        mine = [advert for advert in mine if advert.fresh_round == eldest(mine).fresh_round]
         settled = [advert for advert in mine if advert.partner_from_round <= round] or mine
         wanted += settled[:1] if one else settled
     return wanted

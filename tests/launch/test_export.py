@@ -143,6 +143,17 @@ def test_of_two_checkpoints_of_one_round_the_later_one_is_used(tmp_path: Path) -
     assert all(torch.equal(found[name], theta) for name, theta in stage.parameters.items())
 
 
+def test_of_two_lineages_in_a_stage_the_earlier_one_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean of trained weights and of others that began as initial ones later would be worthless."""
+    manifest = small_run(stages=1)
+    fresh, trained = (make_replica(manifest, 0, peer) for peer in "ab")
+    save(manifest, tmp_path / "a", fresh, "a", 3, fresh_round=2)
+    save(manifest, tmp_path / "b", trained, "b", 3)
+    found = weights_in(exported(tmp_path, tmp_path / "out"))
+    assert all(torch.equal(found[name], theta) for name, theta in trained.parameters.items())
+    assert "not used: a of stage 0: its weights began afresh later" in capsys.readouterr().out
+
+
 def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     manifest = small_run()
     save_swarm(manifest, tmp_path / "run", [2, 2])

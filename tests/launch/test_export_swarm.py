@@ -224,13 +224,16 @@ def test_the_next_round_to_request(target: int, rounds: dict[int, list[int]], fo
 
 
 def test_which_nodes_are_asked() -> None:
-    def advert(peer: str, stage: int, partner_from_round: int = 0) -> Advert:
-        return Advert(peer, "run", stage, (), partner_from_round=partner_from_round)
+    def advert(peer: str, stage: int, partner_from_round: int = 0, round: int = 8, fresh: int = 0) -> Advert:
+        joined = partner_from_round
+        return Advert(peer, "run", stage, (), partner_from_round=joined, outer_round=round, fresh_round=fresh)
 
     adverts = [advert("c", 1, 9), advert("b", 0), advert("a", 0, 9), advert("d", 0)]
     assert [one.peer_id for one in chosen(adverts, 8, 2, one=False)] == ["b", "d", "c"]
     assert [one.peer_id for one in chosen(adverts, 9, 2, one=False)] == ["a", "b", "d", "c"]
     assert [one.peer_id for one in chosen(adverts, 8, 2, one=True)] == ["b", "c"]
+    adverts = [advert("a", 0, fresh=6), advert("b", 0), advert("c", 1, fresh=4), advert("d", 1, round=3)]
+    assert [one.peer_id for one in chosen(adverts, 8, 2, one=False)] == ["b", "c"], "of two lineages only one"
 
 
 def test_the_newest_round_of_all_stages_is_chosen() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,20 @@ def make_replica(manifest: RunManifest, stage: int, peer: str) -> TorchStage:
 
 
 def save(
-    manifest: RunManifest, home: Path, stage: TorchStage, peer: str, round: int, step: float = 7.5, run_id: str = ""
+    manifest: RunManifest,
+    home: Path,
+    stage: TorchStage,
+    peer: str,
+    round: int,
+    step: float = 7.5,
+    run_id: str = "",
+    fresh_round: int = 0,
 ) -> None:
     """Write what a node leaves in its directory. `run_id`: the run id in the checkpoint, if not the manifest's."""
     home.mkdir(parents=True, exist_ok=True)
     (home / "manifest.json").write_bytes(manifest.canonical_json())
-    checkpoint = Checkpoint(stage.capture(round, step, 7), None, random.Random(0).getstate())
+    state = replace(stage.capture(round, step, 7), fresh_round=fresh_round)
+    checkpoint = Checkpoint(state, None, random.Random(0).getstate())
     asyncio.run(FileCheckpoints(home, run_id or manifest.run_id, peer, 3).save(checkpoint))
 
 
