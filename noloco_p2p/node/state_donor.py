@@ -101,11 +101,13 @@ class StateDonor:
         return self._begin(caller)
 
     def _is_fresh(self, copy: _Copy) -> bool:
-        """Whether a copy is at most STALE_INTERVALS old. Under a rule that takes from all replicas it must also be of
-        the newest round: otherwise a newcomer would lack what the others have merged since, and have to copy again.
-        Rules of gradients are exempt, because gradients are kept longer."""
+        """Whether a copy is at most STALE_INTERVALS old, by its clock and by its round: a replica that was out of reach
+        takes over the others' clock first. Under a rule that takes from all replicas it must be of the newest round:
+        otherwise a newcomer would lack what the others have merged since, and have to copy again. Rules of gradients
+        are exempt, because gradients are kept longer."""
         outer, advert = self._node.manifest.outer, self._node.advert
-        if outer.update.common and not outer.update.gradients and advert.outer_round > copy.round:
+        newest = outer.update.common and not outer.update.gradients
+        if advert.outer_round - copy.round > (0 if newest else STALE_INTERVALS):
             return False
         return advert.step - copy.step <= STALE_INTERVALS * outer.inner_steps
 

@@ -145,6 +145,19 @@ def test_a_copy_that_lags_behind_is_only_for_callers_that_have_begun_it() -> Non
     at(scenario)
 
 
+def test_a_copy_from_before_rounds_that_the_clock_has_jumped_over_is_not_for_new_callers() -> None:
+    """A replica that was out of reach has the others' clock before it has done a round with them."""
+
+    async def scenario(place: Place) -> None:
+        first = await place.ask()
+        place.node.update(outer_round=2 + STALE_INTERVALS)
+        assert (await place.ask()).number == first.number
+        place.node.update(outer_round=3 + STALE_INTERVALS)
+        assert (await place.ask()).round == 3 + STALE_INTERVALS
+
+    at(scenario)
+
+
 def test_there_are_never_more_than_two_copies() -> None:
     async def scenario(place: Place) -> None:
         states = []
