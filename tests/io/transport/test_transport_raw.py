@@ -28,6 +28,7 @@ from transport_fixture import (
     watched_buffers,
 )
 
+from noloco_p2p.core import wire
 from noloco_p2p.core.messages import Activation, Gradient, Header
 from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.io.transport import callers, message_codec
@@ -231,7 +232,7 @@ def test_a_call_without_header_deadline_or_the_right_protocol_is_refused() -> No
         async with pair(node) as both, bare(both.peer) as channel:
             odd = (("noloco-protocol", "99"),)
             reply = await NodeStub(channel).Describe(pb.DescribeRequest(), timeout=5, metadata=odd)
-            assert "protocol '99', this node speaks '9'" in reply.refusal.message
+            assert f"protocol '99', this node speaks {wire.PROTOCOL!r}" in reply.refusal.message
             assert (reply.peer_id, reply.run_id) == ("B", RUN)
         assert node.calls == []
 
