@@ -103,6 +103,31 @@ def test_a_liar_that_names_another_as_the_cause_is_blamed_alone() -> None:
         assert set(judged_routes("a3", seed, framed="b5")) == {"a3"}, seed
 
 
+def test_one_replica_alone_cannot_get_a_later_one_blamed() -> None:
+    """It names the replica after it, so it can attach one name to all its wrong answers, and be honest with others."""
+    audit, others = GradientPairs(0), [(f"a{at}", f"b{at}") for at in range(8)]
+    for one, other in combinations(others, 2):
+        audit.observe(one, other, 0.1)
+    for at in range(40):
+        for further in (1, 2, 3):
+            honest = others[at % 8], others[(at + further) % 8]
+            assert audit.observe(("liar", honest[0][1]), honest[1], 0.1) == (False, None)
+        assert audit.observe(("liar", "framed"), others[at % 8], sqrt(2)) == (True, None)
+
+
+def test_the_pairs_of_a_replica_that_dissents_are_forgotten() -> None:
+    """Otherwise its outliers would keep being held against those that it met, and all data be sent twice for long."""
+    audit = GradientPairs(3)
+    for one, other in combinations("abcdefgh", 2):
+        audit.observe((one,), (other,), 0.1)
+    for honest in "abcdefgh":
+        if (found := audit.observe(("liar",), (honest,), sqrt(2))[1]) is not None:
+            break
+    assert found == "liar"
+    ids = [MicrobatchId("me", 7, number) for number in range(20_000)]
+    assert sum(map(audit.repeats, ids)) < 1.1 * EARLY * len(ids) < SUSPICIOUS * len(ids)
+
+
 def test_one_of_eight_is_found_after_some_twenty_pairs() -> None:
     after = sorted(judged(8, 1, seed)["p0"] for seed in SEEDS)
     assert after[len(after) // 2] <= 20

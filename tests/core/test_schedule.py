@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.core.schedule import READING_S, advance, clock_median, due_round, learning_rate, most_projected, project
+from noloco_p2p.core.schedule import (
+    READING_S,
+    advance,
+    clock_median,
+    due_round,
+    furthest,
+    learning_rate,
+    most_projected,
+    project,
+    smooth_rate,
+)
 
 lengths = st.integers(min_value=1, max_value=500)
 
@@ -110,3 +120,19 @@ def test_a_clock_is_projected_over_two_outer_intervals_or_the_time_between_readi
     assert most_projected(1, 8, 2.0) == 4 * READING_S * 2.0
     assert most_projected(1, 1000, 2.0) == 4 * 5.0 * 2.0, "a large membership is read less often"
     assert most_projected(1, 8, 0.0) == 2.0
+
+
+def test_a_claimed_clock_is_believed_up_to_two_intervals_and_twice_the_own_speed() -> None:
+    assert furthest(100.0, 0.0, 3.0, 10) == 120.0
+    assert furthest(100.0, 5.0, 3.0, 10) == 150.0
+    assert furthest(100.0, 5.0, 3.0, 1) == 138.0, "at least eight steps"
+    assert furthest(100.0, -5.0, 3.0, 10) == 120.0
+
+
+def test_the_rate_is_that_of_the_mean_duration_not_the_mean_of_the_rates() -> None:
+    assert smooth_rate(0.0, 0.5) == 2.0
+    assert smooth_rate(2.0, 0.5) == pytest.approx(2.0)
+    rate = 0.0
+    for took_s in [0.1, 1.9] * 200:
+        rate = smooth_rate(rate, took_s)
+    assert rate == pytest.approx(1.0, rel=0.1)
