@@ -200,11 +200,12 @@ class Joining:
         broke_at: float | None = None
         self._weights.withhold()
         while not node.draining:
-            others, own = await self._ask_around(), self._weights.own_of_stage()
             if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
                 self._report("waiting for an answer from a node in training")
                 await self._membership_loop.next_reading()
                 continue
+            # Only now, because rounds go on while a silent node is waited for.
+            others, own = await self._ask_around(), self._weights.own_of_stage()
             if node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer weights that are listed
                 others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
             guarded = self._weights.guarded()

@@ -29,6 +29,13 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "otherwise the swarms prove less than they seem to"
 
 
+@pytest.mark.parametrize("seed", [5188, 5340])
+def test_a_silent_node_does_not_let_the_answers_grow_old_by_which_weights_are_chosen(seed: int) -> None:
+    """A node that came back asked its replicas, waited three seconds for the clock of a silent node, and only then
+    continued from a checkpoint that had meanwhile fallen behind."""
+    check(FaultySwarm(*drawn(seed)))
+
+
 def test_one_seed_gives_one_run() -> None:
     hashes = []
     for seed in (11, 11, 12):
