@@ -182,7 +182,7 @@ def test_a_replica_that_is_alone_and_came_after_the_step_began_is_used(policy: s
 
 @pytest.mark.parametrize(
     ("microbatches", "origins", "replicas", "expected"),
-    [(2, 2, 2, 2), (2, 3, 2, 3), (1, 1, 4, 1), (2, 3, 4, 2), (2, 0, 4, 1)],
+    [(2, 2, 1, 4), (2, 2, 2, 2), (2, 3, 2, 3), (1, 1, 4, 1), (2, 3, 4, 2), (2, 0, 4, 1)],
 )
 def test_the_target_is_the_even_share_rounded_up(microbatches: int, origins: int, replicas: int, expected: int) -> None:
     assert target(microbatches, origins, replicas) == expected

@@ -144,6 +144,9 @@ def test_a_discarded_stream_may_begin_anew() -> None:
     for frame in stream(sent)[:3]:
         into.feed(frame)
     into.discard()
+    assert not into.complete
+    with pytest.raises(Violation):
+        into.finish()
     into.rewind()
     assert into.place == (0, 0)
     for frame in stream(sent):
@@ -219,6 +222,13 @@ def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
 def test_what_may_not_travel_is_refused_before_any_memory_is_taken(spec: TensorSpec, message: str) -> None:
     with pytest.raises(Violation, match=message):
         Assembler([spec], 100, digest)
+
+
+def test_more_tensors_than_any_message_has_are_refused() -> None:
+    empty = [TensorSpec(f"t{number}", "uint8", (0,)) for number in range(wire.MAX_TENSORS + 1)]
+    assert wire.total_bytes(empty[:-1], 100) == 0
+    with pytest.raises(Violation, match=f"at most {wire.MAX_TENSORS} are allowed"):
+        wire.total_bytes(empty, 100)
 
 
 class Tracked(bytearray):

@@ -288,6 +288,7 @@ def test_a_record_that_its_own_peer_signed_is_refused_if_it_is_malformed(tmp_pat
         {"value": packed_bytes(spoilt(announced_at=NOW + 31.0))},
         {"value": plain.value + b" "},
         {"value": b"\xc4" + plain.value[2:]},
+        {"value": b"\xc5\x00\x00" + plain.value[3:]},
         {"key": b"key of another run"},
         {"subkey": packed_bytes(mine.peer_id.encode())},
         {"subkey": packed_text(mine.peer_id) + b" "},
