@@ -75,7 +75,7 @@ adverts = by_type(
     stage=stages,
     state=st.sampled_from(STATES),
     addresses=tuples_of(texts),
-    holds=tuples_of(st.builds(Holding, stages, counts, counts)),
+    holds=tuples_of(st.builds(Holding, stages, counts, counts, counts)),
     announced_at=st.just(0.0),
 )
 tallies = st.dictionaries(texts, counts, max_size=3)
