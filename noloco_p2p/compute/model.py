@@ -15,6 +15,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from noloco_p2p.compute import model_family
 from noloco_p2p.errors import ConfigError
@@ -96,9 +97,21 @@ def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype:
     the model is not understood.
     """
     part = meta_stage_module(config, index, stages, dtype=dtype)
-    part.causal.to_empty(device="cpu")
+    part.causal._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     _initialise(part.causal, seed)
     return _with_parameters(part.causal, index, part.counts)
+
+
+class _RangesOnHost(TorchFunctionMode):
+    """Makes ranges on the host, and the zeros with which they are joined, even if everything else takes no memory.
+
+    Rotary frequencies are computed from them. On the meta device torch would import sympy for that: 34 MiB.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function's own result."""
+        on_host = {"device": "cpu"} if func in (torch.arange, torch.zeros) else {}
+        return func(*args, **(kwargs or {}) | on_host)
 
 
 def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> StageModule:
@@ -106,7 +119,7 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
     from transformers.initialization import no_init_weights
 
     try:
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"), no_init_weights(), _RangesOnHost():
             causal = model_family.model_class(config)._from_config(
                 copy.deepcopy(config), dtype=dtype, attn_implementation=model_family.attention(config)
             )

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from noloco_p2p.compute import unused_compiler
 from noloco_p2p.config import MAX_LAYERS, ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
 
@@ -41,10 +42,14 @@ FOREIGN_ERRORS = (
 
 def import_transformers() -> None:
     """Import what every family needs of transformers, which takes seconds, but not what none of them needs."""
-    import transformers.utils
+    import transformers.utils.import_utils
 
-    # Every model imports the losses of all models, and that of an image model imports scipy: 34 MiB, half a second.
-    transformers.utils.is_scipy_available = lambda: False
+    unused_compiler.leave_out()
+    for module in (transformers.utils, transformers.utils.import_utils):
+        # Every model imports the losses of all models, and that of an image model imports scipy: 34 MiB, half a second.
+        module.is_scipy_available = lambda: False
+        # Sharding over a cluster imports torch.distributed.tensor and with it sympy: 40 MiB, a third of a second.
+        module.is_torch_distributed_available = lambda: False
     importlib.import_module("transformers.modeling_utils")
 
 
@@ -72,7 +77,7 @@ def make_config(settings: ModelSettings) -> Any:
         config = config_class(**_without_foreign_ids(config_class, settings.config))
     except (StrictDataclassError, *FOREIGN_ERRORS) as error:
         raise ConfigError(f"model.config: {family} rejects it: {one_line(error)}") from error
-    _refuse_dropout(config)
+    _refuse_randomness(config)
     return config
 
 
@@ -113,12 +118,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _refuse_dropout(config: Any) -> None:
-    """Raises ConfigError for dropout: a re-routed microbatch has to give the same output (METHOD.md, "Inner step")."""
+def _refuse_randomness(config: Any) -> None:
+    """Raises ConfigError for dropout or jitter: a forward pass must be repeatable (METHOD.md, "Inner step")."""
     for name, value in sorted(vars(config).items()):
         is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-        if "drop" in name and name not in UNUSED_DROPOUT and is_rate and value != 0:
-            raise ConfigError(f"model.config: {name} is {value}; dropout must be 0: set it in model.config")
+        if ("drop" in name or "jitter" in name) and name not in UNUSED_DROPOUT and is_rate and value != 0:
+            what = "dropout" if "drop" in name else "jitter"
+            raise ConfigError(f"model.config: {name} is {value}; {what} must be 0: set it in model.config")
 
 
 def check_split(config: Any, stages: int) -> None:

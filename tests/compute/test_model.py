@@ -59,6 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama", {"hidden_size": 33, "num_attention_heads": 4}, 2, "not a multiple"),
     ("llama", {"attention_dropout": 0.1, "num_hidden_layers": 2}, 2, "attention_dropout is 0.1; dropout must be 0"),
     ("gpt2", {"tie_word_embeddings": False}, 2, "pdrop is 0.1; dropout must be 0"),
+    ("mixtral", {"router_jitter_noise": 0.01}, 2, "router_jitter_noise is 0.01; jitter must be 0"),
     ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
     ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
     ("llama", {"num_key_value_heads": 0}, 1, "num_attention_heads 32 is not divisible by num_key_value_heads 0"),
