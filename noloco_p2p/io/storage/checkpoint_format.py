@@ -11,12 +11,12 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -75,6 +75,12 @@ class CheckpointManifest(BaseModel):
     """Spent ids as (index into `origins`, counter), oldest first."""
     returned_norms: tuple[float, ...] = ()
     """As in `ReplicaState`."""
+
+    @model_validator(mode="after")
+    def _origins_are_listed(self) -> Self:
+        if not all(0 <= origin < len(self.origins) for origin, _ in self.spent):
+            raise ValueError("it has spent ids of an origin that it does not list")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +142,7 @@ def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) 
 def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
     """Read a whole checkpoint. Raises DamagedCheckpoint."""
     m = stored.manifest
-    try:
-        spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
-    except IndexError:
-        raise DamagedCheckpoint(
-            f"checkpoint {stored.path} is damaged: it has spent ids of an origin that it does not list"
-        ) from None
+    spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
     numbers = {name: getattr(m, name) for name in STATE_NUMBERS}
     state = ReplicaState(
         peer=m.peer_id, tensors=read_tensors(stored), spent=spent, returned_norms=m.returned_norms, **numbers

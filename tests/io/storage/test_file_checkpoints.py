@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,6 +95,12 @@ def _newest(store: Checkpoints) -> Checkpoint | None:
         if found is not None:
             return found
     return None
+
+
+def _rewrite(path: Path, content: dict[str, object]) -> None:
+    """Replace a manifest by one with other content and the right digest."""
+    content.pop("digest", None)
+    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
 
 
 # --- the contract of the port, real and simulated ---------------------------------------------------------------------
@@ -335,24 +342,35 @@ def test_a_checkpoint_in_the_previous_format_is_read(tmp_path: Path) -> None:
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     _save(store, _checkpoint(5))
     (path,) = (shard.path for shard in stored_checkpoints(tmp_path))
-    content = json.loads(path.read_text()) | {"format": 1}
-    del content["digest"], content["returned_norms"], content["fresh_round"]
-    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    content = json.loads(path.read_text())
+    del content["returned_norms"], content["fresh_round"]
+    _rewrite(path, content | {"format": 1})
     again = _load(store, Holding(1, 5, 50))
     assert again is not None
     assert (again.state.returned_norms, again.state.fresh_round) == ((), 0)
 
 
-@pytest.mark.parametrize("step", [float("inf"), float("nan"), -1.0])
-def test_a_checkpoint_at_an_impossible_step_is_skipped(tmp_path: Path, step: float) -> None:
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda manifest: manifest.update(step=float("inf")),
+        lambda manifest: manifest.update(step=float("nan")),
+        lambda manifest: manifest.update(step=-1.0),
+        lambda manifest: manifest["spent"].append([len(manifest["origins"]), 0]),
+        lambda manifest: manifest["spent"].append([-1, 0]),
+        lambda manifest: manifest["tensors"][0][2].reverse(),  # as many values, so the same digest
+    ],
+)
+def test_a_checkpoint_with_an_impossible_manifest_is_skipped(
+    two: tuple[Checkpoint, Path, Path], tmp_path: Path, spoil: Callable[[dict[str, Any]], None]
+) -> None:
+    older, path, _ = two
+    content = json.loads(path.read_text())
+    spoil(content)
+    _rewrite(path, content)
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
-    _save(store, _checkpoint(5), _checkpoint(10))
-    path = stored_checkpoints(tmp_path)[-1].path
-    content = json.loads(path.read_text()) | {"step": step}
-    del content["digest"]
-    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    assert _newest(store) == older
     assert _held(store) == [Holding(1, 5, 50)]
-    assert [shard.manifest.round for shard in stored_checkpoints(tmp_path)] == [5]
 
 
 def test_other_runs_nodes_and_formats_are_skipped_and_left_alone(tmp_path: Path) -> None:
@@ -365,9 +383,7 @@ def test_other_runs_nodes_and_formats_are_skipped_and_left_alone(tmp_path: Path)
     assert _load(own, Holding(1, 5, 50)) is None
     _save(own, _checkpoint(1))
     (path,) = (shard.path for shard in stored_checkpoints(tmp_path) if shard.holding.round == 1)
-    content = json.loads(path.read_text()) | {"format": checkpoint_format.FORMAT + 1}
-    del content["digest"]
-    path.write_text(json.dumps(content | {"digest": checkpoint_format.manifest_digest(content)}))
+    _rewrite(path, json.loads(path.read_text()) | {"format": checkpoint_format.FORMAT + 1})
     assert _held(own) == []
     _save(own, _checkpoint(5), _checkpoint(10), _checkpoint(15))
     assert [held.round for held in _held(own)] == [10, 15]
