@@ -8,7 +8,8 @@ its manifest does, which has a digest of itself and of every tensor.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self
@@ -120,7 +121,8 @@ def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
     Sorted by run, peer and the order in which they were saved. Raises LocalError if the directory cannot be read.
     """
     try:
-        found = list(complete_checkpoints(sorted(directory.glob("**/checkpoints/*/stage-*.json"))))
+        folders = [one for path in sorted(directory.glob("**/checkpoints")) for one in _listed(path, "*-*")]
+        found = [stored for folder in folders for stored in complete_checkpoints(folder)]
     except OSError as error:
         raise LocalError(f"checkpoints below {directory}: {error.strerror}") from error
     return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
@@ -159,9 +161,16 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
     return HostTensor(expected.name, expected.dtype, expected.shape, data)
 
 
-def complete_checkpoints(paths: Iterable[Path]) -> Iterator[CheckpointFiles]:
-    """The checkpoints with an undamaged manifest and a tensors' file of the right size."""
-    for path in paths:
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    """What `Path.glob` finds in a folder, sorted, but raises PermissionError if the folder may not be read."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(path for path in folder.iterdir() if path.match(pattern))
+    return []
+
+
+def complete_checkpoints(folder: Path) -> Iterator[CheckpointFiles]:
+    """The checkpoints in a folder with an undamaged manifest and a tensors' file of the right size. Raises OSError."""
+    for path in _listed(folder, "stage-*.json"):
         try:
             stored = CheckpointFiles(path, read_manifest(path))
             if stored.tensors_path.stat().st_size == stored.manifest.file_bytes:

@@ -50,7 +50,7 @@ class FileCheckpoints:
     def _stored(self) -> list[CheckpointFiles]:
         """The complete checkpoints of this run and node, oldest first."""
         try:
-            found = list(checkpoint_format.complete_checkpoints(self._folder.glob("stage-*.json")))
+            found = list(checkpoint_format.complete_checkpoints(self._folder))
         except OSError as error:
             raise LocalError(f"checkpoints in {self._folder}: {error.strerror}; check its permissions") from error
         own = [one for one in found if (one.manifest.run_id, one.manifest.peer_id) == (self._run_id, self._peer_id)]

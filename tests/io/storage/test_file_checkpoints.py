@@ -338,6 +338,33 @@ def test_a_directory_that_cannot_be_created_or_read_is_named(tmp_path: Path) -> 
     assert stored_checkpoints(tmp_path / "absent") == []
 
 
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_directory_that_may_not_be_listed_does_not_pass_for_an_empty_one(
+    two: tuple[Checkpoint, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, above: int
+) -> None:
+    """Otherwise a run would begin again with initial weights. Permissions do not stop root, hence the patch."""
+    refused, store = two[1].parents[above], FileCheckpoints(tmp_path, RUN, PEER, 3)
+
+    def listing(real: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def listed(path: Path) -> Any:
+            if path == refused:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "listdir", listing(os.listdir))
+    monkeypatch.setattr(os, "scandir", listing(os.scandir))
+    with pytest.raises(LocalError, match=f"checkpoints below {tmp_path}: Permission denied"):
+        stored_checkpoints(tmp_path)
+    if above:  # the store's own folder can still be read
+        assert _newest(store) == _checkpoint(10)
+    else:
+        for call in (store.held(), store.save(_checkpoint(15))):
+            with pytest.raises(LocalError, match=f"checkpoints in {refused}: Permission denied; check its permissions"):
+                asyncio.run(call)
+
+
 def test_a_checkpoint_in_the_previous_format_is_read(tmp_path: Path) -> None:
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     _save(store, _checkpoint(5))
