@@ -1,6 +1,7 @@
 """The order of flushes and renames when files are written and directories created."""
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -48,6 +49,27 @@ def test_a_written_file_and_its_name_are_on_the_disk(tmp_path: Path, steps: Step
     assert lasts(steps, tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == b"1"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("failing", ["open", "fsync"])
+def test_a_failed_write_is_reported_and_leaves_the_file_as_it_was(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    (tmp_path / f"a.{os.getpid()}.new").write_bytes(b"left by a killed process with this id, as in a container")
+    write_whole(path, b"old")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, failing, full)
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
+    opened = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+    assert not [one for one in opened if one.startswith(str(tmp_path))], "nothing stays open"
 
 
 def test_a_key_and_its_new_directories_outlive_a_loss_of_power(tmp_path: Path, steps: Steps) -> None:
