@@ -263,7 +263,7 @@ class Intake(Generic[Reply]):
             return "ahead"
         if self._in_flight >= self._places():
             return "in_flight"
-        if self._step.due is None and self._wants_place(key, attempt) and self._step.full:
+        if self._wants_place(key, attempt) and self._step.full:
             return "target"
         return None
 

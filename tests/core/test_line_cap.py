@@ -83,6 +83,11 @@ def test_a_full_line_passes_its_rate() -> None:
     assert RATE * 10 <= passed <= RATE * (10 + HELD_S) + 50_000
 
 
+@pytest.mark.parametrize(("rate", "most"), [(RATE, 50_000), (RATE / 10, MIN_MESSAGE_BYTES)])
+def test_a_message_takes_a_twentieth_of_a_second_unless_a_frame_takes_longer(rate: float, most: int) -> None:
+    assert LineCap(rate).message_bytes == most
+
+
 def test_a_late_check_loses_nothing_that_the_bucket_holds() -> None:
     cap, passed = LineCap(RATE), 0
     for number in range(1000):
