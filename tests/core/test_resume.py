@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.messages import STREAM, Advert, Holding
-from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, restore_sources, run_has_begun
+from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, deciding, restore_sources, run_has_begun
 
 STAGES = 3
 
@@ -46,8 +47,9 @@ def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:
 @pytest.mark.parametrize(("behind", "first"), [(0, "shard"), (NEAR_ROUNDS, "shard"), (NEAR_ROUNDS + 1, "peer")])
 def test_an_own_checkpoint_will_do_while_it_is_hardly_behind(behind: int, first: str) -> None:
     mate = advert("b", 1, round=20)
-    found = restore_sources(ME, [*OTHERS, mate], held(1, 10, 20 - behind), STAGES)
+    found = restore_sources(ME, [*OTHERS, mate], held(1, 20 - behind, 10, 19 - behind), STAGES)
     assert found[0].kind == first
+    assert first == "peer" or kinds(found)[:2] == [("shard", 20 - behind), ("peer", "b")], "only the newest"
     assert ("peer", "b") in kinds(found), "in case the checkpoint is damaged"
 
 
@@ -115,7 +117,8 @@ def test_the_next_checkpoint_after_a_damaged_one_is_the_nearest() -> None:
 def test_stages_without_any_weights_do_not_count() -> None:
     assert common_round([], STAGES) is None
     assert common_round([advert("a", 0, "waiting", holds=held(0, 7)), advert("b", 1, "waiting")], STAGES) == 7
-    assert common_round([advert("a", 0, "waiting", holds=held(9, 1)), *OTHERS], STAGES) == 20, "there is no stage 9"
+    assert common_round([advert("a", 0, "waiting", holds=held(3, 1)), *OTHERS], STAGES) == 20, "there is no stage 3"
+    assert common_round([advert("a", 0, "waiting", holds=held(0, 0)), OTHERS[1]], STAGES) == 0
 
 
 def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
@@ -123,16 +126,47 @@ def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
     rest = [advert("a", 0, "waiting", holds=held(0, 9)), advert("z", 2, "waiting", holds=held(2, 9))]
     assert kinds(restore_sources(ME, [mate, *rest], (), STAGES)) == [("wait", "")]
     assert kinds(restore_sources(ME, [mate, *rest], held(1, 7), STAGES)) == [("wait", "")], "two rounds are too many"
-    assert kinds(restore_sources(ME, [mate, *rest], held(1, 8), STAGES))[0] == ("shard", 8)
+    for enough in ((2, 8), (9,)):
+        assert kinds(restore_sources(ME, [mate, *rest], held(1, *enough), STAGES))[0] == ("shard", enough[-1])
+    assert kinds(restore_sources(ME, [mate, *rest], held(1, 12), STAGES)) == [("wait", "")], "others cannot reach it"
+    initial = [replace(one, holds=held(one.stage, 0)) for one in (mate, *rest)]
+    assert kinds(restore_sources(ME, initial, (), STAGES)) == [("wait", "")]
+
+
+def test_a_mates_weights_of_another_stage_or_beyond_the_common_round_are_not_waited_for() -> None:
+    rest = [advert("a", 0, "waiting", holds=held(0, 4)), advert("z", 2, "waiting", holds=held(2, 4))]
+    for mate in (advert("b", 1, "waiting", holds=held(0, 4)), advert("b", 1, "waiting", holds=held(1, 9))):
+        found = restore_sources(replace(ME, holds=held(1, 1)), [mate, *rest], held(1, 1), STAGES)
+        assert kinds(found) == [("shard", 1), ("fresh", "")]
+
+
+def test_of_two_checkpoints_of_one_round_the_one_of_the_latest_step_comes_first() -> None:
+    own = [Holding(1, 5, step) for step in (50, 58, 54)]
+    found = restore_sources(replace(ME, holds=tuple(own)), OTHERS, own, STAGES)
+    assert [source.holding.step for source in found if source.holding] == [58, 54, 50]
+
+
+def test_the_nodes_with_the_newest_weights_must_answer_before_a_lost_stage_resumes() -> None:
+    """Of its own stage several, in case one of them is silent; while it has a living replica, only those."""
+    living = [advert("b", 1), advert("c", 1, "paused")]
+    assert deciding(ME, [], [*OTHERS, *living, advert("d", 1, "waiting", holds=held(1, 30))], STAGES) == living
+    mates = [advert(f"m{n}", 1, "waiting", holds=held(1, 20 + n)) for n in range(PROBES + 1)]
+    older = [advert("w", 0, round=19), advert("y", 2, round=19)]
+    newest = [*mates[1:], OTHERS[1]]
+    assert deciding(ME, [], [*older, *OTHERS, *mates], STAGES) == [OTHERS[0], *newest]
+    known = advert("x", 0, round=21)
+    assert deciding(ME, [known], [*older, *OTHERS, *mates], STAGES) == newest, "nobody of stage 0 can change anything"
 
 
 def test_fresh_weights_are_the_last_resort() -> None:
     assert kinds(restore_sources(ME, OTHERS, (), STAGES)) == [("fresh", "")]
+    assert kinds(restore_sources(ME, [], held(1, 3, 4), STAGES)) == [("shard", 4), ("shard", 3), ("fresh", "")]
 
 
 def test_the_boldest_donor_is_asked_last() -> None:
     living = [advert(peer, 1, round=round) for peer, round in (("a", 4), ("b", 10**6), ("c", 5), ("d", 6))]
     assert kinds(restore_sources(ME, living, [], STAGES)) == [("peer", peer) for peer in "dcab"]
+    assert kinds(restore_sources(ME, living, held(1, 5), STAGES))[0] == ("shard", 5), "nor does it make others look old"
 
 
 def test_a_donor_that_needs_a_relay_is_asked_after_the_others() -> None:
