@@ -86,13 +86,13 @@ def choose_stage(me: Advert, others: Sequence[Advert], stages: int) -> int:
     placed[me.peer_id] = me
     now = capacities(placed.values(), stages)
     strength, counts = list(now.of_stage), list(now.replicas)
-    movable = sorted((a for a in placed.values() if not a.settled), key=lambda a: a.peer_id, reverse=True)
+    movable = [a for a in placed.values() if not a.settled]
     while movable:
         low = min(range(stages), key=lambda s: (strength[s], counts[s], s))
         mover = max(movable, key=lambda a: (strength[a.stage], a.peer_id))
         high = mover.stage
         leaves = strength[high] - now.one_more[high]
-        if high == low or leaves <= strength[low] + ROUNDING * strength[high]:
+        if leaves <= strength[low] + ROUNDING * strength[high]:
             break
         movable.remove(mover)
         strength[high], strength[low] = leaves, strength[low] + now.one_more[low]

@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 from soak import soak
 
-from noloco_p2p.core.balance import MIN_ROUNDS, capacities, choose_move, choose_stage, may_move, others_left
+from noloco_p2p.core.balance import (
+    MIN_ROUNDS,
+    StageCapacities,
+    capacities,
+    choose_move,
+    choose_stage,
+    may_move,
+    others_left,
+)
 from noloco_p2p.core.messages import Advert
 
 
@@ -68,6 +76,14 @@ def test_settled_nodes_stay_and_the_others_make_room() -> None:
     assert choose_stage(start[0], start[1:], 2) == 0
 
 
+def test_newcomers_spread_at_once_the_largest_ids_first() -> None:
+    """Those that work nowhere yet, or not now, are no part of it."""
+    start = [advert(p, 0, "starting") for p in "abcd"]
+    assert [choose_stage(*without(start, p), 3) for p in "abcd"] == [0, 0, 2, 1]
+    for other in (advert("z", -1, "starting"), advert("z", 1, "paused"), advert("z", 2, "starting")):
+        assert choose_stage(advert("b", 1, "starting"), [advert("a", 1, "starting"), other], 2) == 0
+
+
 def test_a_newcomer_takes_the_slowest_stage_not_the_smallest() -> None:
     fast = advert("a", 0, microbatches_per_s=9.0, settled=True)
     slow = [advert(p, 1, microbatches_per_s=2.0, settled=True) for p in "bcd"]
@@ -95,6 +111,12 @@ def test_ties_go_to_the_fewest_replicas_then_to_the_first_stage() -> None:
 def test_capacities_are_the_same_in_every_python() -> None:
     slow = [replace(one, microbatches_per_s=0.1) for one in trainers("abcdefghij")]
     assert capacities(slow, 1).of_stage == (0.9999999999999999,), "one tenth after the other"
+
+
+def test_only_those_that_work_at_a_stage_count() -> None:
+    fast = [advert("p", 1, "paused"), advert("q", -1, "starting"), advert("r", 2)]
+    found = capacities([*trainers("ab", "x"), *(replace(one, microbatches_per_s=9.0) for one in fast)], 2)
+    assert found == StageCapacities((2.0, 1.0), (2, 1), (1.0, 1.0))
 
 
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
@@ -153,11 +175,17 @@ def test_nobody_leaves_a_single_other_for_a_stage_that_is_only_paused() -> None:
     assert choose_move(*without(adverts, "a"), 2) == (None, "no node can be spared")
 
 
+def test_only_others_that_train_are_left_behind() -> None:
+    adverts = [replace(a, state="waiting") if a.peer_id in "bcd" else a for a in trainers("abcd", "x")]
+    assert choose_move(*without(adverts, "a"), 2) == (None, "no node can be spared")
+
+
 @pytest.mark.parametrize(("stages", "reason"), [
     (("a", ""), "no node can be spared"),
     (("ab", "x"), "no node can be spared"),
     (("abc", "xy"), "no node can be spared"),
     (("abc", "xyz"), "no node can be spared"),
+    (("abcdefghi", "uvwxyz"), "no node can be spared"),
 ])  # fmt: skip
 def test_nobody_leaves_fewer_than_two_others_or_gains_less_than_a_fifth(stages: tuple[str, ...], reason: str) -> None:
     adverts = trainers(*stages)
@@ -194,13 +222,12 @@ def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
 
 
 def test_of_several_announcers_the_lowest_goes_and_the_others_give_way() -> None:
-    adverts = [replace(a, moving_to=1) if a.peer_id in "ac" else a for a in trainers("abcde", "x")]
-    a, c = without(adverts, "a"), without(adverts, "c")
-    assert may_move(*a)
-    assert not may_move(*c)
-    assert choose_move(*a, 2)[0] == 1, "a node that has announced a move keeps to it"
-    assert choose_move(*c, 2) == (None, "another node moves")
-    assert choose_move(*without(adverts, "b"), 2) == (None, "another node moves")
+    swarm = [replace(a, stays=a.peer_id == "a") for a in trainers("abcdefg", "x")]
+    adverts = [replace(a, moving_to=1) if a.peer_id in "bdf" else a for a in swarm]
+    assert [peer for peer in "bdf" if may_move(*without(adverts, peer))] == ["b"]
+    assert choose_move(*without(adverts, "b"), 2)[0] == 1, "a node that has announced a move keeps to it"
+    for peer in "cdf":
+        assert choose_move(*without(adverts, peer), 2) == (None, "another node moves")
 
 
 def drawn(seed: int) -> tuple[list[Advert], int, dict[tuple[str, int], float]]:
