@@ -213,6 +213,15 @@ def test_nobody_moves_while_another_node(what: str) -> None:
         assert choose_move(*without(adverts, peer), 2) == (None, reason)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [advert("z", 0, "starting", settled=True), advert("z", 0, "waiting"), advert("0", 2, microbatches_per_s=9.0)],
+    ids=["makes weights of the strong stage", "waits to join the strong stage", "trains a stage that does not exist"],
+)
+def test_the_move_goes_on_while_another_node(other: Advert) -> None:
+    assert choose_move(*without([*trainers("abcd", "x"), other], "a"), 2)[0] == 1
+
+
 def test_nobody_moves_near_the_end_or_while_it_does_not_train() -> None:
     adverts = trainers("abcd", "x")
     me, others = without(adverts, "a")

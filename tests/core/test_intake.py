@@ -34,7 +34,9 @@ def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
     assert intake.ready
     assert intake.missing_origins == [], "only under `balanced` it matters whose they are"
     intake.seal()
-    assert intake.open(1, target=2) == [third]
+    assert intake.offer(fourth, Origin("b", 0, 1)).answer is Admission.WAIT, "the weights are about to change"
+    assert not intake.ready
+    assert intake.open(1, target=2) == [third, fourth]
 
 
 def test_a_failed_attempt_gives_its_place_back() -> None:
@@ -132,6 +134,9 @@ def test_a_struck_slot_is_not_waited_for() -> None:
 
 def test_close_flushes_the_line_and_admits_nothing_new() -> None:
     intake: Intake[str] = Intake(lambda: 1)
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.BUSY, "before its first step"
+    assert not intake.ready
+    assert intake.missing_origins == []
     intake.open(0, 1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.offer(key("a", 1), Origin("a", 0, 1))
@@ -165,6 +170,19 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
         spent.end_step()
     assert len(spent) == SPENT_IDS
     assert first not in spent
+
+
+def test_an_id_is_served_for_its_reply_only_as_long_as_it_is_known_to_be_spent() -> None:
+    intake: Intake[str] = Intake(lambda: 1)
+    intake.open(0, target=SPENT_IDS + 1)
+    for number in range(SPENT_IDS + 1):
+        intake.offer(key("a", number), Origin("a", 0, number))
+        intake.done(key("a", number), counted=True, reply="r")
+    for step in range(1, SPENT_STEPS + 1):
+        intake.seal()
+        intake.open(step, target=0)
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.WAIT
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.ADMIT
 
 
 def test_bodies_of_the_next_step_come_while_this_one_drains() -> None:
