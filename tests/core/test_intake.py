@@ -34,9 +34,10 @@ def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
     assert intake.ready
     assert intake.missing_origins == [], "only under `balanced` it matters whose they are"
     intake.seal()
-    assert intake.offer(fourth, Origin("b", 0, 1)).answer is Admission.WAIT, "the weights are about to change"
+    again = key("a", 0, 1)
+    assert intake.offer(again, Origin("a", 0, 0)).answer is Admission.WAIT, "the weights are about to change"
     assert not intake.ready
-    assert intake.open(1, target=2) == [third, fourth]
+    assert intake.open(1, target=2) == [third, again]
 
 
 def test_a_failed_attempt_gives_its_place_back() -> None:
@@ -45,8 +46,17 @@ def test_a_failed_attempt_gives_its_place_back() -> None:
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.offer(key("a", 1), Origin("a", 0, 1))
     assert intake.leave(key("a", 0)) == [key("a", 1)]
-    intake.done(key("a", 1), counted=True, reply="r")
+    intake.offer(key("a", 2), Origin("a", 0, 2))
+    assert intake.done(key("a", 1), counted=False, reply="not finite") == [key("a", 2)]
+    assert not intake.ready
+    intake.done(key("a", 2), counted=True, reply="r")
     assert intake.ready
+    intake.open(1, target=1, due={("a", 3)})
+    intake.offer(key("a", 3), Origin("a", 1, 3))
+    assert intake.missing_origins == []
+    intake.leave(key("a", 3))
+    assert intake.missing_origins == ["a"], "its slot is due again"
+    assert not intake.ready
 
 
 def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
