@@ -111,6 +111,10 @@ def test_balanced_labels() -> None:
     for index in range(AHEAD_PLACES):
         assert intake.offer(key("b", index), Origin("b", 6, index)).answer is Admission.WAIT
     assert intake.offer(key("b", 9), Origin("b", 6, 9)).answer is Admission.BUSY
+    assert intake.offer(key("b", 9), Origin("b", 6, 9), patient=True).answer is Admission.QUEUE
+    assert intake.granted() == []
+    intake.leave(key("b", 1))
+    assert intake.granted() == [key("b", 9)]
     assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Admission.ADMIT
     assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Admission.ADMIT
@@ -119,7 +123,7 @@ def test_balanced_labels() -> None:
         intake.done(key(name, number), counted=True, reply="r")
     assert intake.ready
     intake.seal()
-    assert intake.open(6, target=2, due={("b", 0), ("b", 1)}) == [key("b", 0), key("b", 1)]
+    assert intake.open(6, target=2, due={("b", 0), ("b", 9)}) == [key("b", 0), key("b", 9)]
 
 
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
