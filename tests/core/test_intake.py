@@ -116,9 +116,12 @@ def test_balanced_labels() -> None:
     intake.leave(key("b", 1))
     assert intake.granted() == [key("b", 9)]
     assert intake.offer(key("c", 0), Origin("c", 5, 7)).answer is Admission.ADMIT
-    assert intake.offer(key("c", 1), Origin("c", 4, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 9), Origin("a", 4, 0)).answer is Admission.ADMIT
+    assert intake.missing_origins == ["a"], "not its slot of this step"
     assert intake.offer(key("a", 0), Origin("a", 5, 0)).answer is Admission.ADMIT
-    for name, number in (("c", 0), ("c", 1), ("a", 0)):
+    intake.leave(key("c", 0))
+    assert intake.missing_origins == []
+    for name, number in (("a", 9), ("a", 0)):
         assert not intake.ready
         intake.done(key(name, number), counted=True, reply="r")
     assert intake.ready
