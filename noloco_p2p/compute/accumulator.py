@@ -32,7 +32,6 @@ class GradientAccumulator:
     """Accumulates gradients of the summed loss in the parameters' `.grad`, which stays allocated."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
         self._grads = [torch.zeros_like(parameter) for parameter in parameters]
         self._holds = False
         self._tokens_of_all: int | None = None

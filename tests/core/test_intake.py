@@ -103,6 +103,19 @@ def test_another_route_is_admitted_although_the_target_is_reached() -> None:
     assert intake.ready
 
 
+def test_a_route_that_only_waits_holds_no_place() -> None:
+    places = 1
+    intake: Intake[str] = Intake(lambda: places)
+    intake.open(0, target=1)
+    assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
+    assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Admission.WAIT
+    places = 0
+    for digest in (1, 2):
+        assert intake.leave(key("a", 0, digest)) == []
+    places = 1
+    assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.ADMIT
+
+
 def test_balanced_labels() -> None:
     """A due slot is admitted, a slot that is not ours is admitted beyond the target, and one ahead of the step waits
     separately."""
@@ -132,7 +145,8 @@ def test_balanced_labels() -> None:
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
     intake: Intake[str] = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("a", 1)})
-    assert intake.offer(key("b", 9), Origin("b", 1, 0)).answer is Admission.WAIT
+    for index in range(AHEAD_PLACES):
+        assert intake.offer(key("b", index), Origin("b", 1, index)).answer is Admission.WAIT
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.WAIT
     assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
@@ -236,14 +250,14 @@ def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
     for number in (1, 2):
         assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.WAIT
     assert intake.offer(key("a", 3), Origin("a", 0, 3)).answer is Admission.BUSY
-    for origin, number in (("a", 3), ("b", 0), ("b", 1)):
+    for origin, number in (("a", 3), *(("b", number) for number in range(4))):
         header = intake.offer(key(origin, number), Origin(origin, 0, number), patient=True)
         assert header.answer is Admission.QUEUE
     assert intake.granted() == []
     assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
-    for number in (0, 1):
+    for number in range(4):
         assert intake.granted() == [key("b", number)], "b has nothing in hand here, a has two"
-        assert (intake.in_flight, intake.waiting, intake.queued) == (1, 4 - number, 2 - number)
+        assert (intake.in_flight, intake.waiting, intake.queued) == (1, 6 - number, 4 - number)
         assert intake.leave(key("b", number)) == []
     assert intake.granted() == [key("a", 3)]
     assert intake.granted() == []
