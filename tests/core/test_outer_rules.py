@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from noloco_p2p.config import OuterSettings, RunManifest
-from noloco_p2p.core.outer_rules import DEFAULTS, Averaged, Gossip, Noloco, OuterRule
+from noloco_p2p.core.outer_rules import (
+    DEFAULTS,
+    Averaged,
+    Dct,
+    Diloco,
+    Gossip,
+    Noloco,
+    OuterRule,
+    make_rule,
+    vector_size,
+)
+from noloco_p2p.core.tiles import Untransformed
 
 fractions = st.fractions(min_value=-100, max_value=100, max_denominator=50)
 triples = st.tuples(fractions, fractions, fractions)
@@ -56,6 +67,45 @@ def test_gossip(one: tuple[Fraction, ...], other: tuple[Fraction, ...], lag: int
     assert lag or first == second
 
 
+@given(st.lists(triples, min_size=2, max_size=3))
+def test_diloco(replicas: list[tuple[Fraction, ...]]) -> None:
+    rule = Diloco(Fraction(1, 3), Fraction(3, 4))  # type: ignore[arg-type]
+    mean = sum(theta - phi for theta, phi, _ in replicas) / Fraction(len(replicas))
+    theta, phi, delta = replicas[0]
+    momentum = delta / 3 + mean
+    slow = phi + Fraction(3, 4) * (mean + momentum / 3)
+    members = [rule.offer(own(*one)) for one in replicas]
+    for mine, group in ((0, members), (-1, members)):
+        assert rule.merge(own(theta, phi, delta), group, mine, 0) == own(slow, slow, momentum)
+
+
+class Scaled(Untransformed):
+    """A transform of which half of every coefficient travels."""
+
+    def forward(self, value: Any) -> Any:
+        return 3 * value
+
+    def largest(self, coefficients: Any) -> Any:
+        return coefficients / 2
+
+    def inverse(self, coefficients: Any) -> Any:
+        return coefficients / 3
+
+
+@given(st.lists(triples, min_size=2, max_size=3), st.booleans())
+def test_dct(replicas: list[tuple[Fraction, ...]], counted: bool) -> None:
+    """What a replica sends leaves its δ, even if it does not count."""
+    rule = Dct(Fraction(1, 3), Fraction(3, 4), Scaled())  # type: ignore[arg-type]
+    sums = [delta / 3 + 3 * (theta - phi) for theta, phi, delta in replicas]
+    members = [rule.offer(own(*one)) for one in replicas]
+    assert members == [(one / 2,) for one in sums]
+    group = members if counted else members[1:]
+    shared = sum(one for (one,) in group) / Fraction(len(group))
+    slow = replicas[0][1] + Fraction(3, 4) * shared / 3
+    found = rule.merge(own(*replicas[0]), group, 0 if counted else -1, 0)
+    assert found == own(slow, slow, sums[0] / 2 + shared)
+
+
 @given(triples)
 def test_alone_nothing_is_pulled_anywhere(one: tuple[Fraction, ...]) -> None:
     theta, phi, momentum = one
@@ -71,10 +121,16 @@ def test_alone_nothing_is_pulled_anywhere(one: tuple[Fraction, ...]) -> None:
 
 def test_each_rule_has_its_own_defaults() -> None:
     for name, defaults in DEFAULTS.items():
-        settings = OuterSettings(rule=name)
+        settings = RunManifest(outer=OuterSettings(rule=name)).outer
         assert {key: getattr(settings, key) for key in defaults} == defaults
     assert OuterSettings(rule="gossip", inner_steps=3).inner_steps == 3
     assert OuterSettings().model_dump() == OuterSettings(rule="gossip").model_dump()
+
+
+def test_what_a_rule_begins_with_and_offers_of_ten_parameters() -> None:
+    assert make_rule("noloco", alpha=0.5, beta=0.7, gamma=0.7, inner_steps=1).start(7) == {"slow": 7, "momentum": 0}
+    sizes = {name: vector_size(OuterSettings(rule=name).update, 10) for name in DEFAULTS}
+    assert sizes == dict.fromkeys(DEFAULTS, 10) | {"averaged": 20, "sync": 11}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +139,7 @@ def test_each_rule_has_its_own_defaults() -> None:
         ({"rule": "gossip", "gamma": 1.0}, "gamma 1 drives pairs apart"),
         ({"rule": "gossip", "gamma": 0.0}, "gamma 0 drives"),
         ({"rule": "noloco", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
+        ({"rule": "diloco", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
         ({"rule": "noloco", "gamma": 1.6}, "break the stability bound S1"),
         ({"rule": "fedavg"}, "Input should be 'noloco'"),
     ],
