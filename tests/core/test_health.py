@@ -75,6 +75,9 @@ def test_the_line_names_the_wait_that_leads_on_and_no_idle_one() -> None:
     )
     alone = replace(WELL, since_step_s=42.0, seen=())
     assert "waited 8 s for gradient from stage 1" in (problem_line(alone) or "")
+    busy = replace(alone, waits=(*WELL.waits, Wait("forward", Resource.DEVICE, 2.0, None)))
+    assert "waited 2 s for forward from device" in (problem_line(busy) or "")
+    assert "waited 9 s for place in flight" in (problem_line(replace(alone, waits=WELL.waits[:2])) or "")
     idle = replace(WELL, since_step_s=42.0, waits=WELL.waits[:1])
     assert problem_line(idle) == "no inner step for 42 s, the median is 1 s"
 
