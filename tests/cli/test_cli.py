@@ -170,6 +170,17 @@ def test_a_node_imports_nothing_unused() -> None:
     assert done.stdout.strip() == "[] True True", "imported objects are exempt from garbage collection during training"
 
 
+def test_an_observer_imports_no_torch() -> None:
+    """noloco top --join took as long to start, and to end on Ctrl-C, as torch took to import, and three times the
+    memory."""
+    program = (
+        "import sys; from noloco_p2p.launch import bootstrap; from noloco_p2p.observe import top, track\n"
+        "import hivemind.dht.node, hivemind.p2p; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def reading(at: float, steps: float, tokens: float) -> MetricsReading:
     return MetricsReading(
         at,

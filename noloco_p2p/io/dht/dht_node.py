@@ -2,7 +2,7 @@
 
 A DHT node chooses its own place, so an attacker can always be near a key. Therefore each node also holds its own
 record, and asks linked peers directly for what they hold (ARCHITECTURE.md, "What a stranger can do", hole 8). hivemind
-is imported where it is used, because the import takes two seconds; its objects are untyped.
+is imported where it is used, because the import takes time; its objects are untyped.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """This node's libp2p daemon: links to peers, small authenticated calls and streams, and how its death is noticed.
 
-hivemind is imported where it is used, because the import takes two seconds. None of its calls has a timeout, and a dead
-daemon leaves them waiting forever, so each one goes through `guard`. Its exceptions are translated to ours here.
+hivemind is imported where it is used: the import takes time. None of its calls has a timeout, and a dead daemon leaves
+them waiting forever, so each one goes through `guard`. Its exceptions are translated to ours here.
 """
 
 import asyncio
