@@ -48,8 +48,8 @@ class Overview:
     """How far the swarm has come, even if something is wrong."""
     findings: tuple[Finding, ...]
     stages: tuple[Row, ...]
-    """`stage`, `replicas`, `states` (number of replicas in each), `tokens_per_s` (sum over its replicas: what stage 0
-    trains on, or what a later stage serves)."""
+    """`stage`, `replicas`, `states` (number of replicas in each), `tokens_per_s` (sum over those that train: what
+    stage 0 trains on, or what a later stage serves)."""
     nodes: tuple[Row, ...]
     """`peer`, `host` (where it answers), `stage`, `state` (from the node itself, otherwise from the directory),
     `answers`, `failure` (why it does not answer), NODE_FIGURES, `clock_ahead_s`, `version`; sorted by stage, then by
@@ -75,7 +75,7 @@ def overview(reports: Sequence[Report]) -> Overview:
 
 def _stage(stage: int, nodes: Sequence[Row]) -> Row:
     states = Counter(node["state"] if node["answers"] and node["state"] else "silent" for node in nodes)
-    rate = sum(finite(node["tokens_per_s"]) for node in nodes)
+    rate = sum(finite(node["tokens_per_s"]) for node in nodes if node["state"] == "training")
     return {"stage": stage, "replicas": len(nodes), "states": dict(sorted(states.items())), "tokens_per_s": rate}
 
 

@@ -73,6 +73,15 @@ def test_rounds_with_all_replicas_are_labelled() -> None:
     assert "all/some/alone" in " ".join(drawn[-2:])
 
 
+def test_only_nodes_that_train_count_towards_the_rate_of_a_stage() -> None:
+    """A node that has just paused still reports its rate of the last seconds, and the first line does not count it."""
+    nodes = swarm()
+    nodes["S0R0"] = with_advert(nodes["S0R0"], state="paused")
+    found = _overview(nodes)
+    assert [stage["tokens_per_s"] for stage in found.stages] == [4100.0, 6150.0, 6150.0]
+    assert "4.1k tokens/s" in found.progress
+
+
 def test_a_wide_screen_shows_the_host_of_each_node() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], metrics="")
