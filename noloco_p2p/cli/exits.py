@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from errno import EDQUOT, ENOSPC
 from types import FrameType
 from typing import NoReturn
@@ -64,11 +64,24 @@ def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process and no half-written
     directory is left behind.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The first one ends an event loop between two
+    callbacks, and with it cancels its tasks: an exception raised inside a task of a library would be reported as an
+    error of that library.
     """
+    asked: list[int] = []
+
+    def end() -> NoReturn:
+        raise SystemExit(128 + asked[0])
 
     def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        from asyncio import get_running_loop
+
+        asked.append(number)
+        with suppress(RuntimeError):  # no loop is running
+            if len(asked) == 1:
+                get_running_loop().call_soon_threadsafe(end)
+                return
+        end()
 
     with ExitStack() as after:
         for number in (signal.SIGTERM, signal.SIGHUP):

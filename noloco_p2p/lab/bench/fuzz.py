@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +127,20 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
     await join_handshake.serve_manifest(libp2p, b"{}")
     await join_handshake.serve_dial_back(libp2p, lambda address, peer: asyncio.sleep(0, "nobody"))
     await admission.serve(libp2p, None)
-    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, ())))
-    ports = transport.port, telemetry.serve("127.0.0.1", 0)
-    await target.meet(AT_ONCE, ports)
-    gc.collect()
-    gc.freeze()  # as a node does (`bootstrap.check_model`)
-    meeting, stall_s, before = asyncio.create_task(target.meet(messages, ports)), 0.0, rss_bytes()
-    while not meeting.done():
-        began = time.thread_time()
-        await asyncio.sleep(TICK_S)
-        stall_s = max(stall_s, time.thread_time() - began)
-    meeting.result()
-    await transport.close()
-    telemetry.close()
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(transport.close)
+        await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, ())))
+        closing.callback(telemetry.close)
+        ports = transport.port, telemetry.serve("127.0.0.1", 0)
+        await target.meet(AT_ONCE, ports)
+        gc.collect()
+        gc.freeze()  # as a node does (`bootstrap.check_model`)
+        meeting, stall_s, before = asyncio.create_task(target.meet(messages, ports)), 0.0, rss_bytes()
+        while not meeting.done():
+            began = time.thread_time()
+            await asyncio.sleep(TICK_S)
+            stall_s = max(stall_s, time.thread_time() - began)
+        meeting.result()
     return {"stall_ms": 1e3 * stall_s, "grown_mib": (rss_bytes() - before) / MIB, **target.ends}
 
 

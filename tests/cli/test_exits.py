@@ -1,0 +1,52 @@
+"""How a command ends by a signal."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+
+from noloco_p2p.cli.exits import ended_by_signals
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_signal_cancels_the_tasks_and_is_raised_in_none_of_them(run: Callable[..., Any]) -> None:
+    """It was raised in whatever ran, such as a request that gRPC served, and a measurement ended with its traceback."""
+    seen: list[type[BaseException]] = []
+
+    async def work(*, ends: bool) -> None:
+        try:
+            if ends:
+                signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        except BaseException as error:
+            seen.append(type(error))
+            raise
+
+    async def main() -> None:
+        other = asyncio.create_task(work(ends=True))
+        await work(ends=False)
+        await other
+
+    with pytest.raises(SystemExit) as end, ended_by_signals():
+        run(main())
+    assert end.value.code == 128 + signal.SIGTERM
+    assert seen == [asyncio.CancelledError] * 2
+
+
+def test_a_second_signal_ends_a_command_whose_tasks_go_on() -> None:
+    ended = list[str]()
+
+    async def stubborn() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            signal.raise_signal(signal.SIGTERM)
+            ended.append("no")
+
+    with pytest.raises(SystemExit), ended_by_signals():
+        asyncio.run(stubborn())
+    assert not ended
