@@ -20,7 +20,7 @@ from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.durable_files import make_folders
 from noloco_p2p.io.security import admission, certificates, revocations
 from noloco_p2p.io.security.admission import Issuer
-from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import MAX_USES, Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
@@ -96,12 +96,20 @@ def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage
 
 
 def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyList:
-    """Add peers to the deny list in a node's directory, which the node spreads. Raises ConfigError, LocalError."""
+    """Add peers to the deny list in a node's directory, which the node spreads. Raises ConfigError, LocalError.
+
+    Refuses to expel that node itself: it would stop without telling others. The only issuer can thus not be expelled,
+    which would end the run.
+    """
     node_dir, manifest = _members_run(node_dir)
     trust = trust_in(manifest)
     assert trust is not None
     revoked = Revocations(trust, node_dir / REVOKED)
     before = revoked.held
+    own = _certified(node_dir, trust)
+    if own is not None and (it := next((peer for peer in peers if peer in (own[1].peer_id, own[1].issuer)), None)):
+        why = f"{it} is the node of {node_dir} or has admitted it: that node would be expelled as well, and tell nobody"
+        raise ConfigError(f"{why}; give --dir the directory of a node that another one has admitted")
     number = max(int(dht_time()), before.number + 1)
     made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*before.peers, *peers])
     revoked.adopt(made.signed)
@@ -276,12 +284,17 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocation
 
 def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:
     """The certificate chain in this node's directory, if it is still valid."""
+    chain, found = _certified(home, trust) or (None, None)
+    good = found and found.peer_id == peer_id and dht_time() < found.until and not revoked.names(found.issuer)
+    return chain if good else None
+
+
+def _certified(home: Path, trust: RunTrust) -> tuple[bytes, CertifiedPeer] | None:
+    """The certificate chain in a node's directory, valid or not, and its contents."""
     try:
         chain = (home / CERTIFICATE).read_bytes()
-        found = trust.membership(chain)
+        return chain, trust.membership(chain)
     except (FileNotFoundError, Violation):
         return None
     except OSError as error:
         raise LocalError(f"{home / CERTIFICATE} cannot be read: {error.strerror}") from error
-    good = found.peer_id == peer_id and dht_time() < found.until and not revoked.names(found.issuer)
-    return chain if good else None

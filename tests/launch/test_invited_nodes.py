@@ -99,6 +99,10 @@ def test_members_train_and_refused_nodes_learn_what_to_do(tmp_path: Path) -> Non
         again = nodes.start("--join", address, command=PACED, own_dir="invited")
         again.wait_for_steps(1)
         assert again.endpoints().peer_id == endpoints.peer_id, "its certificate is valid for days"
+        for home in (first.dir, again.dir):
+            refusal = said(nodes, "revoke", first.endpoints().peer_id, "--dir", str(home), code=2)
+            assert f"is the node of {home} or has admitted it" in refusal, "all would be expelled, and for good"
+            assert not (home / "revoked").exists()
         printed = said(nodes, "revoke", endpoints.peer_id, "--dir", str(first.dir))
         assert "1 revoked in total" in printed
         assert "was revoked: ask for a new invitation" in refused(again)
