@@ -24,8 +24,6 @@ LACKING = "strict", "surrogateescape"
 
 def run_app(app: typer.Typer, name: str) -> NoReturn:
     """Run a command line, and then exit the process. `--debug` may appear anywhere on it."""
-    # Typer's own copy of click has no public name; UsageError is the base class of BadParameter.
-    usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
     # If a standard stream is closed, some other file would get its number.
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
@@ -35,28 +33,53 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack characters that we print
     try:
-        code = app(prog_name=name, args=[a for a in arguments if a != DEBUG], standalone_mode=False)
+        code = _code_of(app, name, [a for a in arguments if a != DEBUG])
+        sys.stdout.flush()
     except NolocoError as error:
         if debug:
             raise
         fail(str(error), USER_ERROR)
-    except usage_error as error:
-        text = str(getattr(error, "format_message", error.__str__)())
-        if text.startswith("Usage:"):  # a command group without a command: this is its help
-            print(text)
-            sys.exit(0)
-        place = getattr(getattr(error, "ctx", None), "command_path", name)
-        line = " ".join(text.split()).rstrip(".").replace("Value error, ", "")
-        fail(f"{line}; see {place} --help", USER_ERROR)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
+    except (SystemExit, BrokenPipeError) as end:
+        # typer makes it 1, which has other meanings here
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # the last resort: a bug ends in one line, or a traceback with --debug
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in FULL:
+            _drop_output()
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(code)
+
+
+def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:
+    """Run the command that the arguments name. Returns its exit code; ends the process if the arguments are wrong."""
+    # Typer's own copy of click has no public name; UsageError is the base class of BadParameter.
+    usage_error: type[Exception] = typer.BadParameter.__base__ or typer.BadParameter
+    try:
+        code = app(prog_name=name, args=arguments, standalone_mode=False)
+    except usage_error as error:
+        text = str(getattr(error, "format_message", error.__str__)())
+        if text.startswith("Usage:"):  # a command group without a command: this is its help
+            print(text)
+            return 0
+        place = getattr(getattr(error, "ctx", None), "command_path", name)
+        line = " ".join(text.split()).rstrip(".").replace("Value error, ", "")
+        fail(f"{line}; see {place} --help", USER_ERROR)
+    return code if isinstance(code, int) else 0
+
+
+def _drop_output() -> None:
+    """Discard what stdout cannot write. Otherwise the interpreter tries again at its end, and reports that error."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextmanager
@@ -92,5 +115,6 @@ def ended_by_signals() -> Iterator[None]:
 
 def fail(message: str, code: int) -> NoReturn:
     """Exit with an error message on stderr."""
-    print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
+    with suppress(OSError):  # the code still tells
+        print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
     sys.exit(code)

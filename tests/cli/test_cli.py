@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -128,13 +129,40 @@ def test_closed_standard_files_are_not_reused_for_others() -> None:
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
+"""The environment of a command that writes its output at its end, if it is short and goes to a pipe or a file."""
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
+@pytest.mark.parametrize("words", [["main", "configs"], ["main", "bench"], ["node", "--version"]])
+@pytest.mark.parametrize("env", [BUFFERED, {**os.environ, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+def test_output_to_a_full_disk_is_an_error_of_one_line(words: Sequence[str], env: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "noloco_p2p.cli.main", "configs"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        command = [sys.executable, "-m", f"noloco_p2p.cli.{words[0]}", *words[1:]]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=env)
     line = "error: the output cannot be written: No space left on device; free some space\n"
     assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("words", [["main", "configs"], ["main", "bench"], ["main", "configs", "tiny"], ["node", "-h"]])
+@pytest.mark.parametrize("env", [BUFFERED, {**os.environ, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+def test_a_closed_pipe_ends_a_command_silently_with_a_code_of_its_own(
+    words: Sequence[str], env: dict[str, str]
+) -> None:
+    """The code was 1, which means something else: warnings after noloco doctor, a broken law after noloco sim."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        command = [sys.executable, "-m", f"noloco_p2p.cli.{words[0]}", *words[1:]]
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=env)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
+def test_an_error_message_that_cannot_be_written_does_not_change_the_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "noloco_p2p.cli.main", "nope"]
+        assert subprocess.run(command, stderr=full, timeout=60, check=False).returncode == 2
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

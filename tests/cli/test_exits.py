@@ -37,16 +37,16 @@ def test_a_signal_cancels_the_tasks_and_is_raised_in_none_of_them(run: Callable[
 
 
 def test_a_second_signal_ends_a_command_whose_tasks_go_on() -> None:
-    ended = list[str]()
-
     async def stubborn() -> None:
+        tasks.append(asyncio.current_task())
         signal.raise_signal(signal.SIGTERM)
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             signal.raise_signal(signal.SIGTERM)
-            ended.append("no")
 
+    tasks = list[asyncio.Task[None] | None]()
     with pytest.raises(SystemExit), ended_by_signals():
         asyncio.run(stubborn())
-    assert not ended
+    assert tasks[0] is not None
+    assert isinstance(tasks[0].exception(), SystemExit)
