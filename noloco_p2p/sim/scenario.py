@@ -230,8 +230,8 @@ class Scenario(Settings):
     """Arrivals, departures and random faults."""
     faults: tuple[FaultSettings, ...] = ()
     """Faults at given times."""
-    limit_s: Seconds = 36_000.0
-    """Virtual time by which the run must have ended, seconds."""
+    limit_s: Annotated[float, Field(gt=0, le=30 * 86_400)] = 36_000.0
+    """Virtual time by which the run must have ended, seconds; at most 30 days."""
 
     @model_validator(mode="after")
     def _check(self) -> "Scenario":

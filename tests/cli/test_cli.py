@@ -44,6 +44,7 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["sim", "--seed", "9" * 20], "--seed"),
         (["sim", "--nodes", "9" * 11], "--nodes: 99,999,999,999 nodes are too many: a stage has at most 2,048"),
         (["sim", "--set", "run.microbatches_per_step=99999999"], "run.microbatches_per_step must be at most 10000"),
+        (["sim", "--set", "limit_s=1e300"], "limit_s must be at most 2592000"),
         (["swarm", "--replicas", "9" * 11], "--replicas: start_replicas must be at most 2048"),
         (["swarm", "--stages", "4", "--replicas", "2000"], "8,000 nodes need at least"),
         (["bench", "churn", "--nodes", "1000x1000"], "1,000,000 nodes need at least"),
