@@ -81,7 +81,7 @@ def run_to_end(options: NodeOptions, *, json_lines: bool) -> None:
 async def run(options: NodeOptions) -> None:
     """Run one node until the run ends or a signal comes. When it has to stop at once, its own task is cancelled.
 
-    Raises whatever made it fail: a NolocoError, unless it is a bug.
+    Raises whatever made it fail: a NolocoError, unless it is a bug; LocalError also if its last checkpoint failed.
     """
     signals = SignalHandler(options.watch_stdin)
     if options.address_file is not None:
@@ -127,6 +127,9 @@ async def run(options: NodeOptions) -> None:
         closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)
+        for trouble in node.state.troubles(time.monotonic()):
+            if trouble.name == "disk" and not options.watch_stdin:  # a launcher looks for a checkpoint of every stage
+                raise LocalError(trouble.message)
 
 
 async def refuse_second(ports: NodePorts) -> None:

@@ -180,15 +180,18 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
         run = limited("a", 100)
         summary = limited("b", 1_000)
         audit = limited("c", 600_000, *settings(audit__dir=str(tmp_path / "audit")))
-        assert [node.end() for node in nodes.started] == [2, 2, 2]
+        checkpoint = limited("d", 30_000)
+        assert [node.end() for node in nodes.started] == [2, 2, 2, 2]
         nodes.nothing_left()
     assert not any("Traceback" in node.logged() for node in nodes.started)
-    last = {node: node.logged().splitlines()[-1] for node in (run, summary, audit)}
+    last = {node: node.logged().splitlines()[-1] for node in nodes.started}
     assert f"{run.dir}/manifest.json cannot be written: File too large" in last[run]
     assert f"{summary.dir}/summary.json cannot be written: File too large" in last[summary]
     assert f"the audit cannot write {tmp_path}/audit/round-000001-" in last[audit]
     assert "free some space or set another audit.dir" in last[audit]
     assert audit.summary()["inner_steps"] == 4, "finished work is reported all the same"
+    assert last[checkpoint].startswith("error: no checkpoint of outer round 2: ")
+    assert checkpoint.summary()["state"] == "finished"
 
 
 def test_an_identity_or_a_summary_that_does_not_fit_on_the_disk_is_a_local_error(tmp_path: Path) -> None:
