@@ -139,6 +139,8 @@ class Tracking:
         self.written = 0
         self.ended = False
         """Whether the run had ended by the last reading."""
+        self.no_nodes: dict[str, float] = {}
+        """0 for each state that some node has been in: the series of a state goes on after the last node leaves it."""
         self._validated: dict[PeerId, float] = {}
         """The validation loss last written for each node."""
 
@@ -147,7 +149,8 @@ class Tracking:
         swarm = SwarmView(reports)
         if not swarm.statuses:
             raise Unreachable("no node answers")
-        found, step = figures(swarm), round(swarm.step)
+        found, step = self.no_nodes | figures(swarm), round(swarm.step)
+        self.no_nodes |= {name: 0 for name in found if name.startswith("nodes/")}
         # A validation loss belongs to its own step only: once written, it is not part of the mean at a later step.
         losses = {peer: s.figures.validation_loss for peer, s in swarm.statuses.items() if s.advert.stage == 0}
         new = {peer: loss for peer, loss in losses.items() if loss is not None and loss != self._validated.get(peer)}
@@ -203,6 +206,7 @@ def tracked(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[N
         with _reported(), closing(tracking.sink):
             if summary.get("completed"):
                 known = {name: float(summary[name]) for name in FINAL if summary.get(name) is not None}
+                known |= tracking.no_nodes | {"nodes/finished": len(summary["nodes"])}
                 tracking.write(max(tracking.step, int(summary["steps"])), known)
 
 

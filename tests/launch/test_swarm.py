@@ -142,6 +142,8 @@ def test_two_by_two_trains_and_its_figures_agree(tmp_path: Path) -> None:
     tracked = {name: points[-1] for name, points in read_back(swarm.dir / "tensorboard").items()}
     for name in ("validation_loss", "tokens_per_s"):
         assert tracked[name] == pytest.approx((16, summary[name]), rel=1e-6)
+    states = {name: point for name, point in tracked.items() if name.startswith("nodes/")}
+    assert states == dict.fromkeys(states, (16, 0.0)) | {"nodes/finished": (16, 4.0)}
     with node_processes(tmp_path) as nodes:
         again = nodes.start(*command, command=FORKED, own_dir="run")
         assert (again.end(), len(again.logged().splitlines())) == (2, 1)

@@ -52,9 +52,9 @@ def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> No
     assert found["bytes_per_s"] == [(10, 300.0), (20, 0.0), (20, 0.0)]
     states = {name: points for name, points in found.items() if name.startswith("nodes/")}
     assert states == {
-        "nodes/training": [(10, 2.0), (20, 4.0)],
-        "nodes/unknown": [(10, 1.0)],
-        "nodes/silent": [(10, 1.0)],
+        "nodes/training": [(10, 2.0), (20, 4.0), (20, 0.0)],
+        "nodes/unknown": [(10, 1.0), (20, 0.0), (20, 0.0)],
+        "nodes/silent": [(10, 1.0), (20, 0.0), (20, 0.0)],
         "nodes/finished": [(20, 4.0)],
     }
 
@@ -146,7 +146,8 @@ def test_a_failing_sink_ends_the_tracking_but_not_the_run(
 
     monkeypatch.setattr(track.EventFile, "write", full)
     with track.tracked("tensorboard", tmp_path, {}):
-        (tmp_path / SUMMARY).write_text(json.dumps({"completed": True, "steps": 8, "validation_loss": 2.0}))
+        summary = {"completed": True, "steps": 8, "validation_loss": 2.0, "nodes": []}
+        (tmp_path / SUMMARY).write_text(json.dumps(summary))
     assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
 
 
