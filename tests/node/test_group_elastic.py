@@ -9,7 +9,7 @@ from soak import soak
 
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core.outer_rules import RuleName
-from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.transport import RESUMES_S
 
 
@@ -44,3 +44,21 @@ def test_a_node_that_has_come_as_far_takes_a_state_beyond_the_last_step_that_oth
     said = [str(event.get("message")) for event in outcome.trace.of("warning")]
     assert [message for message in said if "copying" in message]
     assert not [message for message in said if "has not reached" in message]
+
+
+def test_an_origin_that_came_back_from_an_earlier_step_need_not_wait_for_a_round_that_waits_for_it() -> None:
+    """One replica of stage 1 waits in its round for the other, whose step needs the origin's next microbatches. But
+    the origin first has to take the steps before it again, for which the policy names both replicas."""
+    outer = {"rule": "diloco", "inner_steps": 8, "deadline_s": 60.0, "overlap": False}
+    plan = plan_of((1, 2), every_steps=8, routing="balanced", outer=outer)
+    late = check(FaultySwarm(plan)).trace.of("inner_step", "s0r0")[13].at_s
+    cut = Fault(late + 0.01, "cut", ("s0r0", "s1r0"), 3.0)
+    first, second = (
+        check(FaultySwarm(plan, (cut,))).trace.of("inner_step", peer)[15].at_s for peer in ("s1r1", "s1r0")
+    )
+    assert first + 0.1 < second
+    swarm = FaultySwarm(plan, (cut, Fault(first + 0.01, "bounce", ("s0r0",), 1.0)))
+    outcome = check(swarm)
+    assert [(one.peer, one.round) for one in swarm.resumptions] == [("s0r0", 1)]
+    rounds = [event for peer in ("s1r0", "s1r1") for event in outcome.trace.of("outer_round", peer)]
+    assert {event.get("result") for event in rounds} == {"all"}

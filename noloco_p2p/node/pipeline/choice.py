@@ -28,6 +28,8 @@ class Attempts:
     trains: bool
     avoid: Set[PeerId]
     """Replicas that the origin distrusts: they are asked only if there is no other."""
+    step: int = 0
+    """The step of the microbatch."""
     busy: set[PeerId] = field(default_factory=set)
     failed: dict[PeerId, float] = field(default_factory=dict)
     """Replicas that failed → when."""

@@ -155,7 +155,7 @@ class Dispatcher:
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
         """Call replicas of the next stage, one after another, until one answers or `budget_s` pass without progress."""
-        node, attempts = self._node, Attempts(policy.trains, frozenset(output.avoid))
+        node, attempts = self._node, Attempts(policy.trains, frozenset(output.avoid), output.origin.step)
         deadline = node.now() + budget_s
 
         def progressed() -> None:
@@ -265,10 +265,12 @@ class Dispatcher:
             return
         # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
         # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
+        # So they do if it has left this microbatch's step: its round may be waiting for a replica that needs them.
         waited_s, began = node.now() - attempts.busy_at, self._busy_since.get(peer, node.now())
         self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
-        if fetches or node.now() - began > node.manifest.outer.deadline_s:
+        passed = int(newest.step) > attempts.step
+        if passed or fetches or node.now() - began > node.manifest.outer.deadline_s:
             attempts.failed[peer] = node.now()
 
     def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
