@@ -64,6 +64,16 @@ def test_a_guardian_s_weights_that_come_after_the_end_do_not_pass_for_those_of_t
     assert not late.disks["s1r2"].held()
 
 
+def test_a_guardian_s_weights_that_come_after_the_donor_has_left_at_the_end_are_not_trained_on() -> None:
+    """They are of round 1 of 5. The newcomer took the last two steps with them, alone, and wrote the result as the
+    weights of the last round."""
+    late = swarm(Fault(6.0, "arrive", ("s0r1",)), replicas=(1, 2), state_s=200.0)
+    outcome = check(late)
+    assert [(one.peer, one.source, one.round) for one in late.resumptions] == [("s0r1", "guardian", 1)]
+    assert outcome.nodes["s0r1"].node.finished
+    assert not late.disks["s0r1"].held()
+
+
 def test_a_newcomer_that_has_only_read_that_stage_0_left_at_the_end_ends_too() -> None:
     """It was cut off from stage 0, and when the line was back nobody was there: it waited for ever."""
     cuts = [Fault(8.0, "cut", ("s1r2", peer), 60.0) for peer in ("s0r0", "s0r1")]
