@@ -33,8 +33,9 @@ def resent_after_s(waited_s: float) -> float:
 class SimCall(Generic[T]):
     """One call, which creating this object makes. `answer` gets its result.
 
-    It fails with Unreachable at its deadline, at once when the callee crashes, and, if its answer is a stream, when the
-    stream is silent for too long. The caller must call `end` once it no longer waits for the answer.
+    It fails with Unreachable at its deadline, at once when the callee crashes, when a cut that swallowed a message has
+    lasted for DEAD_LINK_S, and, if its answer is a stream, when the stream is silent for too long. The caller must call
+    `end` once it no longer waits for the answer.
     """
 
     network: Network
@@ -116,9 +117,16 @@ class SimCall(Generic[T]):
             self.answer.set_result(outcome)
 
     def _expire(self) -> None:
+        self._fail(f"gave no answer to {self.what} within {self.deadline_s:.3g} s")
+
+    def _fail(self, why: str) -> None:
         if not self.answer.done():
-            message = f"{self.callee} gave no answer to {self.what} within {self.deadline_s:.3g} s"
-            self.answer.set_exception(Unreachable(message))
+            self.answer.set_exception(Unreachable(f"{self.callee} {why}"))
+
+    def _notice_cut(self, sender: PeerId, receiver: PeerId) -> None:
+        """A message is lost. If that is due to a cut, it was sent again until the link counts as dead."""
+        if self.network.cut(sender, receiver):
+            self._fail(f"has not been heard of for {DEAD_LINK_S:g} s")
 
     def _listen(self) -> None:
         """Give up if the stream has been silent for too long; otherwise check again when that may be the case."""
@@ -132,8 +140,7 @@ class SimCall(Generic[T]):
         if left_s > 0:
             self._listening = self._loop.call_later(left_s, self._listen)
             return
-        message = f"{self.callee} sent nothing in reply to {self.what} for {patience_s:g} s"
-        self.answer.set_exception(Unreachable(message))
+        self._fail(f"sent nothing in reply to {self.what} for {patience_s:g} s")
 
     # --- at the callee --------------------------------------------------------------------------------------------
 
@@ -158,6 +165,7 @@ class SimCall(Generic[T]):
             for payload in (self._message, self.body):
                 if payload is not None:
                     self.network.traffic.drop(payload)
+            self._notice_cut(self.caller, self.callee)
             return
         self.network.traffic.take(self._message)
         endpoint = self._endpoint = self.network.endpoint(self.callee)
@@ -190,6 +198,7 @@ class SimCall(Generic[T]):
         elif self.network.reply_lost(self.caller, self.callee):
             self._alive = False
             self._drop_reply()
+            self._notice_cut(self.callee, self.caller)
         else:
             self._reply_with(outcome)
 

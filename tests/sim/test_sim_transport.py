@@ -228,6 +228,21 @@ def test_messages_lost_in_a_short_cut_are_sent_again(fault: str, at_s: float) ->
     play(script, after(1.0))
 
 
+@pytest.mark.parametrize("at_s", [0.0, 0.5])
+def test_both_ends_notice_that_a_link_is_dead(at_s: float) -> None:
+    """As over gRPC, which pings. Otherwise a pull from a partner that may take minutes to answer lasts that long."""
+
+    async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
+        asyncio.get_running_loop().call_later(at_s, network.partition, "a", "b")
+        await asyncio.sleep(0.001)
+        began = now()
+        with pytest.raises(Unreachable, match="not been heard of"):
+            await transport.propagate(CALLEE, activation(60.0))
+        assert DEAD_LINK_S <= now() - began < 2 * DEAD_LINK_S
+
+    play(script, after(1.0), longest_s=90.0)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
