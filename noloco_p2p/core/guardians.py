@@ -46,6 +46,6 @@ def _score(seed: int, stage: int, peer: PeerId) -> int:
 
 
 def holders(stage: int, adverts: Iterable[Advert]) -> list[tuple[Advert, Holding]]:
-    """All weights of `stage` that any node claims to hold, newest first (round, then step, then lowest id)."""
+    """All weights of `stage` that any node claims to hold: by age, then step, the greatest first, then by id."""
     found = [(advert, held) for advert in adverts for held in advert.holds if held.stage == stage]
-    return sorted(found, key=lambda entry: (-entry[1].round, -entry[1].step, entry[0].peer_id))
+    return sorted(found, key=lambda entry: (-entry[1].age, -entry[1].step, entry[0].peer_id))

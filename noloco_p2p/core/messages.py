@@ -224,7 +224,12 @@ class Holding(NamedTuple):
     round: int
     step: int
     """Floor of the replica's clock."""
-    fresh_round: int = 0  # as in `Advert`; known only of a node's own checkpoints, because adverts do not list it
+    fresh_round: int = 0  # as in `Advert`
+
+    @property
+    def age(self) -> int:
+        """The outer rounds since these were initial weights."""
+        return self.round - self.fresh_round
 
 
 STREAM = "p2p"

@@ -76,8 +76,10 @@ def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], s
         return living
     everybody, found = [*answered, *listed], dict[PeerId, Advert]()
     for stage in range(stages):
-        claims = [(held.round, a.peer_id, a) for a in everybody for held in _claims(a) if held.stage == stage]
-        newest = sorted(claims, key=lambda claim: claim[:2], reverse=True)[: PROBES if stage == me.stage else 1]
+        mine = stage == me.stage
+        held_by = [(held, a) for a in everybody for held in _claims(a) if held.stage == stage]
+        claims = [(held.age if mine else held.round, a.peer_id, a) for held, a in held_by]
+        newest = sorted(claims, key=lambda claim: claim[:2], reverse=True)[: PROBES if mine else 1]
         found |= {peer: advert for _, peer, advert in newest}
     unasked = {advert.peer_id for advert in listed}
     return [advert for peer, advert in sorted(found.items()) if peer in unasked]
@@ -137,25 +139,29 @@ def _of_a_lost_stage(
 
     All nodes may have been stopped at once, so checkpoints are ranked by their distance to that round. Guardians have
     outlived the stage, so they hold the newest weights that exist, the last state of a replica that left: of these the
-    newest come first, even if they are beyond that round.
+    newest come first, even if they are beyond that round. Of several lineages the one of the greatest age comes first.
     """
 
     meeting = max((h.round for h in own), default=0) if limit is None else limit
+    mine = [_own_checkpoint(h, "nearest to the round that all stages have") for h in own]
+    found = [one.holding for one in (*mine, *guards) if one.holding]
+    lineage = max(found, key=lambda h: (h.age, -h.fresh_round)).fresh_round if found else 0
 
-    def order(source: RestoreSource) -> tuple[int, bool, int, bool, str]:
+    def order(source: RestoreSource) -> tuple[bool, int, bool, int, bool, str]:
         held, guarded = source.holding, source.kind == "guardian"
         assert held is not None
         distance, is_newer, earlier = nearness(held, meeting)
         distance = meeting - held.round if guarded else distance
         # At equal round and step the checkpoint comes first, because it has the optimizer's state too.
-        return distance, is_newer, earlier, guarded, source.peer.peer_id if source.peer else ""
+        other = held.fresh_round != lineage
+        return other, distance, is_newer, earlier, guarded, source.peer.peer_id if source.peer else ""
 
-    within = [h.round for h in own if h.round <= meeting] + [g.holding.round for g in guards if g.holding]
+    within = [h.age for h in own if h.round <= meeting] + [g.holding.age for g in guards if g.holding]
     best = max(within, default=-1 - NEAR_ROUNDS)
-    theirs = [h.round for a in mates for h in a.holds if h.stage == stage and h.round <= meeting]
-    if theirs and max(theirs) - best > NEAR_ROUNDS:
-        return [RestoreSource("wait", f"another node has round {max(theirs)} of stage {stage}")]
-    mine = [_own_checkpoint(h, "nearest to the round that all stages have") for h in own]
+    theirs = [h for a in mates for h in a.holds if h.stage == stage and h.round <= meeting]
+    eldest = max(theirs, key=lambda h: h.age, default=None)
+    if eldest is not None and eldest.age - best > NEAR_ROUNDS:
+        return [RestoreSource("wait", f"another node has round {eldest.round} of stage {stage}")]
     return [*sorted([*mine, *guards], key=order), RestoreSource("fresh", "nobody has weights of this stage")]
 
 

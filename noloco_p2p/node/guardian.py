@@ -54,6 +54,11 @@ class Guardian:
         """The newest weights of another stage that are held here."""
         return self._held.get(stage)
 
+    def holding(self, stage: int) -> Holding | None:
+        """What is held of another stage, as adverts list it."""
+        held = self._held.get(stage)
+        return None if held is None else Holding(stage, held.round, held.step, held.fresh_round)
+
     def membership_was_read(self) -> None:
         """Look again, because the membership has been read."""
         self._read = True
@@ -214,9 +219,9 @@ class Guardian:
         self._rests_until = max(self._rests_until, self._node.now() - took_s) + REST * max(1.0, shared) * took_s
 
     def _keep(self, stage: int, theirs: Snapshot) -> None:
-        held = self._held.get(stage)
+        held = self.holding(stage)
         # The age decides, not the round (`core.resume`). Anybody can make weights of age 0 from the seed.
-        best = (held.round - held.fresh_round, held.step) if held else (0, inf)
+        best = (held.age, held.step) if held else (0, inf)
         if stage == self._node.index or (theirs.round - theirs.fresh_round, theirs.step) <= best:
             return
         self._held[stage] = theirs
@@ -227,7 +232,7 @@ class Guardian:
 
     def _list_holdings(self) -> None:
         """Make the advert list what is held; once the node trains, it lists nothing else."""
-        held = tuple(Holding(stage, one.round, one.step) for stage, one in sorted(self._held.items()))
+        held = tuple(filter(None, map(self.holding, sorted(self._held))))
         if held != self._node.advert.holds:
             self._node.publish(holds=held)
             self._node.event("guards", rounds={one.stage: one.round for one in held})
@@ -243,11 +248,12 @@ class Guardian:
 
     def _is_safe(self, stage: int) -> bool:
         """Whether others keep a stage's weights: it has more than GUARDED_REPLICAS replicas, or all its present
-        guardians list weights at least as new as this node's. In both cases they must have answered.
+        guardians list weights of at least the age of this node's. In both cases they must have answered.
 
         A stage that nobody holds has no guardians: its weights are kept here until a node has taken them.
         """
-        node, held, inquiry = self._node, self._held[stage], self._swarm.inquiry
+        node, held, inquiry = self._node, self.holding(stage), self._swarm.inquiry
+        assert held is not None, "it is held"
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))
         if len(asked) > GUARDED_REPLICAS:
             inquiry.ask(asked)
@@ -260,7 +266,7 @@ class Guardian:
             for peer in guardians
             if (guardian := self._swarm.members.get(peer)) is not None
             for theirs in guardian.holds
-            if theirs.stage == stage and (theirs.round, theirs.step) >= (held.round, held.step)
+            if theirs.stage == stage and (theirs.age, theirs.step) >= (held.age, held.step)
         ]
         if {guardian.peer_id for guardian in listed} != set(guardians):
             return False

@@ -60,8 +60,7 @@ class WeightRestorer:
 
     def guarded(self) -> Holding | None:
         """What this node, as a guardian, holds of the stage that it joins."""
-        held = self._guardian.snapshot_of(self._node.index)
-        return None if held is None else Holding(self._node.index, held.round, held.step)
+        return self._guardian.holding(self._node.index)
 
     async def restore(self, source: RestoreSource) -> bool:
         """Take the weights of the source. Returns False if it cannot provide them."""

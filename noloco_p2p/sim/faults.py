@@ -141,10 +141,10 @@ class FaultySwarm(SimSwarm):
             return self.process(mate).trace.of("state")[-1].at_s
 
         def listed(advert: Advert) -> list[int]:
-            held = [holding.round for holding in advert.holds if holding.stage == index]
+            held = [holding for holding in advert.holds if holding.stage == index]
             events = self.process(advert.peer_id).trace.of("guarded") if held else []
             announced = {e.get("round") for e in events if e.get("stage") == index and e.at_s <= listed_at}
-            return [round for round in held if round in announced]
+            return [holding.age for holding in held if holding.round in announced]
 
         def newest(stage: int) -> int:
             living = [a.outer_round for a in adverts if a.stage == stage and a.state in TRAINED]
@@ -156,8 +156,8 @@ class FaultySwarm(SimSwarm):
             now,
             tuple(age(mate) for mate in mates if trains_since(mate.peer_id) <= listed_at),
             tuple(age(a) for a in everybody if a.stage == index and a.state in TRAINED),
-            tuple(round for advert in others for round in listed(advert)),
-            tuple(h.round for h in self.disks[peer].held() if h.stage == index),
+            tuple(held for advert in others for held in listed(advert)),
+            tuple(h.age for h in self.disks[peer].held() if h.stage == index),
             tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),
             age(node.advert) if node.advert.state == "training" and not node.stood_still else None,
         )

@@ -136,7 +136,7 @@ def weights_survive(swarm: FaultySwarm) -> None:
             newest = max([round for round in rounds if round <= limit], default=limit)
             # A peer that has finished lends copies as well.
             oldest = newest - (COPY_ROUNDS if one.source == "peer" else 1)
-            assert one.round >= oldest, f"{one.peer} lost more than one outer round: {one}"
+            assert age >= oldest, f"{one.peer} lost more than one outer round: {one}"
 
 
 def every_byte_is_accounted_for(swarm: FaultySwarm) -> None:

@@ -76,8 +76,7 @@ class MergedProgress:
 
 @dataclass(frozen=True, slots=True)
 class AvailableWeights:
-    """The weights of its stage from which a node could continue at one moment: ages of replicas (`core.resume`), and
-    otherwise round numbers."""
+    """The weights of its stage from which a node could continue at one moment: their ages (`core.resume`)."""
 
     at_s: float
     living: tuple[int, ...]
@@ -89,7 +88,7 @@ class AvailableWeights:
     own: tuple[int, ...]
     """On its own disk, intact."""
     others: tuple[int, ...]
-    """For each other stage, the newest that any reachable node has."""
+    """For each other stage, the newest round that any reachable node has."""
     replaced: int | None = None
     """Its own age, if it trains and gives its weights up because they differ from those of the others."""
 

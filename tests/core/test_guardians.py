@@ -81,11 +81,11 @@ def test_every_candidate_guards_about_equally_often() -> None:
     assert all(150 < n < 250 for n in counts.values()), counts
 
 
-def test_holders_come_newest_first() -> None:
-    a = advert("a", 1, "training", Holding(0, 4, 16), Holding(2, 9, 36))
+def test_the_holders_of_the_weights_that_have_been_trained_most_come_first() -> None:
+    a = advert("a", 1, "training", Holding(0, 4, 16), Holding(2, 9, 36), Holding(0, 7, 28, 5))
     b = advert("b", 1, "training", Holding(0, 5, 20))
     c = advert("c", 2, "waiting", Holding(0, 5, 21), Holding(0, 3, 12))
     d = advert("d", 2, "training", Holding(0, 5, 20))
-    expected = [("c", 5, 21), ("b", 5, 20), ("d", 5, 20), ("a", 4, 16), ("c", 3, 12)]
+    expected = [("c", 5, 21), ("b", 5, 20), ("d", 5, 20), ("a", 4, 16), ("c", 3, 12), ("a", 7, 28)]
     assert [(who.peer_id, h.round, h.step) for who, h in holders(0, [d, c, b, a])] == expected
     assert holders(1, [a, b, c, replace(d, holds=())]) == []

@@ -87,6 +87,19 @@ def test_a_lost_stage_resumes_from_the_newest_weights_that_anybody_has() -> None
     assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES, mine))[0] == ("guardian", 20)
 
 
+def test_a_lost_stage_resumes_from_the_weights_that_have_trained_for_most_rounds() -> None:
+    """A newcomer began afresh at round 15 while the guardian of the others was out of reach, and was lost in turn."""
+    elder = advert("a", 0, round=20, holds=held(1, 14))
+    younger = advert("g", 2, round=20, holds=(Holding(1, 19, 190, 15),))
+    others = [elder, younger]
+    assert kinds(restore_sources(ME, others, (), STAGES))[:2] == [("guardian", "a"), ("guardian", "g")]
+    own = [Holding(1, 20, 200, 15)]
+    assert kinds(restore_sources(ME, others, own, STAGES))[0] == ("guardian", "a")
+    mate = advert("b", 1, "waiting", holds=held(1, 14))
+    assert kinds(restore_sources(ME, [mate, younger], own, STAGES)) == [("wait", "")]
+    assert kinds(restore_sources(ME, [replace(mate, holds=tuple(own)), elder], (), STAGES))[0] == ("guardian", "a")
+
+
 def test_the_last_weights_of_a_replica_count_even_beyond_the_round_of_the_others() -> None:
     guard = advert("g", 0, round=20, holds=held(1, 21))
     assert kinds(restore_sources(ME, [*OTHERS, guard], (), STAGES))[0] == ("guardian", "g")

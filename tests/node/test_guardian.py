@@ -226,6 +226,24 @@ def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
     at(scenario)
 
 
+def test_what_is_held_is_kept_while_the_new_guardians_list_only_weights_that_began_afresh() -> None:
+    async def scenario(place: Place) -> None:
+        ward, names = place.advert("w", WARD), [f"p{i}" for i in range(40)]
+        everybody = [ward, place.node.advert, *(place.advert(peer, 2) for peer in names)]
+        one, other = guardians_of(WARD, everybody, place.node.manifest.seed)
+        place.answers["w"] = replace(snapshot("w", 3), fresh_round=1)
+        await place.sees(ward)
+        held = Holding(WARD, 3, 30, 1)
+        assert place.holds == (held,)
+        later = Holding(WARD, 9, 90, 8)
+        await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", later))
+        assert place.holds == (held,)
+        await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
+        assert len(place.holds) == 0
+
+    at(scenario)
+
+
 def test_the_stage_that_the_node_moves_to_is_kept_until_it_has_its_weights() -> None:
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 3)

@@ -78,6 +78,8 @@ class AdvertPayload(BaseModel):
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
     """Stage, round and step of each set of weights."""
+    holds_fresh: Annotated[tuple[Count, ...], Field(max_length=HOLDS_LIMIT)] = ()
+    """The lineage of each; left out if all are 0, like `fresh_round`."""
     version: Text
     announced_at: Number
     libp2p: Texts
@@ -87,7 +89,7 @@ class AdvertPayload(BaseModel):
     """The number of the signer's list of revoked peers; left out if it has none."""
 
 
-_NOT_OF_THE_ADVERT = ("announced_at", "libp2p", "certificate", "revoked")
+_NOT_OF_THE_ADVERT = ("holds_fresh", "announced_at", "libp2p", "certificate", "revoked")
 """Fields of the payload that do not come from the field of `Advert` with the same name."""
 
 
@@ -124,7 +126,10 @@ def encode(record: AdvertRecord) -> bytes:
     """The payload of a record. Raises ConfigError if the advert is larger than others would accept."""
     own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
     fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
-    fields |= {"holds": [(held.stage, held.round, held.step) for held in record.advert.holds[-HOLDS_LIMIT:]]}
+    holds = record.advert.holds[-HOLDS_LIMIT:]
+    fields |= {"holds": [held[:3] for held in holds], "holds_fresh": [held.fresh_round for held in holds]}
+    if not any(held.fresh_round for held in holds):
+        del fields["holds_fresh"]
     fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
     fields |= {"certificate": record.certificate, "revoked": record.revoked}
     for name in ("libp2p_metrics", "fresh_round", "stays", "certificate", "revoked"):
@@ -155,7 +160,10 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
         raise Violation(f"advert of {len(payload)} bytes; at most {PAYLOAD_LIMIT_BYTES} are accepted")
     if sent.state not in STATES or sent.fresh_round > sent.outer_round:
         raise Violation("advert with an unknown state, or with weights that began after its newest round")
-    holds = tuple(Holding(*held) for held in sent.holds)
+    lineages = sent.holds_fresh or (0,) * len(sent.holds)
+    holds = tuple(Holding(*held, fresh_round) for held, fresh_round in zip(sent.holds, lineages, strict=False))
+    if len(lineages) != len(sent.holds) or any(held.age < 0 for held in holds):
+        raise Violation("advert that lists weights without their lineage, or weights that began after their round")
     most = max(sent.moving_to or 0, *(holding.stage for holding in holds), 0)
     if stages is not None and most >= stages:
         raise Violation(f"advert that names stage {most} of a run with {stages} stages")

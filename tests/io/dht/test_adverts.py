@@ -80,6 +80,7 @@ def test_every_field_of_an_advert_travels() -> None:
         "libp2p",
         "certificate",
         "revoked",
+        "holds_fresh",
     } | elsewhere
 
 
@@ -95,9 +96,18 @@ def test_an_advert_of_an_older_version_without_the_later_fields_is_read() -> Non
         assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == record(advert(fresh_round=0))
 
 
-def test_an_advert_says_nothing_of_the_lineage_of_checkpoints_so_that_older_versions_read_it() -> None:
-    payload = encode(record(advert(holds=(Holding(0, 3, 30, 2),))))
-    assert json.loads(payload)["holds"] == [[0, 3, 30]]
+def test_the_lineages_of_what_a_node_holds_travel_apart_so_that_older_versions_read_the_rest() -> None:
+    made = record(advert(holds=(Holding(0, 3, 30, 2), Holding(1, 2, 20))))
+    payload = encode(made)
+    assert json.loads(payload)["holds"] == [[0, 3, 30], [1, 2, 20]]
+    assert decode(payload, run_id=RUN, stage=0, peer_id=PEER) == made
+    assert "holds_fresh" not in json.loads(encode(record(advert())))
+
+
+@pytest.mark.parametrize("lineages", [[2], [2, 1, 0], [4, 0], [-1, 0]])
+def test_a_lineage_that_cannot_be_is_a_violation(lineages: list[int]) -> None:
+    with pytest.raises(Violation, match=r"holds_fresh|lists weights"):
+        decode(spoilt(holds_fresh=lineages), run_id=RUN, stage=0, peer_id=PEER)
 
 
 def test_an_advert_of_a_node_that_neither_moves_nor_holds_checkpoints_travels() -> None:
@@ -106,7 +116,7 @@ def test_an_advert_of_a_node_that_neither_moves_nor_holds_checkpoints_travels() 
 
 
 def test_only_the_last_of_many_holdings_are_announced_so_that_the_advert_fits() -> None:
-    holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i) for i in range(50))
+    holds = tuple(Holding(1000 + i, 10**7 + i, 10**9 + i, 10**7) for i in range(50))
     long = {"addresses": ("h" * 80 + ":50000",) * 3, "metrics": "m" * 100}
     payload = encode(record(advert(**long, outer_round=10**7, fresh_round=10**7, holds=holds)))
     assert decode(payload, run_id=RUN, stage=0, peer_id=PEER).advert.holds == holds[-8:]
