@@ -167,8 +167,6 @@ class Node:
     async def _train_first_stage(self) -> None:
         """Read microbatches, send each through the stages, and take the inner step when all of them are back."""
         node = self.state
-        if self.swarm.first_stage_is_done():  # the others have reached the end: these weights are older
-            node.update(step=float(node.manifest.steps))
         while node.step < node.manifest.steps and not node.draining:
             if node.pausing:
                 await self._pause()
@@ -249,9 +247,11 @@ class Node:
 
     async def _inner_step(self, began: float, batches: dict[MicrobatchId, Batch]) -> None:
         """Run the optimizer on what was added since `began`, advance the clock (ARCHITECTURE.md, "The step clock")."""
-        node, steps, inner = self.state, self.state.manifest.steps, self.state.manifest.inner
-        step = min(node.step + 1, steps)
-        rate = schedule.learning_rate(step, steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction)
+        node, manifest, inner = self.state, self.state.manifest, self.state.manifest.inner
+        step = min(node.step + 1, manifest.steps)
+        rate = schedule.learning_rate(
+            step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
+        )
         # A rule of gradients adds up those of all replicas here. The wait for them is reported as idle time separately.
         began += await self._rounds.before_step(self._server.close)
         label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)

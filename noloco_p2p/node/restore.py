@@ -146,7 +146,10 @@ class WeightRestorer:
         return True
 
     async def _from_guardian(self, guardian: Advert | None) -> None:
-        """Take a lost stage's weights from a guardian (None: this node is one). The optimizer starts from zero."""
+        """Take a lost stage's weights from a guardian (None: this node is one). The optimizer starts from zero.
+
+        If the run has ended, they are not trained on: they would pass for those of the last step.
+        """
         node = self._node
         theirs = self._guardian.snapshot_of(node.index)
         if guardian is not None:
@@ -158,8 +161,8 @@ class WeightRestorer:
         assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
-        step = max(float(theirs.step), self._clock_of_others())
-        await self._go_on_at(theirs.round, step, node.inner_steps, theirs.fresh_round)
+        clock = float(node.manifest.steps) if self._swarm.first_stage_is_done() else self._clock_of_others()
+        await self._go_on_at(theirs.round, max(theirs.step, clock), node.inner_steps, theirs.fresh_round)
 
     async def _fresh(self) -> None:
         """Start from the initial weights at the others' clock, because nobody has newer ones."""
