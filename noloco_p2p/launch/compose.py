@@ -5,12 +5,10 @@ Everything that is opened is closed in reverse order, whatever happens in betwee
 
 import asyncio
 import logging
-import os
 import secrets
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +39,7 @@ from noloco_p2p.launch import bootstrap, join_file, run_files, run_key, ways
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.local_time import local_time
 from noloco_p2p.launch.run_key import Standing
+from noloco_p2p.launch.signal_handler import SignalHandler
 from noloco_p2p.node.loop import Node
 from noloco_p2p.ports import Batches, Device, Stage, World
 
@@ -86,9 +85,7 @@ async def run(options: NodeOptions) -> None:
     signals = SignalHandler(options.watch_stdin)
     if options.address_file is not None:
         join_file.remove(options.address_file)
-    tune_allocator()
-    allow_many_files()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _tune_process()
     local = options.overrides.node()
     listen = run_files.same_ports(options.dir, local.listen)
     own = None if options.join else await bootstrap.own_run(options, local)
@@ -127,9 +124,20 @@ async def run(options: NodeOptions) -> None:
         closing.callback(lambda: run_files.store_summary(options.dir, node, ports.telemetry))
         signals.node = node
         await _until_the_end(node, ports.directory, libp2p, standing)
-        for trouble in node.state.troubles(time.monotonic()):
-            if trouble.name == "disk" and not options.watch_stdin:  # a launcher looks for a checkpoint of every stage
-                raise LocalError(trouble.message)
+        _check_saved(node, options)
+
+
+def _tune_process() -> None:
+    tune_allocator()
+    allow_many_files()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _check_saved(node: Node, options: NodeOptions) -> None:
+    """Raises LocalError if the last checkpoint failed. A launcher itself looks for a checkpoint of every stage."""
+    for trouble in node.state.troubles(time.monotonic()):
+        if trouble.name == "disk" and not options.watch_stdin:
+            raise LocalError(trouble.message)
 
 
 async def refuse_second(ports: NodePorts) -> None:
@@ -251,48 +259,3 @@ async def _watch_lag(telemetry: PrometheusTelemetry) -> None:
         before = loop.time()
         await asyncio.sleep(LAG_PERIOD_S)
         telemetry.event("lag", seconds=max(0.0, loop.time() - before - LAG_PERIOD_S))
-
-
-class SignalHandler:
-    """Handles the signals of this process, from its creation on, and the closing of standard input.
-
-    The first signal to stop makes the node leave in good order. Before there is a node, at the second signal, and when
-    the launcher is gone, everything is cancelled. Two other signals pause and resume the node.
-    """
-
-    def __init__(self, watch_stdin: bool) -> None:
-        self.node: Node | None = None
-        self._all = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leave)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-        loop.add_signal_handler(signal.SIGUSR1, self._command, "pause", Node.pause)
-        loop.add_signal_handler(signal.SIGUSR2, self._command, "resume", Node.resume)
-        if watch_stdin:
-            loop.add_reader(sys.stdin.fileno(), self._read_stdin)
-
-    def _leave(self) -> None:
-        if self.node is not None and not self.node.state.leaving:
-            self.node.drain()
-        elif self._all is not None:
-            self._all.cancel()
-
-    def _hang_up(self) -> None:
-        """A closed terminal may send several of these signals; they count as one."""
-        if self.node is None or not self.node.state.leaving:
-            self._leave()
-
-    def _command(self, what: str, do: Callable[[Node], None]) -> None:
-        if self.node is None:
-            log.warning("this node is still starting: it cannot %s yet", what)
-        else:
-            do(self.node)
-
-    def _read_stdin(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            log.warning("the launcher is gone: stopping this node")
-            if self._all is not None:
-                self._all.cancel()

@@ -19,7 +19,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.launch import node_probe
-from noloco_p2p.launch.compose import SignalHandler
+from noloco_p2p.launch.signal_handler import SignalHandler
 from noloco_p2p.node.loop import Node
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Telemetry
