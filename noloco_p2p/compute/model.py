@@ -103,14 +103,15 @@ def make_stage_module(config: Any, index: int, stages: int, *, seed: int, dtype:
 
 
 class _RangesOnHost(TorchFunctionMode):
-    """Makes ranges on the host, and the zeros with which they are joined, even if everything else takes no memory.
+    """Makes ranges on the host, and vectors of zeros, with which they are joined; everything else stays where it is.
 
     Rotary frequencies are computed from them. On the meta device torch would import sympy for that: 34 MiB.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The function's own result."""
-        on_host = {"device": "cpu"} if func in (torch.arange, torch.zeros) else {}
+        vector = func is torch.zeros and [type(size) for size in args] == [int]
+        on_host = {"device": "cpu"} if vector or func is torch.arange else {}
         return func(*args, **(kwargs or {}) | on_host)
 
 

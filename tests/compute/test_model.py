@@ -101,6 +101,13 @@ def test_a_model_of_few_positions_is_split() -> None:
     check_model(manifest.model_copy(update=update))
 
 
+def test_sizes_are_known_of_a_model_that_no_machine_can_hold() -> None:
+    experts = {"num_local_experts": 2**10, "hidden_size": 2**14, "intermediate_size": 2**16, "head_dim": 2**7}
+    settings = ModelSettings(family="llama4_text", config={"num_hidden_layers": 1, "moe_layers": [0], **experts})
+    (size,) = stage_sizes(RunManifest(model=settings, stages=1))
+    assert size.parameters > 3 * 2**40  # three matrices of each expert
+
+
 SPLITTABLE = ["llama", "gpt2", "opt", "gpt_neox", "qwen3", "qwen3_moe", "olmo", "gemma2", "gemma3_text", "phi3"]
 
 
