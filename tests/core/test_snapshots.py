@@ -8,14 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from soak import soak
 
+from noloco_p2p.core.lattice_format import CHUNK, LatticeRequest
+from noloco_p2p.core.messages import HostTensor, TensorSpec
 from noloco_p2p.core.snapshots import (
     MAX_SAMPLED,
     MIN_SAMPLED,
     SAMPLED_SHARE,
+    FrozenRound,
+    PartnerVector,
+    RoundGroup,
     SnapshotRequest,
+    answer_specs,
+    largest_accepted,
     pair_std,
+    partner_bytes,
+    round_group,
     sample_size,
     sampled_coordinates,
+    snapshot_specs,
 )
 
 
@@ -70,3 +80,36 @@ def test_the_estimate_of_the_variance_is_unbiased() -> None:
 def test_bytes_are_counted_by_kind_of_request() -> None:
     assert SnapshotRequest(1, 4).kind == "snapshot"
     assert SnapshotRequest(1, 4, weights="bfloat16").kind == "weights"
+
+
+def test_a_round_merges_the_vectors_in_the_order_of_their_peers() -> None:
+    a, b, c, theta = (HostTensor("vector", "float32", (1,), memoryview(bytes(4 * [n]))) for n in range(4))
+    mine = FrozenRound("b", 3, 30, b, theta)
+    theirs = [PartnerVector("c", 3, 34, c, theta), PartnerVector("a", 3, 28, a, theta)]
+    assert round_group(mine, theirs, True) == RoundGroup([a, b, c], 1, 3.0)
+    assert round_group(mine, theirs, False) == RoundGroup([a, c], -1, 3.0), "it does not count, and stays as late"
+    assert round_group(mine, [], True) == RoundGroup([b], 0, 0.0)
+
+
+def test_an_answer_has_what_was_requested_and_a_repeated_one_no_sample() -> None:
+    parameters = 2 * CHUNK + 1
+    sample = TensorSpec("sample", "float32", (MIN_SAMPLED,))
+    for codec, dtype in (("full", "float32"), ("bfloat16", "bfloat16")):
+        plain, lattice = snapshot_specs(codec, parameters, 2 * parameters, "float32")  # type: ignore[arg-type]
+        assert plain == (TensorSpec("vector", dtype, (2 * parameters,)), sample)
+        assert answer_specs(plain, lattice, None) == plain
+    sparse = (TensorSpec("vector", "float32", (7,)), TensorSpec("places", "int16", (7,)), sample)
+    assert snapshot_specs("full", parameters, parameters, "float32", 7) == (sparse, None)
+    whole, lattice = snapshot_specs("int8", parameters, parameters, "float32")
+    assert lattice is not None
+    for asked, others in ((LatticeRequest(bytes([127] * 3)), (sample,)), (LatticeRequest(bytes([127]), (2,)), ())):
+        codes = TensorSpec("lattice", "uint8", (lattice.nbytes(asked),))
+        assert answer_specs(whole, lattice, asked) == (codes, *others)
+    assert partner_bytes("int8", parameters, parameters, "float32") == sum(spec.nbytes for spec in whole) + 3
+    assert partner_bytes("full", parameters, parameters, "float32") == 4 * (parameters + MIN_SAMPLED)
+    assert SnapshotRequest(0, 1, lattice=LatticeRequest(bytes(3))).nbytes == 3
+    assert SnapshotRequest(0, 1).nbytes == 0
+
+
+def test_a_value_may_be_a_thousand_times_the_largest_of_ones_own_or_a_thousand() -> None:
+    assert [largest_accepted(own) for own in (0.0, 1.0, 3.0)] == [1024.0, 1024.0, 3072.0]
