@@ -7,6 +7,7 @@ import torch
 from stages import make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 
 from noloco_p2p.compute import host_tensor
+from noloco_p2p.compute.partner_guard import PartnerGuard
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 
@@ -129,6 +130,16 @@ def test_other_weights_begin_anew() -> None:
     acquainted(stage, other)
     stage.restore(other.capture(9, 0.0, 3))
     assert stage.snapshot(9, 0).radii == ()
+
+
+def test_a_group_of_unknown_usual_distance_is_judged_by_its_norm_and_the_others_by_theirs() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    mine, theirs = pulled(stage, other, 9)
+    assert min(theirs.apart) > 0
+    radii = (0.0, *(distance / 2 for distance in theirs.apart[1:]))
+    found = PartnerGuard(stage._outer.parameters, 1).judge(replace(mine, radii=radii), theirs)
+    assert (found.verdict, found.apart) == ("clipped", (theirs.apart[0], *radii[1:]))
 
 
 @pytest.mark.parametrize("rule", RULES)
