@@ -8,16 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "uint8": 1,
-}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1}
 """Bytes per element of each element type that may travel, by torch's name for it."""
 
 PeerId = str
