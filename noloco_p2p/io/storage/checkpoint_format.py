@@ -129,20 +129,25 @@ def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
 
 
 def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) -> tuple[HostTensor, ...]:
-    """The tensors of some kinds (`slow`, `fast`, …; all if None), in the stage's order. Raises DamagedCheckpoint.
+    """The tensors of some kinds (`slow`, `fast`, …; all if None), in the stage's order. Raises DamagedCheckpoint, and
+    LocalError if the file belongs to another user.
 
     Only these tensors are read and verified, and kept in memory.
     """
+    path = stored.tensors_path
     try:
-        with safe_open(stored.tensors_path, framework="numpy") as file:
+        # To safetensors, a file that it may not open is missing.
+        with open(path, "rb"), safe_open(path, framework="numpy") as file:
             wanted = [t for t in stored.manifest.tensors if kinds is None or t.name.partition("/")[0] in kinds]
             return tuple(_verified(file.get_tensor(tensor.name), tensor) for tensor in wanted)
+    except PermissionError as error:
+        raise LocalError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {stored.tensors_path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from error
 
 
 def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
-    """Read a whole checkpoint. Raises DamagedCheckpoint."""
+    """Read a whole checkpoint. Raises as `read_tensors` does."""
     m = stored.manifest
     spent = tuple(MicrobatchId(*m.origins[origin], counter) for origin, counter in m.spent)
     numbers = {name: getattr(m, name) for name in STATE_NUMBERS}

@@ -373,6 +373,24 @@ def test_a_folder_that_may_not_be_listed_does_not_pass_for_an_empty_one(
             asyncio.run(call)
 
 
+def test_a_checkpoint_of_another_user_is_not_skipped_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of tensors have mode 0600. To safetensors, one that cannot be opened is missing."""
+
+    def refuse(path: Path, mode: str) -> object:
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open(path, mode)
+
+    store = FileCheckpoints(tmp_path, RUN, PEER, 3)
+    _save(store, _checkpoint(5), _checkpoint(10))
+    monkeypatch.setattr(checkpoint_format, "open", refuse, raising=False)
+    with pytest.raises(LocalError, match=r"round-000010-1.safetensors cannot be read: Permission denied") as end:
+        _newest(store)
+    assert not isinstance(end.value, DamagedCheckpoint)
+
+
 def test_a_checkpoint_in_the_previous_format_is_read(tmp_path: Path) -> None:
     store = FileCheckpoints(tmp_path, RUN, PEER, 3)
     _save(store, _checkpoint(5))
