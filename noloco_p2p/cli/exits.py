@@ -53,6 +53,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         if isinstance(error, OSError) and error.errno in FULL:
             _drop_output()
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            fail(f"{error.filename}: {error.strerror}", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code)
 

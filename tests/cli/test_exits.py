@@ -1,14 +1,31 @@
-"""How a command ends by a signal."""
+"""How a command ends: by a signal, or with one line about what the user can fix."""
 
 import asyncio
+import errno
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import typer
 import uvloop
 
-from noloco_p2p.cli.exits import ended_by_signals
+from noloco_p2p.cli.exits import ended_by_signals, run_app
+
+
+def test_a_file_of_another_user_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """noloco report called the unreadable folder of a node a bug."""
+    app = typer.Typer()
+
+    @app.command()
+    def read() -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/0-0/events.jsonl")
+
+    monkeypatch.setattr("sys.argv", ["noloco"])
+    with pytest.raises(SystemExit) as end:
+        run_app(app, "noloco")
+    assert (end.value.code, capsys.readouterr().err) == (2, "error: run/0-0/events.jsonl: Permission denied\n")
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
