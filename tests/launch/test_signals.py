@@ -25,13 +25,15 @@ from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Telemetry
 
 NODE = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
 from noloco_p2p.io.dht.identity import KEY, Identity
+def say(line):
+    os.write(1, line.encode() + b"\\n")  # unlike print, also while another line is being written
 for number in (signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda n, _: print(signal.Signals(n).name, flush=True))
+    signal.signal(number, lambda n, _: say(signal.Signals(n).name))
 identity = Identity.open(Path(sys.argv[1]) / KEY)
-print("ready", flush=True)
+say("ready")
 while True:
     signal.pause()
 """
