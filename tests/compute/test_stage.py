@@ -126,14 +126,18 @@ def zero_gradient(stage: Any, tokens: int, value: float) -> Gradient:
     return Gradient(microbatch(2), grad, 1.0 if tokens else 0.0, tokens, ("next",), finite=tokens > 0)
 
 
-@pytest.mark.parametrize(("tokens", "value"), [(5, math.nan), (5, math.inf), (0, 0.0), (5, 1e308)])
-def test_a_gradient_that_is_not_finite_leaves_no_trace(tokens: int, value: float) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "value", "loss_sum"),
+    [(5, math.nan, 1.0), (5, math.inf, 1.0), (0, 0.0, 0.0), (5, 1e308, 1.0), (5, 0.1, math.nan), (5, 0.1, -math.inf)],
+)
+def test_a_gradient_or_loss_that_is_not_finite_leaves_no_trace(tokens: int, value: float, loss_sum: float) -> None:
     stages = make_stages(make_manifest(stages=3))
     run_microbatch(stages, make_batch(1), microbatch(1))
     before = gradients(stages)
     _, flow = stages[0].forward(make_batch(2).inputs, None)
     graph, _ = stages[1].forward(flow, None)
-    given = stages[1].backward(graph, microbatch(2), zero_gradient(stages[1], tokens, value))
+    reply = replace(zero_gradient(stages[1], tokens, value), loss_sum=loss_sum)
+    given = stages[1].backward(graph, microbatch(2), reply)
     assert (given.finite, given.tokens, given.loss_sum, given.counted) == (False, 0, 0.0, True)
     assert given.grad is not None
     assert not host_tensor.to_torch(given.grad).any()
@@ -171,8 +175,9 @@ def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> Non
     wrong = Gradient(microbatch(1), hidden(torch.zeros(2, 8, 31, dtype=torch.float64)), 1.0, 1, ())
     with pytest.raises(Violation, match="grad: got"):
         stages[0].backward(graph, microbatch(1), wrong)
-    with pytest.raises(Violation, match="claims 17 tokens"):
-        stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], 17, 0.0))
+    for tokens in (17, -1):
+        with pytest.raises(Violation, match=f"claims {tokens} tokens"):
+            stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], tokens, 0.0))
     right = stages[1].loss_backward(microbatch(1), flow, make_batch(1).targets, None)
     assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
 
@@ -356,3 +361,6 @@ def test_a_gradient_that_is_far_longer_than_usual_is_clipped_and_noted() -> None
     assert first.backward(graph, microbatch(20), far).clip == pytest.approx(LARGEST_NORM / 1000)
     for name, total in gradients([first]).items():
         assert torch.allclose(total, sums[name] * (1 + LARGEST_NORM / 20), rtol=1e-5, atol=1e-6)
+    graph, _ = first.forward(make_batch(1).inputs, None)
+    of_one_token = first.backward(graph, microbatch(21), replace(far, tokens=1)).clip
+    assert of_one_token == pytest.approx(LARGEST_NORM / 1000 / math.sqrt(reply.tokens)), "a sum grows with its root"
