@@ -18,6 +18,7 @@ from stages import (
     weights_of,
 )
 
+from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest, sampled_coordinates
@@ -199,6 +200,16 @@ def test_a_bad_snapshot_changes_nothing(message: str, operation: str) -> None:
     stages[0].merge(mine)
     twins[0].merge(twins[0].snapshot(1, 10))
     assert np.array_equal(theta(stages[0]), theta(twins[0]))
+
+
+def test_weights_out_of_all_proportion_are_not_adopted() -> None:
+    stages = make_stages(make_manifest())
+    before, sent = theta(stages[0]), weights_of(stages[0])
+    wrong = host_tensor.to_torch(sent.tensors[0]).clone()
+    wrong[7] = -(2.0**17)
+    with pytest.raises(Violation, match=r"liar has a value of 1\.31e\+05 in weights; the limit is 1\.02e\+03"):
+        stages[0].adopt(with_tensor(sent, 0, host_tensor.from_torch("weights", wrong)))
+    assert np.array_equal(theta(stages[0]), before)
 
 
 def test_adopt_takes_theta_of_another_and_starts_afresh() -> None:

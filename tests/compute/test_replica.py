@@ -78,6 +78,7 @@ def test_a_restored_replica_goes_on_bit_for_bit(dtype: str, optimizer: str, step
     for stage, state in zip(twin, states, strict=True):
         stage.restore(state)
     assert list(map(contents, captured(twin, steps))) == list(map(contents, states))
+    assert [stage.snapshot(0, 0).inner_steps for stage in twin] == [steps, steps]
     for stages in (mine, twin):
         train(stages, steps + 1, steps + 5)
     after = captured(mine, steps + 5)
