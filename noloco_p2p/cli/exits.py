@@ -34,7 +34,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack characters that we print
     try:
         code = _code_of(app, name, [a for a in arguments if a != DEBUG])
-        sys.stdout.flush()
+        print(end="", flush=True)
     except NolocoError as error:
         if debug:
             raise
@@ -45,13 +45,12 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
         # typer makes it 1, which has other meanings here
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
-        _drop_output()
+        finish_output()
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # the last resort: a bug ends in one line, or a traceback with --debug
         if debug:
             raise
         if isinstance(error, OSError) and error.errno in FULL:
-            _drop_output()
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
         if isinstance(error, PermissionError) and error.filename is not None:
             fail(f"{error.filename}: {error.strerror}", USER_ERROR)
@@ -76,12 +75,14 @@ def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _drop_output() -> None:
-    """Discard what stdout cannot write. Otherwise the interpreter tries again at its end, and reports that error."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def finish_output() -> None:
+    """Write what stdout and stderr still hold, and discard what cannot be written: the interpreter would try again at
+    its end, and exit with an error of its own."""
+    for stream, number in (sys.stdout, 1), (sys.stderr, 2):
+        try:
+            print(end="", file=stream, flush=True)  # unlike stream.flush(), also if the stream is closed
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 @contextmanager
@@ -116,7 +117,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    """Exit with an error message on stderr."""
-    with suppress(OSError):  # the code still tells
+    """Exit with an error message on stderr, if it can be written there."""
+    with suppress(OSError):
         print("\n".join(map(plain, f"error: {message}".split("\n"))), file=sys.stderr)
+    finish_output()
     sys.exit(code)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Context, Exit, Option, Typer
 
 from noloco_p2p import __version__
-from noloco_p2p.cli.exits import DEBUG, run_app
+from noloco_p2p.cli.exits import DEBUG, finish_output, run_app
 from noloco_p2p.cli.options import ConfigFile, Settings, SwarmAddresses
 from noloco_p2p.errors import OtherRun
 from noloco_p2p.humanize import plural
@@ -145,8 +145,7 @@ def main() -> None:
         if "torch" not in sys.modules:
             raise
         # Everything is closed and written. An orderly exit of the interpreter and its libraries would take seconds.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        finish_output()
         os._exit(end.code if isinstance(end.code, int) else 0)
     finally:
         signal.signal(signal.SIGTERM, before)

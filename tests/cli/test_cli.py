@@ -125,18 +125,20 @@ def test_characters_that_a_locale_lacks_are_escaped(encoding: str, tmp_path: Pat
 def test_closed_standard_files_are_not_reused_for_others() -> None:
     """The next file opened would otherwise get its descriptor, and child processes would have none."""
     code = "import os, sys; from noloco_p2p.cli import main; sys.argv[1:] = ['configs']\ntry: main.main()\n"
-    code += "except SystemExit: sys.exit(not all(map(os.get_inheritable, range(3))))"
+    code += "except SystemExit as end: sys.exit(end.code or not all(map(os.get_inheritable, range(3))))"
     command = ["sh", "-c", f'"{sys.executable}" -c "$0" <&- >&- 2>&-', code]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
-BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
-"""The environment of a command that writes its output at its end, if it is short and goes to a pipe or a file."""
+buffered_or_not = pytest.mark.parametrize(
+    "env", [{**os.environ, "PYTHONUNBUFFERED": value} for value in ("", "1")], ids=["buffered", "unbuffered"]
+)
+"""By default a command writes its output at its end, if it is short and goes to a pipe or a file."""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
 @pytest.mark.parametrize("words", [["main", "configs"], ["main", "bench"], ["node", "--version"]])
-@pytest.mark.parametrize("env", [BUFFERED, {**os.environ, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+@buffered_or_not
 def test_output_to_a_full_disk_is_an_error_of_one_line(words: Sequence[str], env: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", f"noloco_p2p.cli.{words[0]}", *words[1:]]
@@ -146,7 +148,7 @@ def test_output_to_a_full_disk_is_an_error_of_one_line(words: Sequence[str], env
 
 
 @pytest.mark.parametrize("words", [["main", "configs"], ["main", "bench"], ["main", "configs", "tiny"], ["node", "-h"]])
-@pytest.mark.parametrize("env", [BUFFERED, {**os.environ, "PYTHONUNBUFFERED": "1"}], ids=["buffered", "unbuffered"])
+@buffered_or_not
 def test_a_closed_pipe_ends_a_command_silently_with_a_code_of_its_own(
     words: Sequence[str], env: dict[str, str]
 ) -> None:
@@ -160,10 +162,18 @@ def test_a_closed_pipe_ends_a_command_silently_with_a_code_of_its_own(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-def test_an_error_message_that_cannot_be_written_does_not_change_the_exit_code() -> None:
+def test_a_node_without_a_standard_output_ends_with_its_exit_code() -> None:
+    """It failed when it flushed what it did not have."""
+    command = ["sh", "-c", f'"{sys.executable}" -m noloco_p2p.cli.node --describe >&-']
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@buffered_or_not
+def test_an_error_message_that_cannot_be_written_does_not_change_the_exit_code(env: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "noloco_p2p.cli.main", "nope"]
-        assert subprocess.run(command, stderr=full, timeout=60, check=False).returncode == 2
+        assert subprocess.run(command, stderr=full, timeout=60, check=False, env=env).returncode == 2
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
