@@ -88,32 +88,33 @@ def finish_output() -> None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process and no half-written
-    directory is left behind.
+    directory is left behind. A second one ends it at once.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The first one ends an event loop between two
-    callbacks, and with it cancels its tasks: an exception raised inside a task of a library would be reported as an
-    error of that library.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored; except SIGINT, which the background processes
+    of a script ignore.
     """
     asked: list[int] = []
 
-    def end() -> NoReturn:
-        raise SystemExit(128 + asked[0])
-
-    def leave(number: int, _: FrameType | None) -> None:
-        from asyncio import get_running_loop
-
+    def leave(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        with suppress(RuntimeError):  # no loop is running
-            if len(asked) == 1:
-                get_running_loop().call_soon_threadsafe(end)
-                return
-        end()
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if len(asked) == 1 and callable(on_interrupt):
+            # That of asyncio cancels the main task, which can clean up. An exception raised here would end whatever
+            # task is running, and then all others at once, including those that the clean-up needs.
+            on_interrupt(signal.SIGINT, frame)
+        else:
+            raise SystemExit(128 + number)
 
     with ExitStack() as after:
+        after.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 after.callback(signal.signal, number, signal.signal(number, leave))
-        yield
+        try:
+            yield
+        finally:
+            if asked:
+                sys.exit(128 + asked[0])
 
 
 def fail(message: str, code: int) -> NoReturn:
