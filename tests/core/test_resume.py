@@ -148,9 +148,10 @@ def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
 
 def test_a_mates_weights_of_another_stage_or_beyond_the_common_round_are_not_waited_for() -> None:
     rest = [advert("a", 0, "waiting", holds=held(0, 4)), advert("z", 2, "waiting", holds=held(2, 4))]
-    for mate in (advert("b", 1, "waiting", holds=held(0, 4)), advert("b", 1, "waiting", holds=held(1, 9))):
-        found = restore_sources(replace(ME, holds=held(1, 1)), [mate, *rest], held(1, 1), STAGES)
-        assert kinds(found) == [("shard", 1), ("fresh", "")]
+    guardian, ahead = (advert("b", 1, "waiting", holds=held(*what)) for what in ((0, 4), (1, 9)))
+    assert kinds(restore_sources(ME, [guardian, *rest], (), STAGES)) == [("fresh", "")]
+    found = restore_sources(replace(ME, holds=held(1, 1)), [ahead, *rest], held(1, 1), STAGES)
+    assert kinds(found) == [("shard", 1), ("fresh", "")]
 
 
 def test_of_two_checkpoints_of_one_round_the_one_of_the_latest_step_comes_first() -> None:

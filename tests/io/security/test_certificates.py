@@ -12,6 +12,7 @@ from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import CHAIN_LIMIT_BYTES, Role, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.revocations import Revocations
 
 ANN = peer_id_of(bytes(32))
 Shown = dict[str, tuple[bytes, ...]]
@@ -90,7 +91,9 @@ def test_a_caller_that_expired_or_was_revoked_is_refused_and_an_observer_may_onl
         mine.caller(shown_by(caller), observers=False)
     later[0] = 0.0
     assert mine.caller(shown_by(caller), observers=False) == caller.peer_id
-    mine.revoked.adopt(club.revoking(1, caller.peer_id))
+    revoked = Revocations(club.trust)
+    mine = Credentials(club.trust, mine._identity, mine.chain, revoked=revoked)
+    revoked.adopt(club.revoking(1, caller.peer_id))
     with pytest.raises(Violation, match="was revoked"):
         mine.caller(shown_by(caller), observers=False)
 
