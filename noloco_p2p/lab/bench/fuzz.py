@@ -136,6 +136,8 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
         gc.collect()
         gc.freeze()  # as a node does (`bootstrap.check_model`)
         meeting, stall_s, before = asyncio.create_task(target.meet(messages, ports)), 0.0, rss_bytes()
+        closing.push_async_callback(asyncio.wait, [meeting])
+        closing.callback(meeting.cancel)
         while not meeting.done():
             began = time.thread_time()
             await asyncio.sleep(TICK_S)
