@@ -75,10 +75,14 @@ def test_half_of_what_is_free_is_for_further_microbatches(clock: Clock, monkeypa
     monkeypatch.setattr(graphs, "free_host_bytes", lambda: free)
     memory.look(2)
     assert memory.places == 2 + 10
+    free -= 2
+    clock.now += LOOK_S
+    memory.look(2)
+    assert memory.places == 2 + 9, "a byte is missing for the tenth"
     free = 0
     clock.now += LOOK_S / 2
     memory.look(2)
-    assert memory.places == 12, "it has only just checked"
+    assert memory.places == 11, "it has only just checked"
     clock.now += LOOK_S
     memory.look(2)
     assert memory.places == 1, "fewer than are open: no further one begins until there is memory again"
