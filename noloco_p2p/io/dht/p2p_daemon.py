@@ -5,12 +5,13 @@ hivemind starts the process. Options that hivemind has no parameter for are adde
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,16 +82,17 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
     started, said = list[Any](), deque[str](maxlen=_LINES)
     use_hivemind_log_handler("nowhere")
     try:
-        made = await _own_group(extra, started, said).create(
-            identity_path=str(identity.path),
-            check_if_identity_free=False,  # this check only knows RSA keys; the lock file next to the key replaces it
-            host_maddrs=[host_multiaddress(host, port)],
-            announce_maddrs=[place.multiaddress for place in places],
-            startup_timeout=START_TIMEOUT_S,
-            nat_port_map=False,
-            auto_nat=False,
-            use_relay=False,
-        )
+        with _nothing_collected():
+            made = await _own_group(extra, started, said).create(
+                identity_path=str(identity.path),
+                check_if_identity_free=False,  # it only knows RSA keys; the lock file next to the key replaces it
+                host_maddrs=[host_multiaddress(host, port)],
+                announce_maddrs=[place.multiaddress for place in places],
+                startup_timeout=START_TIMEOUT_S,
+                nat_port_map=False,
+                auto_nat=False,
+                use_relay=False,
+            )
         _mend(made._client.control)
         return made
     except P2PDaemonError as error:
@@ -105,6 +107,22 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         if started and started[0]._child is not None:
             await stop(started[0])
         raise
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage collection in a process that is forked meanwhile, which runs Python until it is another program.
+
+    A channel of gRPC that is freed there waits for a thread that it lacks, and this process, with its event loop, waits
+    for it.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _mend(control: Any) -> None:
