@@ -42,7 +42,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except (SystemExit, BrokenPipeError) as end:
-        # typer makes it 1, which has other meanings here
+        # Typer turns a broken pipe into exit code 1, which has other meanings here.
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
         finish_output()

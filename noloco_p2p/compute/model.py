@@ -116,7 +116,7 @@ class _RangesOnHost(TorchFunctionMode):
 
 
 def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtype) -> StageModule:
-    """The module without memory: all tensors are on the meta device. Raises ConfigError like `make_stage_module`."""
+    """The module without memory: all but some vectors is on the meta device. Raises as `make_stage_module` does."""
     from transformers.initialization import no_init_weights
 
     try:

@@ -1,8 +1,8 @@
 """Leaves out torch's compiler, which nothing here uses.
 
 transformers, every optimizer of torch and every backward pass import parts of it, and those import the rest and sympy:
-75 MiB and a second of CPU time. What they call of it has no effect outside compiled functions, or has to do with sizes
-that are not yet known.
+75 MiB and a second of CPU time. Outside compiled functions, what they call of it does nothing, or checks sizes that
+might not be known yet, but always are.
 """
 
 import importlib
@@ -39,12 +39,14 @@ class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """Also for the `__path__` of a package, which is read when another module of it is imported."""
         spec = self.__spec__
-        folder = spec and spec.submodule_search_locations
-        if spec is None or spec.loader is None or (name.startswith("__") and not (folder and name == "__path__")):
+        assert spec is not None, "it was made from its spec"
+        assert spec.loader is not None, "which was found"
+        folders = spec.submodule_search_locations
+        if name.startswith("__") and not (folders and name == "__path__"):
             raise AttributeError(name)
         self.__class__ = ModuleType  # type: ignore[assignment]
-        if folder:
-            self.__path__ = folder
+        if folders:
+            self.__path__ = folders
         spec.loader.exec_module(self)
         return getattr(self, name)
 
@@ -59,6 +61,7 @@ def leave_out() -> None:
             parent, _, child = name.rpartition(".")
             setattr(sys.modules[parent], child, module)
     importlib.import_module(INDEPENDENT)
+    # From here on, importing another module of a package executes the package first.
     for name in STAND_INS:
         if isinstance(sys.modules[name], _Deferred):
             vars(sys.modules[name]).pop("__path__", None)

@@ -240,11 +240,15 @@ class Advert:
     """gRPC addresses, best first: `host:port`; for a node behind NAT, `p2p` (over a link that it keeps to the caller),
     `relay/<peer id>` for each relay, and last `host:port` on its own network. A node's own copy has the address on
     which it listens, and `p2p` if nobody can dial it there."""
-    metrics: str = ""  # `http://host:port/metrics`; empty if it serves no metrics
+    metrics: str = ""
+    """`http://host:port/metrics`; empty if it serves no metrics."""
     libp2p_metrics: str = ""  # the same for its libp2p daemon
-    state: str = "starting"  # one of `core.members.STATES`
-    step: float = 0.0  # the node's clock, in steps
-    outer_round: int = 0  # the newest one that it has done
+    state: str = "starting"
+    """One of `core.members.STATES`."""
+    step: float = 0.0
+    """The node's clock, in steps."""
+    outer_round: int = 0
+    """The newest outer round that it has done."""
     fresh_round: int = 0  # the lineage of its weights: the outer round at which they began as initial weights
     microbatches_per_s: float = 0.0
     """Speed of its device: microbatches per second of device time."""
@@ -252,7 +256,8 @@ class Advert:
     """Microbatches per second that the slower of its device and its line can handle; 0 if not measured yet."""
     steps_per_s: float = 0.0
     """Inner steps per second of wall time."""
-    evaluated: bool = False  # true for a finished stage-0 node that has done its last evaluation
+    evaluated: bool = False
+    """True for a finished stage-0 node that has done its last evaluation."""
     settled: bool = False
     """Its choice of a first stage is final: the stage was given, or it has made its weights."""
     stays: bool = False  # it never moves to another stage: it was started with its stage, or with `rebalance: false`

@@ -85,7 +85,7 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
         with _nothing_collected():
             made = await _own_group(extra, started, said).create(
                 identity_path=str(identity.path),
-                check_if_identity_free=False,  # it only knows RSA keys; the lock file next to the key replaces it
+                check_if_identity_free=False,  # that only knows RSA keys; the lock file next to the key replaces it
                 host_maddrs=[host_multiaddress(host, port)],
                 announce_maddrs=[place.multiaddress for place in places],
                 startup_timeout=START_TIMEOUT_S,
@@ -111,10 +111,10 @@ async def start(identity: Identity, host: str, places: Sequence[JoinAddress], me
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """No garbage collection in a process that is forked meanwhile, which runs Python until it is another program.
+    """No garbage collection here, nor in a process that is forked meanwhile, until that runs another program.
 
-    A channel of gRPC that is freed there waits for a thread that it lacks, and this process, with its event loop, waits
-    for it.
+    A gRPC channel freed in the fork waits for a thread that only this process has, while this process and its event
+    loop wait for the fork.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -8,8 +8,7 @@ def tune_allocator() -> None:
 
     This doubles the transfer rate; otherwise every message is mapped and page-faulted again. Call it at the entry point
     of a process; it does nothing if the C library is not glibc. Threads keep their own arenas: a single arena would
-    save 20 MiB per node, but cost a fifth of the rate of snapshots (473 to 381 MiB/s, medians of ten
-    alternating runs).
+    save 20 MiB per node, but cost a fifth of the rate of snapshots (473 to 381 MiB/s, medians of ten alternating runs).
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
