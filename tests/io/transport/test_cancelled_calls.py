@@ -26,13 +26,17 @@ Answer = Callable[[Any, Any], Awaitable[None]]
 
 
 class Cancels:
-    """Cancels one call of a method at the `at`-th point at which it waits."""
+    """Cancels a call of a method at the `at`-th point at which any call of that method waits.
+
+    All calls are counted, because one of several that carry a body may have nothing to do, and one that its caller has
+    cancelled in an earlier round may arrive late.
+    """
 
     def __init__(self, method: str, bounded: Callable[..., Answer]) -> None:
         self._method, self._bounded = method, bounded
         self._names = iter(METHODS)
         self.at = self.points = 0
-        """`points` counts how often the call has waited."""
+        """`points` counts how often the calls have waited."""
         self.cancelled = asyncio.Event()
 
     def bounded(self, *arguments: Any) -> Answer:
@@ -41,7 +45,7 @@ class Cancels:
 
         async def cancelled(request: Any, context: Any) -> None:
             call = answer(request, context)
-            await (Stepped(self, call) if name == self._method and not self.points else call)
+            await (Stepped(self, call) if name == self._method else call)
 
         return cancelled
 
@@ -140,7 +144,8 @@ def test_a_call_cancelled_at_any_point_leaves_nothing(
             await ask(both)
             before = ours()
             while cancels.at == 0 or cancels.cancelled.is_set():
-                cancels.at, cancels.points = cancels.at + 1, 0
+                skipped = cancels.at // 8 if method == "Stripe" else 0  # 15 stripes wait at about 100 points.
+                cancels.at, cancels.points = cancels.at + 1 + skipped, 0
                 cancels.cancelled.clear()
                 await cancel(both)
                 async with asyncio.timeout(at_most(ENDED_S)):
