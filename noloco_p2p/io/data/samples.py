@@ -106,8 +106,8 @@ class SampleStream:
                 continue
             pool = _cut(documents, length)
             if pool:
+                documents, held, empty_passes = [], 0, 0  # The pool has copied them.
                 yield pool, place
-                documents, held, empty_passes = [], 0, 0
                 continue
             empty_passes += ended
             if empty_passes == EMPTY_PASSES:
