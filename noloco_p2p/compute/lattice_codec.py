@@ -191,7 +191,7 @@ class LatticeCodec:
         last = chunk_count(self.format.parameters) - 1
         while start < len(used):
             end = start + 1
-            if used[start] != PLAIN and asked.chunks[start] != last:
+            if used[start] != PLAIN:
                 limit = min(start + self._batch, len(used))
                 while end < limit and used[end] != PLAIN and asked.chunks[end] != last:
                     end += 1

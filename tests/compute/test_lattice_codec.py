@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lattice_reference import decoded_difference
 from torch import Tensor
 
 from noloco_p2p.compute import lattice_pull
-from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
+from noloco_p2p.compute.lattice_codec import LatticeAnswer, LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import SAFETY, WIDENINGS, LatticePull, ReplicaDistances
 from noloco_p2p.core.lattice_format import (
     BOUND_ZERO,
@@ -241,6 +241,63 @@ def test_wrong_chunks_are_requested_again_alone_wider_and_finally_plain(bits: in
     assert torch.equal(pulled.vector[CHUNK : 2 * CHUNK], theirs.vector[CHUNK : 2 * CHUNK])
     assert float(pulled.distances[1]) == pytest.approx(1e4, rel=1e-3)
     assert float((pulled.vector - theirs.vector).abs().max()) < 0.1
+
+
+CHUNKS = st.frozensets(st.integers(0, 6))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@settings(max_examples=20)
+@given(some=CHUNKS.filter(bool), far=CHUNKS, plain=CHUNKS)
+@example(some=frozenset({0, 2, 5, 6}), far=frozenset(), plain=frozenset())
+@example(some=frozenset(range(7)), far=frozenset({2, 6}), plain=frozenset({4}))
+def test_a_chunk_is_decoded_as_if_it_were_requested_alone(
+    bits: int, some: frozenset[int], far: frozenset[int], plain: frozenset[int]
+) -> None:
+    """Chunks are computed together, whether they are adjacent or not, and even if some of them are found wrong."""
+    mine, theirs = make_pair(bits, size=6 * CHUNK + 1001)
+    for chunk in far:
+        theirs.vector[chunk * CHUNK + 7] += 1e4
+    codec, shared = LatticeCodec(bits, len(mine.vector), torch.float32), dither(len(mine.vector))
+
+    def decoded(*chunks: int) -> tuple[LatticeAnswer, Tensor]:
+        bounds = bytes(PLAIN if chunk in plain else int(mine.bounds[chunk]) for chunk in chunks)
+        asked, vector = LatticeRequest(bounds, chunks), mine.vector.clone()
+        answer = codec.encode(theirs.vector, theirs.bounds, asked, shared)
+        return codec.decode(answer, mine.vector, asked, shared, vector), vector
+
+    together, vector = decoded(*sorted(some))
+    expected, steps = mine.vector.clone(), torch.maximum(steps_of(mine, bits), steps_of(theirs, bits))
+    for at, chunk in enumerate(sorted(some)):
+        where = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+        alone, known = decoded(chunk)
+        expected[where] = known[where]
+        assert (int(together.bounds[at]), together.distances[at]) == (int(alone.bounds), alone.distances)
+        if chunk in far - plain:
+            assert alone.wrong == (chunk,)
+            continue
+        slack = 0.0 if chunk in plain else float(steps[where].max())
+        assert float((known[where] - theirs.vector[where]).abs().max()) <= slack
+        apart = float((theirs.vector[where] - mine.vector[where]).abs().max())
+        assert float(alone.distances) == pytest.approx(apart, rel=1e-6, abs=slack)
+    assert together.wrong == tuple(sorted(some & far - plain))
+    assert torch.equal(vector, expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_one_wrong_value_in_a_chunk_is_found_wherever_and_however_far_away_it_is(bits: int) -> None:
+    """It differs by a multiple of 2^bits steps, so its own code says that it is equal: only the digest can tell."""
+    count = 128
+    mine = Replica(torch.zeros(count * CHUNK), torch.full((count,), BOUND_ZERO + bits - 1, dtype=torch.uint8))
+    codec, shared = LatticeCodec(bits, count * CHUNK, torch.float32), dither(count * CHUNK)
+    for power in range(bits, 31):
+        theirs = mine.vector.clone()
+        theirs[torch.arange(count) * (CHUNK + CHUNK // count) + power] = 2.0**power
+        pulled = begin(codec, mine)
+        assert pulled.missing is not None
+        pulled.take(codec.encode(theirs, mine.bounds, pulled.missing, shared), shared)
+        assert pulled.missing is not None
+        assert pulled.missing.chunks == tuple(range(count)), power
 
 
 @pytest.mark.parametrize("bits", BITS)
