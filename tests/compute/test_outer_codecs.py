@@ -1,6 +1,6 @@
 """Stages pull each other's vectors in each codec: what they request, what is refused, and that a pair's mean stays."""
 
-import dataclasses
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, lattice_pull
 from noloco_p2p.compute.stage import TorchStage
-from noloco_p2p.core.lattice_format import LATTICE_BITS, PLAIN, LatticeRequest, OuterCodec
+from noloco_p2p.core.lattice_format import BOUND_ZERO, CHUNK, LATTICE_BITS, MIN_BOUND, PLAIN, LatticeRequest, OuterCodec
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
@@ -41,7 +41,7 @@ def pull(mine: TorchStage, frozen: FrozenRound, other: TorchStage, others: Froze
         asked += 1
         if found.missing is None:
             return found, asked
-        request = dataclasses.replace(request, lattice=found.missing)
+        request = replace(request, lattice=found.missing)
 
 
 def move(stage: TorchStage, seed: int) -> None:
@@ -85,9 +85,12 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
     assert all(one.bounds != b"" for one in after) == (codec in LATTICES)
     if codec in LATTICES:  # no replica has trained since, so they are much closer than at first
         assert sum(after[0].bounds) < sum(pair[0].snapshot(0, 0).bounds) + 1
-    other_weights = pair[1].encode(after[1], SnapshotRequest(0, weights="bfloat16"), "a")
-    pair[0].adopt(other_weights)
-    assert (pair[0].snapshot(5, 50).bounds == b"") == (codec not in LATTICES)
+    # With other weights it is like a new replica: the distances to others that it has seen mean nothing any more.
+    assert after[0].radii
+    new, other_weights = make_replica("a", codec, seed=2), SnapshotRequest(0, weights="bfloat16")
+    for stage in (pair[0], new):
+        stage.adopt(pair[1].encode(after[1], other_weights, "a"))
+    assert pair[0].snapshot(5, 50) == new.snapshot(5, 50)
 
 
 @pytest.mark.parametrize("codec", LATTICES)
@@ -102,6 +105,22 @@ def test_chunks_requested_again_bring_no_sample(monkeypatch: pytest.MonkeyPatch,
     assert found.distances is not None
     assert float(values(found.distances).max()) > 0
     assert found.sample.data == other.encode(others, SnapshotRequest(0, lattice=frozen.lattice), "a").tensors[1].data
+
+
+@pytest.mark.parametrize("codec", LATTICES)
+def test_what_the_first_answer_brought_is_kept_when_the_rest_is_requested_again(codec: str) -> None:
+    """Of five chunks, the last has too small a bound."""
+    mine, other = (make_replica(peer, codec, seed=seed) for seed, peer in enumerate(("a", "b")))
+    frozen, others = mine.snapshot(1, 10), other.snapshot(1, 10)
+    frozen = replace(frozen, bounds=bytes([BOUND_ZERO - 6] * 4 + [MIN_BOUND]))
+    request = SnapshotRequest(0, lattice=frozen.lattice)
+    first = mine.decode(frozen, request, other.encode(others, request, "a"))
+    assert first.missing is not None
+    assert first.missing.chunks == (4,)
+    known, whole = 4 * CHUNK, values(pull(mine, frozen, other, others)[0].vector)
+    assert torch.equal(whole[:known], values(first.vector)[:known])
+    assert torch.equal(whole[known:], values(others.vector)[known:])
+    assert not torch.equal(whole[:known], values(frozen.vector)[:known])
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -123,15 +142,15 @@ def test_an_answer_that_does_not_match_the_request_is_a_violation(codec: str) ->
     frozen, request = mine.snapshot(1, 10), SnapshotRequest(0, lattice=mine.snapshot(1, 10).lattice)
     answer = other.encode(other.snapshot(1, 10), request, "a")
     codes, sample = answer.tensors
-    for tensors in ((codes,), (sample, codes), (dataclasses.replace(codes, name="vector"), sample)):
+    for tensors in ((codes,), (sample, codes), (replace(codes, name="vector"), sample)):
         with pytest.raises(Violation, match="does not fit this stage"):
-            mine.decode(frozen, request, dataclasses.replace(answer, tensors=tensors))
+            mine.decode(frozen, request, replace(answer, tensors=tensors))
     bounds_at = 4 * len(frozen.bounds)
     wrong = bytearray(codes.data)
     wrong[bounds_at] = 0
-    spoilt = dataclasses.replace(codes, data=memoryview(wrong))
+    spoilt = replace(codes, data=memoryview(wrong))
     with pytest.raises(Violation, match="bounds that do not match the request"):
-        mine.decode(frozen, request, dataclasses.replace(answer, tensors=(spoilt, sample)))
+        mine.decode(frozen, request, replace(answer, tensors=(spoilt, sample)))
 
 
 @pytest.mark.parametrize("codec", LATTICES)

@@ -133,6 +133,18 @@ def test_a_round_without_delay_is_n1_and_n2_bit_for_bit() -> None:
         assert theta_bytes(stage) == b"".join(phi.numpy().tobytes() for phi in stage._outer.kinds["slow"].values())
 
 
+def test_without_a_partner_gossip_moves_nothing() -> None:
+    """Not even by rounding, though the replica has trained on. What it offers is θ_f, which is kept only once."""
+    stages = make_stages(make_manifest(dtype="float32", outer={"rule": "gossip"}))
+    train(stages, 1)
+    frozen = stages[0].snapshot(1, 10)
+    assert np.shares_memory(values(frozen.vector), values(frozen.weights))
+    train(stages, 2)
+    before = theta_bytes(stages[0])
+    stages[0].merge(frozen)
+    assert theta_bytes(stages[0]) == before
+
+
 def theta_bytes(stage: TorchStage) -> bytes:
     return b"".join(value.numpy().tobytes() for value in weights([stage]).values())
 
@@ -210,6 +222,10 @@ def test_weights_out_of_all_proportion_are_not_adopted() -> None:
     with pytest.raises(Violation, match=r"liar has a value of 1\.31e\+05 in weights; the limit is 1\.02e\+03"):
         stages[0].adopt(with_tensor(sent, 0, host_tensor.from_torch("weights", wrong)))
     assert np.array_equal(theta(stages[0]), before)
+    with torch.no_grad():
+        next(iter(stages[0].parameters.values())).view(-1)[0] = 2.0**7
+    stages[0].adopt(with_tensor(sent, 0, host_tensor.from_torch("weights", wrong)))
+    assert theta(stages[0])[7] == wrong[7]
 
 
 def test_adopt_takes_theta_of_another_and_starts_afresh() -> None:
