@@ -84,8 +84,6 @@ class SnapshotCodec:
         """
         if request.weights is None:
             tensors = self._vector(frozen, request.lattice, caller)
-        elif request.weights == frozen.weights.dtype:
-            tensors = (frozen.weights,)
         elif request.weights in WIDTHS:
             tensors = (_as_type(frozen.weights, request.weights),)
         else:

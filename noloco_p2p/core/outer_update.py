@@ -54,8 +54,6 @@ def carried_over(phi_after: Vector, theta: Vector, frozen: Vector) -> Vector:
 
 def largest_gamma(*, alpha: float, group: int = 2) -> float:
     """γ_max of S1 for groups of `group` ≥ 2 replicas: at or above it the replicas drift apart in mean square."""
-    if group < 2:
-        raise ValueError(f"S1 applies to groups of two or more replicas, not {group}")
     k = (group - 1) / group
     return 2 * (1 - alpha * alpha) / (1 + alpha * (1 - 2 * k))
 
