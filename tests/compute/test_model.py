@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from stages import SIZES, make_manifest, make_stages, weights
+from stages import SIZES, make_batch, make_manifest, make_stages, weights
 
 from noloco_p2p.compute import model, model_family
-from noloco_p2p.compute.factory import check_architecture, check_model, make_torch_stage, stage_sizes
+from noloco_p2p.compute.factory import (
+    DEVICE_COPIES,
+    HOST_COPIES,
+    check_architecture,
+    check_model,
+    make_torch_stage,
+    stage_sizes,
+)
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.config import ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
@@ -154,6 +161,11 @@ def test_sizes_are_those_of_the_real_stages() -> None:
     stages = make_stages(manifest)
     assert [one.parameters for one in sizes] == [stage.state.parameters for stage in stages]
     assert [one.layers for one in sizes] == [2, 1, 1]
+    _, hidden = stages[0].forward(make_batch(0).inputs, None)
+    logits_bytes = hidden.data.nbytes // 32 * 61
+    for one, values in zip(sizes, (hidden.data.nbytes,) * 2 + (hidden.data.nbytes + logits_bytes,), strict=True):
+        assert one.host_bytes == HOST_COPIES * 8 * one.parameters
+        assert one.device_bytes == DEVICE_COPIES * 8 * one.parameters + 2 * values, "values and their gradients"
 
 
 def test_the_default_run_has_about_a_million_parameters() -> None:

@@ -12,7 +12,7 @@ from stages import make_manifest
 from typer.testing import CliRunner
 
 from noloco_p2p.cli.bench import bench as benches
-from noloco_p2p.compute.stage_timing import random_batch
+from noloco_p2p.compute import stage_timing
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId
 from noloco_p2p.core.snapshots import FrozenRound, SnapshotRequest
@@ -97,12 +97,31 @@ def test_the_last_stages_backward_is_the_rest_of_its_combined_pass(monkeypatch: 
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
-    batch = random_batch(make_manifest("llama", 2, dtype="float32"))
+    batch = stage_timing.random_batch(make_manifest("llama", 2, dtype="float32"))
     took = bench.measure(stages, batch, lambda: None, torch.device("cpu"), 2)
     assert bench.costs(took, 2) == [
         {"forward_s": 1.0, "backward_s": 2.0, "inner_step_s": 3.0, "snapshot_s": 4.0, "merge_s": 5.0},
         {"forward_s": 10.0, "backward_s": 20.0, "inner_step_s": 30.0, "snapshot_s": 40.0, "merge_s": 50.0},
     ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("limit_s", "expected_s"), [(1e9, 8.0), (405.0, 16.0), (0.0, 16.0)])
+def test_one_microbatch_is_timed_by_the_median_of_whole_passes_that_follow_a_first_one(
+    index: int, limit_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass takes 4 units: 3 for both directions, and 1 until the device has finished. The first one is far slower."""
+    clock, units = Clock(), iter([4.0, 1.0, 2.0, 1000.0])
+    stage = Slow(clock, 100.0)
+
+    def finish(device: torch.device) -> None:
+        stage._takes(1)
+        stage._unit_s = next(units)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(stage_timing, "make_torch_stage", lambda *_, **__: stage)
+    monkeypatch.setattr(stage_timing, "synchronise", finish)
+    assert stage_timing.time_stage(RunManifest(), index, "cpu", limit_s=limit_s, repeats=3) == expected_s
 
 
 def test_a_lossy_codec_shows_in_the_deviation() -> None:

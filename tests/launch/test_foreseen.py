@@ -141,8 +141,9 @@ def test_a_manifest_that_needs_too_much_memory_is_refused_before_any_is_allocate
 def test_a_swarm_that_does_not_fit_the_machine_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, parameters = RunManifest(), sum(stage.parameters for stage in stage_sizes(RunManifest()))
     needed = 4 * parameters * 4 * manifest.start_replicas + 4 * host_memory.PROCESS_BYTES
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: needed)
-    foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)
+    for free in (needed, None):
+        monkeypatch.setattr(host_memory, "free_host_bytes", lambda free=free: free)
+        foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: needed - 1)
     with pytest.raises(LocalError, match=r"4 nodes need .* use fewer nodes"):
         foreseen.check_swarm(manifest, NodeConfig(), tmp_path, print)
