@@ -29,10 +29,10 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # gradients are computed before
-        """One update of every matrix that has a gradient, in place."""
+        """One update of every matrix, in place."""
         with torch.no_grad():
             for group in self.param_groups:
-                for batch in _batches([one for one in group["params"] if one.grad is not None]):
+                for batch in _batches(group["params"]):
                     self._update(batch, group)
 
     def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:

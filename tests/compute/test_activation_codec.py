@@ -168,10 +168,11 @@ def test_any_codes_are_taken_but_not_scales_or_means_that_are_not_finite(name: s
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", *BLOCK_FORMATS])
-def test_two_gradients_are_compared_as_they_are_decoded(codec: str) -> None:
-    """With values whose squares overflow float32."""
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_two_gradients_are_compared_as_they_are_decoded(codec: str, scale: float) -> None:
+    """With values whose squares overflow float32, or are 0 in it."""
     wire = make(codec, "grad")
-    values = [normal(seed=1) * 1e25, normal(seed=2) * 1e24 - normal(seed=1) * 1e25]
+    values = [normal(seed=1) * scale, (0.1 * normal(seed=2) - normal(seed=1)) * scale]
     a, b = (decoded(wire, each).double().numpy().ravel() for each in values)
     one, other = (Gradient(MicrobatchId("p", 1, at), sent(wire, each), 1.0, 1, ()) for at, each in enumerate(values))
     found = wire.compare(one, other)

@@ -64,9 +64,14 @@ def test_a_round_is_on_record(tmp_path: Path) -> None:
             "beta": "0.7",
             "gamma": "0.7",
         }
-    stage.merge(stage.snapshot(2, 20))
+    frozen = stage.snapshot(2, 20)
+    run_microbatch(stages, make_batch(2), microbatch(2))
+    stage.inner_step(StepLabel(2, 1, 1e-2, {}))
+    stage.merge(frozen)
     with safe_open(directory / "round-000002-me.safetensors", "pt") as file:
-        assert (file.metadata()["partner_id"], file.metadata()["partner_round"]) == ("", "")
+        found = file.metadata()
+    about = ("partner_id", "partner_round", "frozen_after", "merged_after")
+    assert [found[name] for name in about] == ["", "", "1", "2"]
 
 
 def test_initial_weights_are_on_record(tmp_path: Path) -> None:
@@ -144,6 +149,6 @@ def test_a_directory_that_vanishes_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "audit").iterdir():
         path.unlink()
     (tmp_path / "audit").rmdir()
-    with pytest.raises(LocalError, match=r"the audit cannot write .*round-000001-me") as caught:
+    with pytest.raises(LocalError, match=r"round-000001-me\.safetensors: .*No such file .*; free") as caught:
         stages[0].merge(stages[0].snapshot(1, 10))
     assert "\n" not in str(caught.value)

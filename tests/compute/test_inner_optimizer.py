@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,9 +146,16 @@ def test_in_bfloat16_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def test_the_iteration_runs_in_bfloat16_only_where_that_is_fast() -> None:
+def test_the_iteration_runs_in_bfloat16_only_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never in float64, in which runs are replayed to 1e-9."""
     for dtype in (torch.float64, torch.float32):
         assert precision(torch.zeros(2, 2, dtype=dtype)) is dtype, "a CPU may have no instructions for bfloat16"
+    for capability, expected in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+        assert precision(on_gpu) is expected
+        on_gpu.dtype = torch.float64
+        assert precision(on_gpu) is torch.float64
 
 
 def test_muon_has_no_mean_squares_to_send() -> None:

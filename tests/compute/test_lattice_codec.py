@@ -420,15 +420,15 @@ def test_bytes_of_a_parameter() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_bounds_follow_the_distances(bits: int) -> None:
     """They are powers of two: at first from the replica's own movement, later from the largest recent distance, with a
-    margin."""
+    margin. A step is at least 2^-22 of the largest value."""
     distances, vector = ReplicaDistances(bits), normal(0)
     distances.bounds(vector)
     assert distances.bounds(vector + 1e-3).tolist() == [BOUND_ZERO - 9] * 4
     distances.observe(torch.tensor([1e-3, 2e-3, 0.5, 0.0], dtype=torch.float64))
-    finest = BOUND_ZERO + 2 - 22 + bits - 1
     found = distances.bounds(vector).tolist()
     assert found[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 8, BOUND_ZERO + 0]
-    assert abs(found[3] - finest) <= 1
+    finest = 2.0 ** (found[3] - BOUND_ZERO - (bits - 1)) / float(vector[3 * CHUNK :].abs().max())
+    assert 2**-22 <= finest <= 2**-21
     for _ in range(3):
         distances.observe(torch.tensor([1e-3, 1e-4, 1e-4, 0.0], dtype=torch.float64))
     assert distances.bounds(vector).tolist()[:3] == [BOUND_ZERO - 9, BOUND_ZERO - 10, BOUND_ZERO - 2]
