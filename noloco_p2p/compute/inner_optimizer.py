@@ -74,7 +74,6 @@ class InnerOptimizer:
 
     def restore(self, kinds: Kinds, steps: int) -> None:
         """Continue with copies of these `moments`, after `steps` updates."""
-        self.reset()
         self.steps = steps
         for name, parameter in self._parameters.items():
             moments = {self._mean_key(name): kinds["adam_mean"][name]}
