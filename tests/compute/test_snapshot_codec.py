@@ -69,7 +69,7 @@ def test_a_vector_of_another_stage_or_with_a_sample_that_is_not_finite_is_a_viol
         last.decode(frozen, request, replace(sent, tensors=(sent.tensors[0], host_tensor.from_torch("sample", sample))))
 
 
-@pytest.mark.parametrize("value", [1e38, -1e38, 1e5, -1e5])
+@pytest.mark.parametrize("value", [1e38, -1e38, 2e3, -2e3])
 @pytest.mark.parametrize("rule", ["noloco", "diloco"])
 def test_a_vector_that_is_finite_and_out_of_all_proportion_is_not_merged(rule: str, value: float) -> None:
     """If it were merged, it would spread to other replicas, and into every checkpoint."""
