@@ -7,6 +7,10 @@ A file's name is on disk only after its directory has been flushed, and a new di
 import os
 from pathlib import Path
 
+MOUNT_POINT = "lost+found"
+"""A folder at the top of every ext file system that only root may read: a volume with only this and hidden files is
+empty."""
+
 
 def flush(path: Path) -> None:
     """Flush a file, or the names in a directory, to disk. Raises OSError."""

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.durable_files import MOUNT_POINT
 from noloco_p2p.launch import node_probe
 
-MOUNT_POINT = "lost+found"
-"""Found at the top of every ext file system: a volume with only this and hidden files is empty."""
 HEAD_BYTES = 4096
 """How much of a file is searched for its mark."""
 NODE_NAME = re.compile(r"\d+-\d+")

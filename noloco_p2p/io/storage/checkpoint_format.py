@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import NO_JSON, LocalError
-from noloco_p2p.io.durable_files import settle
+from noloco_p2p.io.durable_files import MOUNT_POINT, settle
 
 FORMAT, READABLE = 3, (1, 2, 3)
 """The format written, and those that can be read. FORMAT goes up when older programs can no longer read the manifest.
@@ -118,13 +118,13 @@ class ForeignCheckpointFormat(DamagedCheckpoint):
 def stored_checkpoints(directory: Path) -> list[CheckpointFiles]:
     """All checkpoints at or below a directory (of a node, or of a swarm) that look complete, of any run and node.
 
-    Sorted by run, peer and the order in which they were saved. Raises LocalError if the directory cannot be read.
+    Sorted by run, peer and the order in which they were saved. Raises LocalError if it, or any folder below it, cannot
+    be read.
     """
     try:
-        folders = [one for path in sorted(directory.glob("**/checkpoints")) for one in _listed(path, "*-*")]
-        found = [stored for folder in folders for stored in complete_checkpoints(folder)]
+        found = [stored for folder in _folders(directory) for stored in complete_checkpoints(folder)]
     except OSError as error:
-        raise LocalError(f"checkpoints below {directory}: {error.strerror}") from error
+        raise LocalError(f"checkpoints below {directory}: {error.filename}: {error.strerror}") from error
     return sorted(found, key=lambda one: (one.manifest.run_id, one.manifest.peer_id, one.manifest.saved))
 
 
@@ -164,6 +164,15 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
     if xxhash.xxh3_128_hexdigest(data) != expected.digest:
         raise ValueError(f"the values of {expected.name} do not have the digest in the manifest")
     return HostTensor(expected.name, expected.dtype, expected.shape, data)
+
+
+def _folders(directory: Path) -> Iterator[Path]:
+    """The folders in every `checkpoints` at or below a directory, one for each run and peer. Raises OSError."""
+    for path in _listed(directory, "*"):
+        if path.name == "checkpoints":
+            yield from _listed(path, "*-*")
+        elif path.name != MOUNT_POINT and path.is_dir() and not path.is_symlink():
+            yield from _folders(path)
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:

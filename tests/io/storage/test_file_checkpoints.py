@@ -359,15 +359,20 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 def test_a_folder_that_may_not_be_listed_does_not_pass_for_an_empty_one(
     two: tuple[Checkpoint, Path, Path], tmp_path: Path, refused: set[Path]
 ) -> None:
-    """Otherwise a run would begin again with initial weights. The `lost+found` of a volume is none of ours."""
-    folder, store = two[1].parent, FileCheckpoints(tmp_path, RUN, PEER, 3)
-    (folder.parent / "lost+found").mkdir()
-    refused.add(folder.parent / "lost+found")
-    assert [one.holding.round for one in stored_checkpoints(tmp_path)] == [5, 10]
-    for each in (folder, folder.parent):
+    """Otherwise a run would begin again with initial weights, or an export would leave out a node without a word. The
+    `lost+found` of a volume is none of ours."""
+    run, node = tmp_path, tmp_path / "0-0"
+    node.mkdir()
+    folder = two[1].parent.parent.rename(node / "checkpoints") / two[1].parent.name
+    store = FileCheckpoints(node, RUN, PEER, 3)
+    for volume in (run, folder.parent):
+        (volume / "lost+found").mkdir()
+        refused.add(volume / "lost+found")
+    assert [one.holding.round for one in stored_checkpoints(run)] == [5, 10]
+    for each in (folder, folder.parent, node):
         refused.add(each)
-        with pytest.raises(LocalError, match=f"checkpoints below {tmp_path}: Permission denied"):
-            stored_checkpoints(tmp_path)
+        with pytest.raises(LocalError, match=f"checkpoints below {run}: {each}: Permission denied"):
+            stored_checkpoints(run)
     for call in (store.held(), store.save(_checkpoint(15))):
         with pytest.raises(LocalError, match=f"checkpoints in {folder}: Permission denied; check its permissions"):
             asyncio.run(call)
