@@ -210,12 +210,10 @@ class NullTelemetry:
 async def observing(join: Sequence[str], *, calls: bool = False) -> AsyncIterator[Observer]:
     """Join the swarm behind these values of `--join` for the duration of the `with`. One live address is enough.
 
-    A file of addresses is waited for. `calls`: nodes will be called over gRPC, which takes an invitation in a
-    members-only run. Raises ConfigError (malformed address), LocalError (no daemon), and Unreachable, Declined or
-    Violation from the joined peer.
+    `calls`: nodes will be called over gRPC, which takes an invitation in a members-only run. Raises ConfigError
+    (malformed or no address), LocalError (no daemon), and Unreachable, Declined or Violation from the joined peer.
     """
-    join_file.check(join)
-    addresses = await join_file.JoinAddresses(join, join_file.PATIENCE_S).wait()
+    addresses = join_file.known(join)
     async with AsyncExitStack() as closing:
         home = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-observer-")))
         identity = Identity.open(home / KEY)

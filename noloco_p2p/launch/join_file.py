@@ -1,4 +1,4 @@
-"""Passes join addresses in a file: `--address-file FILE` writes it, `--join @FILE` waits for it.
+"""Passes join addresses in a file: `--address-file FILE` writes it, a node's `--join @FILE` waits for it.
 
 The file has one address per line. The writing node removes the file of an earlier run when it starts, and writes its
 own atomically once others can join. A node that has read an old address gets no answer there, and reads the file again.
@@ -22,7 +22,7 @@ POLL_S = 0.2
 AGAIN_S = 2.0
 """Pause before a file is read again after no node answered at its addresses, seconds."""
 PATIENCE_S = 60.0
-"""Longest wait for the file, for an observer and for a node that ran before and can continue without it, seconds."""
+"""Longest wait for the file, for a node that ran before and can continue without it, seconds."""
 
 log = logging.getLogger("noloco_p2p")
 
@@ -75,6 +75,15 @@ def check(given: Sequence[str]) -> None:
         raise ConfigError("--join @ lacks a file name: write --join @FILE")
     for address in JoinAddresses(given):
         JoinAddress.parse(address)
+
+
+def known(given: Sequence[str]) -> tuple[str, ...]:
+    """The addresses, for a command that does not wait for a file. Raises ConfigError also if there is none yet."""
+    check(given)
+    found = tuple(JoinAddresses(given))
+    if given and not found:
+        raise ConfigError(f"no join address is in {' or '.join(given)} yet: is its node running?")
+    return found
 
 
 def read(path: Path) -> list[str]:

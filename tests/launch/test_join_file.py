@@ -10,7 +10,7 @@ from processes import node_processes
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.launch import join_file
+from noloco_p2p.launch import bootstrap, join_file
 from noloco_p2p.launch.join_file import FILE_LIMIT_BYTES, JoinAddresses
 
 ONE, OTHER = (f"/ip4/10.0.0.{n}/tcp/9466/p2p/{peer_id_of(bytes([n]) * 32)}" for n in (1, 2))
@@ -133,6 +133,24 @@ def test_a_returning_node_waits_for_a_file_for_a_limited_time(path: Path) -> Non
         assert not await addresses.may_change(Unreachable("nobody answers"))
 
     asyncio.run(scenario())
+
+
+def test_an_observer_does_not_wait_for_a_file(path: Path) -> None:
+    """`noloco top --join @FILE`, with a mistyped name, said nothing for a minute."""
+
+    async def observe(*join: str) -> None:
+        async with bootstrap.observing(join):
+            raise AssertionError("it has joined nothing")
+
+    for content in (None, "\n"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ConfigError, match=f"no join address is in @{path} yet: is its node running?"):
+            asyncio.run(observe(f"@{path}"))
+    with pytest.raises(ConfigError, match="write --join @FILE"):
+        asyncio.run(observe("@"))
+    assert join_file.known([f"@{path}", ONE]) == (ONE,)
+    assert join_file.known([]) == ()
 
 
 def test_a_signal_ends_the_wait_at_once_and_cleanly(tmp_path: Path) -> None:

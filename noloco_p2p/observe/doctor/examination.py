@@ -12,7 +12,6 @@ from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.balance import choose_stage
 from noloco_p2p.core.members import READY
 from noloco_p2p.core.messages import NO_STAGE, Advert, PeerId
-from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plural
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
@@ -47,9 +46,7 @@ def run_doctor(join: Sequence[str], given: Overrides, directory: Path | None, *,
 async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, directory: Path | None) -> None:
     """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor` does."""
     local = given.node()
-    targets = [JoinAddress.parse(text) for text in join_file.JoinAddresses(join)]
-    if join and not targets:
-        raise ConfigError(f"no join address is in {' or '.join(join)} yet: is its node running?")
+    targets = [*map(JoinAddress.parse, join_file.known(join))]
     node_dirs = () if directory is None else node_probe.node_dirs(directory)
     stored = next((found for one in node_dirs if (found := run_files.stored_manifest(one)) is not None), None)
     own = stored if stored is not None and not given.names_the_run else None
