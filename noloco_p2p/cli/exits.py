@@ -2,20 +2,25 @@
 
 import io
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import EDQUOT, ENOSPC
+from itertools import pairwise
 from types import FrameType
 from typing import NoReturn
 
 import typer
 
-from noloco_p2p.errors import NolocoError
+from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.humanize import plain
 
 DEBUG = "--debug"
+PROMPT = "--prompt"
+EMPTY_VALUE = re.compile(r"--[a-z-]+=")
+"""An option with an empty value in one word."""
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
 LACKING = "strict", "surrogateescape"
@@ -33,6 +38,7 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:
         sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr: a locale may lack characters that we print
     try:
+        _refuse_empty((name, *arguments))
         code = _code_of(app, name, [a for a in arguments if a != DEBUG])
         print(end="", flush=True)
     except NolocoError as error:
@@ -56,6 +62,15 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             fail(f"{error.filename}: {error.strerror}", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code)
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Raise ConfigError for an empty argument, such as an unset variable of a script: as a path it would be the current
+    directory. Only a prompt may be empty."""
+    for before, word in pairwise(words):
+        option = before if not word else word[:-1] if EMPTY_VALUE.fullmatch(word) else None
+        if option is not None and PROMPT not in (option, before):
+            raise ConfigError(f"{option} '' is empty: give a value, or leave it out")
 
 
 def _code_of(app: typer.Typer, name: str, arguments: list[str]) -> int:

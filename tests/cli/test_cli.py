@@ -53,6 +53,9 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["bench", "pipeline", "--seconds", "inf"], "--seconds"),
         (["track"], "Missing option '--to'. Choose from: tensorboard, wandb; see noloco track --help"),
         (["invite", "--dir", "run", "--for", "100000d"], "give 1 to 99999 minutes, hours or days"),
+        (["swarm", "--dir", ""], "--dir '' is empty: give a value, or leave it out"),
+        (["export", "--out", "model", "--from="], "--from '' is empty"),
+        (["report", ""], "report '' is empty"),
         (["nope"], "nope"),
     ],
 )
@@ -62,6 +65,12 @@ def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expec
     assert expected in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "noloco-runs").exists()
+
+
+def test_only_a_prompt_may_be_empty(tmp_path: Path) -> None:
+    """As a path, an unset variable of a script would be the current directory."""
+    for prompt in (["--prompt", ""], ["--prompt="], ["--prompt", "--dir="]):
+        assert "there is no such directory" in noloco("generate", "model", *prompt, cwd=tmp_path).stderr
 
 
 def test_commands_work_in_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
