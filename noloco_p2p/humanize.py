@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from decimal import Decimal
 from math import isfinite
 
 DASH = "–"
@@ -37,11 +38,16 @@ def count(value: float) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """`0.0123`, `12,345`: `digits` significant digits, but large numbers in full up to a million; a dash for None."""
+    """`0.0123`, `12,345`: `digits` significant digits, but large numbers in full; a dash for None.
+
+    From a millionth up to a million, there is no exponent.
+    """
     if value is None:
         return DASH
-    in_full = min(10.0**digits - 0.5, 1e3) <= abs(value) < 1e6
-    return f"{value:,.0f}" if in_full else f"{value:.{digits}g}"
+    if min(10.0**digits - 0.5, 1e3) <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    short = f"{value:.{digits}g}"
+    return f"{Decimal(short):f}" if 1e-6 <= abs(value) < 1 else short
 
 
 def compact(value: float | None, digits: int = 3) -> str:

@@ -20,6 +20,7 @@ PEER = "12D3KooW" + 39 * "x" + "S1R0x"
         ([humanize.count(12_345.4), humanize.loss(1.23456), humanize.loss(None)], ["12,345", "1.2346", "–"]),
         ([humanize.figure(n) for n in (0.012345, 12_345.6, 1e9, None)], ["0.0123", "12,346", "1e+09", "–"]),
         ([humanize.figure(n, 2) for n in (9.96, 99.7, 140.2)], ["10", "100", "140"]),
+        ([humanize.figure(n, 2) for n in (-3.21e-5, 1e-6, 9e-7, 0.0)], ["-0.000032", "0.000001", "9e-07", "0"]),
         ([humanize.percent(n) for n in (0.1234, None)], ["12.3 %", "–"]),
         ([humanize.duration(s) for s in (0.01234, 59.4, 83.0, 3599.6)], ["0.0123 s", "59.4 s", "1 min 23 s", "1 h"]),
         ([humanize.duration(s) for s in (7261.0, 7 * 86_400.0 + 3_600)], ["2 h 1 min", "7 d 1 h"]),
