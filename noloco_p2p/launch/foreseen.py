@@ -99,14 +99,15 @@ def check_disk(directory: Path, checkpoint_bytes: int) -> None:
     Raises LocalError.
     """
     where = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    advice = "name another --dir"
+    advice = "name another directory"
     if not where.is_dir() or not os.access(where, os.W_OK):
         reason = os.strerror(errno.EACCES if where.is_dir() else errno.ENOTDIR)
         raise LocalError(f"cannot write to {where} ({reason}): {advice}")
     free = shutil.disk_usage(where).free
     if free <= checkpoint_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(checkpoint_bytes)
-        raise LocalError(f"{where} has {room} free, a checkpoint of all nodes needs {needed}: free some or {advice}")
+        reason = f"has {room} free, a checkpoint of all nodes needs {needed}" if checkpoint_bytes else "is full"
+        raise LocalError(f"{where} {reason}: free some space or {advice}")
 
 
 def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:

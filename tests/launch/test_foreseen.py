@@ -112,6 +112,15 @@ def test_a_mistake_is_reported_before_anything_starts(
     assert {path.name for path in tmp_path.iterdir()} <= {"small", "tok"}, "nothing is left behind"
 
 
+def test_a_full_disk_is_called_full_if_no_checkpoint_is_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that a checkpoint needed 0 B."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(LocalError, match=f"^{tmp_path} is full: free some space or name another directory$"):
+        foreseen.check_disk(tmp_path / "run", 0)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_parameters_of_a_plain_model_need_no_torch(stages: int) -> None:
     manifest = RunManifest(stages=stages)
