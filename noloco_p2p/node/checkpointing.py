@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core import schedule
+from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.guardians import candidates, holders
 from noloco_p2p.core.messages import Checkpoint, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
@@ -67,10 +67,12 @@ class Checkpointer:
         """Before this node leaves: write its checkpoint, and if it is the last replica, let a guardian pull its
         weights.
 
-        Without a guardian there is nothing to wait for. In any case leaving takes at most `drain_s`.
+        Initial weights are not kept: anybody can make them. Without a guardian there is nothing to wait for. In any
+        case leaving takes at most `drain_s`.
         """
         node = self._node
-        if node.inner_steps == 0:
+        # Weights from a guardian have an age, but no inner step has been counted for them yet.
+        if node.inner_steps == 0 and resume.age(node.advert) == 0:
             return
         await self._rounds.end("leaving")
         if node.config.checkpoint.every_steps is not None:

@@ -48,6 +48,28 @@ def test_a_stage_that_is_lost_in_the_last_rounds_of_a_run_is_taken_as_well() -> 
     assert len(check(swarm).trace.of("moved")) == 1
 
 
+def test_a_node_that_leaves_before_its_first_step_in_a_stage_that_it_took_over_hands_its_weights_over() -> None:
+    """It has taken them from its own memory or from the other guardian, which has died since."""
+
+    def lost() -> FaultySwarm:
+        swarm = choosing(5, 2)
+        later(swarm, 6.0, 1, swarm.crash)
+        return swarm
+
+    undisturbed = lost()
+    taken = check(undisturbed).trace.of("resumed")[0]
+    guarded = {h.peer for h in undisturbed.trace.of("guarded") if h.get("stage") == 1 and h.at_s < taken.at_s}
+    swarm = lost()
+    for peer in guarded - {taken.peer}:
+        swarm.at(taken.at_s, lambda peer=peer: swarm.crash(peer))  # type: ignore[misc]
+    swarm.at(taken.at_s + 0.05, lambda: swarm.drain(taken.peer))
+    swarm.at(taken.at_s + 10.0, lambda: swarm.start(0, 5))
+    left = check(swarm).nodes[taken.peer]
+    assert not [h for h in left.trace.of("inner_step") if h.at_s > taken.at_s], "it leaves before its first step"
+    assert [(one.peer, one.source) for one in swarm.resumptions] == [(taken.peer, "guardian"), ("s0r5", "guardian")]
+    assert [held.stage for held in swarm.disks[taken.peer].held()][-1:] == [1], "its checkpoint, too"
+
+
 def test_a_node_that_is_told_to_leave_while_it_waits_for_others_says_nothing_of_waiting_and_leaves() -> None:
     swarm = FaultySwarm(plan_of((2, 0), start_replicas=2))
     for peer in ("s0r0", "s0r1"):
