@@ -115,7 +115,13 @@ class Membership:
         return called
 
     def first_stage_is_done(self) -> bool:
-        """Whether some node of stage 0 has finished, and all those listed as still at work have fallen silent."""
+        """Whether some node of stage 0 has finished, and all those listed as still at work have fallen silent.
+
+        To a node of stage 0, the others there are at work only if they answer that they train: two that still fetch
+        their weights would wait for each other.
+        """
+        if self._node.index == 0:
+            return self.run_ended and not self.inquiry.answering(self.members.of_stage(0), members.TRAINING)
         at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
         return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
 

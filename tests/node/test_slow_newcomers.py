@@ -74,6 +74,19 @@ def test_a_guardian_s_weights_that_come_after_the_donor_has_left_at_the_end_are_
     assert not late.disks["s0r1"].held()
 
 
+@pytest.mark.parametrize("crash", [(), ("s1r0", "s1r1")])
+def test_two_newcomers_whose_donor_has_left_at_the_end_do_not_train_on_together(crash: tuple[PeerId, ...]) -> None:
+    """Each took the other for one that was still at work. With no guardian left they began afresh."""
+    newcomers = "s0r1", "s0r2"
+    faults = [Fault(6.0, "arrive", (peer,)) for peer in newcomers] + [Fault(33.0, "crash", (peer,)) for peer in crash]
+    late = swarm(*faults, replicas=(1, 2), state_s=200.0)
+    outcome = check(late)
+    assert [one.source for one in late.resumptions] == ([] if crash else ["guardian", "guardian"])
+    for peer in newcomers:
+        assert outcome.nodes[peer].node.finished
+        assert not late.disks[peer].held()
+
+
 def test_a_newcomer_that_has_only_read_that_stage_0_left_at_the_end_ends_too() -> None:
     """It was cut off from stage 0, and when the line was back nobody was there: it waited for ever."""
     cuts = [Fault(8.0, "cut", ("s1r2", peer), 60.0) for peer in ("s0r0", "s0r1")]
