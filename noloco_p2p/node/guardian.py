@@ -124,8 +124,12 @@ class Guardian:
     async def _look_after(self, stage: int) -> None:
         """Pull the ward's weights if there may be newer ones: from one replica, or from another if that fails."""
         replicas = self._replicas(stage)
-        round = self._due(stage, replicas) if replicas else None
         node = self._node
+        staying = [a for a in replicas if a.state != "draining"]
+        if len(staying) < len(replicas):
+            # They may have died since they answered, and then the last weights are those of a replica that leaves.
+            self._swarm.inquiry.ask(staying, node.now() - AGAIN_S)
+        round = self._due(stage, replicas) if replicas else None
         if round is None or node.stood_still:  # after a standstill the others would seem too far ahead
             return
         signs = self._signs(replicas)

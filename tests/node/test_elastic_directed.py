@@ -404,14 +404,16 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("also", ["crash", "drain"])
-def test_a_last_replica_notices_that_the_other_one_has_just_gone(also: str) -> None:
+def test_a_last_replica_and_its_guardians_notice_that_the_other_one_has_just_gone(also: str, stage: int) -> None:
     """The other replica answered shortly before, and its advert still says that it trains."""
-    swarm = FaultySwarm(replace(plan_of((2, 3), steps=40), view_age_s=0.5))
-    swarm.at(6.0, lambda: getattr(swarm, also)("s0r0"))
-    swarm.at(6.0, lambda: swarm.drain("s0r1"))
-    swarm.at(20.0, lambda: swarm.start(0, 2))
-    done = [number for number, _ in check(swarm).nodes["s0r1"].rounds]
+    swarm = FaultySwarm(replace(plan_of((3, 2) if stage else (2, 3), steps=40), view_age_s=0.5))
+    gone, last = f"s{stage}r0", f"s{stage}r1"
+    swarm.at(6.0, lambda: getattr(swarm, also)(gone))
+    swarm.at(6.0, lambda: swarm.drain(last))
+    swarm.at(20.0, lambda: swarm.start(stage, 2))
+    done = [number for number, _ in check(swarm).nodes[last].rounds]
     assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", done[-1] + 1)]
 
 

@@ -13,7 +13,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.device_stage import DeviceStage
-from noloco_p2p.node.guardian import EVERY_S, EVERY_STEPS, Guardian
+from noloco_p2p.node.guardian import AGAIN_S, EVERY_S, EVERY_STEPS, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Telemetry, Transport
@@ -270,6 +270,22 @@ def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
         count = len(place.asked)
         await asyncio.sleep(20.0)
         assert len(place.asked) == count <= 4, "and not after that"
+
+    at(scenario)
+
+
+def test_a_leaving_replica_is_asked_for_its_last_weights_though_one_that_has_died_is_listed_as_training() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        place.members.update([place.advert("v", WARD), place.advert("w", WARD)], now=place.node.now())
+        place.swarm.inquiry.ask(place.members.all())
+        await place.sees(place.advert("v", WARD), place.advert("w", WARD))
+        assert place.holds == (Holding(WARD, 3, 30),)
+        await asyncio.sleep(AGAIN_S)
+        place.silent.add("v")
+        place.answers["w"] = snapshot("w", 4, 33)
+        await place.sees(place.advert("v", WARD), place.advert("w", WARD, "draining"))
+        assert place.holds == (Holding(WARD, 4, 33),)
 
     at(scenario)
 
