@@ -187,7 +187,7 @@ class Guardian:
         mine = node.advert
         return sorted(
             turned,
-            key=lambda a: (aside[a.peer_id], a.state == "draining", leaving and -a.step, mine.needs_relay(a)),
+            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state == "draining", mine.needs_relay(a)),
         )
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:

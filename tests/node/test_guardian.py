@@ -301,6 +301,17 @@ def test_a_replica_that_stays_is_asked_before_one_that_leaves() -> None:
     at(scenario)
 
 
+def test_the_last_weights_of_a_replica_that_leaves_come_before_older_ones_of_a_paused_one() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers = {"v": snapshot("v", 3, 30), "w": snapshot("w", 5, 44)}
+        paused = replace(place.advert("v", WARD, "paused", round=2), step=30.0)
+        await place.sees(paused, replace(place.advert("w", WARD, "draining", round=4), step=44.0))
+        assert place.asked == [("w", WARD, 5)]
+        assert place.holds == (Holding(WARD, 5, 44),)
+
+    at(scenario)
+
+
 def test_guarding_takes_a_twentieth_of_the_line_and_less_where_guardians_share_a_replica() -> None:
     async def scenario(place: Place) -> None:
         place.takes_s = 2.0
