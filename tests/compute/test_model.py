@@ -67,6 +67,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama", {"attention_dropout": 0.1, "num_hidden_layers": 2}, 2, "attention_dropout is 0.1; dropout must be 0"),
     ("gpt2", {"tie_word_embeddings": False}, 2, "pdrop is 0.1; dropout must be 0"),
     ("mixtral", {"router_jitter_noise": 0.01}, 2, "router_jitter_noise is 0.01; jitter must be 0"),
+    ("gemma3", {}, 2, "gemma3 does not say how many layers it has; use another family"),
+    ("gpt2", {"rope_theta": 5e5}, 1, "not a field of the family gpt2: 'rope_theta'"),
     ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
     ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
     ("llama", {"num_key_value_heads": 0}, 1, "num_attention_heads 32 is not divisible by num_key_value_heads 0"),
@@ -81,6 +83,31 @@ def test_bad_models_are_refused_in_one_line(name: str, fields: dict[str, Any], s
     with pytest.raises(ConfigError, match=message) as caught:
         make_torch_stage(manifest, 0, "me")
     assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_moved_is_still_accepted() -> None:
+    """`rope_theta` is what older configurations and most papers say."""
+    config = model_family.make_config(ModelSettings(config={"rope_theta": 5e5}))
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "expected"),
+    [
+        ("gpt2", {"vocab_size": 50256}, (None, None)),
+        ("gpt2", {"vocab_size": 50257}, (50256, 50256)),
+        ("gpt2", {}, (50256, 50256)),
+        ("gpt2", {"vocab_size": 61, "eos_token_id": 60}, (None, 60)),
+        ("llama", {"vocab_size": 2}, (1, None)),
+    ],
+)
+def test_special_ids_that_the_vocabulary_lacks_are_left_out(
+    family: str, fields: dict[str, int], expected: tuple[int | None, int | None]
+) -> None:
+    """Those are defaults of the family, which nobody gave."""
+    no_dropout = {} if family == "llama" else dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = model_family.make_config(ModelSettings(family=family, config={**fields, **no_dropout}))
+    assert (config.bos_token_id, config.eos_token_id) == expected
 
 
 def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
