@@ -4,7 +4,11 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +30,17 @@ def test_a_file_of_another_user_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit) as end:
         run_app(app, "noloco")
     assert (end.value.code, capsys.readouterr().err) == (2, "error: run/0-0/events.jsonl: Permission denied\n")
+
+
+@pytest.mark.parametrize("command", ["noloco", "noloco-node"])
+def test_an_interrupt_during_the_imports_ends_a_command_quietly(command: str, tmp_path: Path) -> None:
+    """It printed the traceback of an import."""
+    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = pyproject["project"]["scripts"][command].partition(":")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
