@@ -127,8 +127,11 @@ def read_entries(
         else:
             faults.append(f"--set {option}: write it as --set key=value")
     for key, _, place in entries:
-        if not known.holds(key):
-            faults.append(f"{place}: there is no key {'.'.join(key)}; the nearest is {known.nearest(key)}")
+        name = ".".join(key)
+        if not known.holds(key) and known.holds(parts := tuple(name.split("."))):
+            faults.append(f"{place}: dots are for --set; here write {': {'.join(parts)}: …{'}' * (len(parts) - 1)}")
+        elif not known.holds(key):
+            faults.append(f"{place}: there is no key {name}; the nearest is {known.nearest(key)}")
     return [entry for entry in entries if known.holds(entry.key)]
 
 

@@ -98,6 +98,17 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     ]
 
 
+def test_a_key_with_dots_in_a_file_is_explained(tmp_path: Path) -> None:
+    """It said: there is no key outer.rule; the nearest is outer.rule."""
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 2\nouter.rule: noloco\nmodel: {config.hidden_size: 8}\nouter.ruel: noloco\n")
+    assert faults(path) == [
+        f"{path}:2: dots are for --set; here write outer: {{rule: …}}",
+        f"{path}:3: dots are for --set; here write model: {{config: {{hidden_size: …}}}}",
+        f"{path}:4: there is no key outer.ruel; the nearest is outer.rule",
+    ]
+
+
 def test_an_error_names_the_source_that_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 5\n")
