@@ -155,17 +155,23 @@ class OuterRounds:
     async def end(self, reason: str, *, wait: bool = False, cancel: bool = True) -> float:
         """End the open round, if there is one: merge what has arrived, or alone for `reason`; or `wait` for its pull.
 
-        Without `cancel`, an unfinished pull continues for the next round. Returns the seconds counted as idle.
+        A node that is to leave waits no longer. Without `cancel`, an unfinished pull continues for the next round.
+        Returns the seconds counted as idle.
         """
         opened, self._open, node, idle_s = self._open, None, self._node, 0.0
         if opened is None:
             return idle_s
         with node.span("outer"):
-            pull, began, is_there = Pull(reason), node.now(), opened.pull.done()
-            if cancel and not wait:
+            began, is_there, why = node.now(), opened.pull.done(), ForRound(opened.mine.round)
+            if wait:
+                await node.waits.until(
+                    lambda: opened.pull.done() or node.draining, "outer round", Resource.SWARM, why=why
+                )
+            pull = Pull("leaving" if wait and node.draining else reason)
+            if cancel:
                 opened.pull.cancel()
             if is_there or wait or cancel:
-                with node.waits.waiting("outer round", Resource.SWARM, why=ForRound(opened.mine.round)):
+                with node.waits.waiting("outer round", Resource.SWARM, why=why):
                     await asyncio.wait([opened.pull])
                 pull = pull if opened.pull.cancelled() else opened.pull.result()
             if wait and not is_there:
@@ -183,9 +189,10 @@ class OuterRounds:
                 await asyncio.wait([self._pulling])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
-        """Report a bug at once, because the next boundary may never be reached."""
+        """Wake whoever waits for it. Report a bug at once, because the next boundary may never be reached."""
         if self._pulling is pull:
             self._pulling = None
+        self._node.waits.pulse()
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 

@@ -417,6 +417,24 @@ def test_a_last_replica_and_its_guardians_notice_that_the_other_one_has_just_gon
     assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", done[-1] + 1)]
 
 
+@pytest.mark.parametrize(
+    "outer", [{"rule": "diloco", "inner_steps": 2}, {"rule": "noloco", "overlap": False}, {"rule": "sync"}]
+)
+def test_a_node_that_is_told_to_leave_while_it_waits_for_a_round_hands_its_weights_over(
+    outer: Mapping[str, object],
+) -> None:
+    """The other replica may take longer for the round than a node may take to leave."""
+    waits = {"inner_steps": 1, "deadline_s": 60.0, "partner_wait_s": 60.0, "allow_unstable": True}
+    slow, peer = Fault(6.0, "slow", ("s1r1",), 30.0, 400.0), "s1r0"
+    swarm = FaultySwarm(plan_of((2, 2), steps=40, every_steps=20, outer={**waits, **outer}), (slow,))
+    swarm.at(12.0, lambda: swarm.drain(peer))
+    outcome = check(swarm)
+    assert times(outcome, "outer_round", peer)[-2] < slow.at_s + 1.0, "it has waited for the round"
+    assert not [h for h in outcome.trace.of("warning", peer) if "unfinished" in str(h.get("message"))]
+    (saved,) = outcome.trace.of("checkpoint", peer)
+    assert saved.at_s > 12.0
+
+
 def test_a_node_that_is_told_to_leave_while_its_data_are_opened_leaves() -> None:
     """The data are opened last, at a position from a checkpoint, which has to be read first."""
     plan, peer = replace(plan_of((1, 2), steps=70, every_steps=20), save_s=1.0), "s0r0"
