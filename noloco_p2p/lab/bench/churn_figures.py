@@ -119,8 +119,7 @@ def duplicates(lines: Iterable[InnerStepLine], sources: Sequence[WeightsSource])
     """How often one replica counted an id that its weights already contained.
 
     `lines` are those of one replica, in the order in which they were written. Weights from the replica's own checkpoint
-    contain the
-    steps before that checkpoint; weights from another replica contain none of this replica's steps.
+    contain the steps before that checkpoint; weights from another replica contain none of this replica's steps.
     """
     contained: list[InnerStepLine] = []
     counted: Counter[str] = Counter()

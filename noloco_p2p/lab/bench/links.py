@@ -2,9 +2,8 @@
 
 In each case all nodes have the same line, equally fast in both directions. The swarm's nodes are real processes (as
 with `noloco swarm --link`), observed through their steps files and metrics. The simulator gets their manifest, message
-sizes
-and device seconds: the proportions from the stages measured alone, the level from the run itself, where several nodes
-share a core. It knows nothing else about the run.
+sizes and device seconds: the proportions from the stages measured alone, the level from the run itself, where several
+nodes share a core. It knows nothing else about the run.
 
 The model has hidden states that are large compared with its arithmetic: it is wide, with one layer of one narrow head
 per stage.

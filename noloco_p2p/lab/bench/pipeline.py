@@ -2,8 +2,7 @@
 
 The swarm's nodes are real processes with default settings except for SETTINGS. Their metrics count its tokens between
 two moments well inside training, including outer rounds but neither start-up nor evaluation. The single process has one
-thread, plain
-transformers and fused AdamW; it uses nothing from `compute/`.
+thread, plain transformers and fused AdamW; it uses nothing from `compute/`.
 
 Shape legend: B microbatch, T sequence, V vocabulary.
 """

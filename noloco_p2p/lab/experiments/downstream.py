@@ -6,12 +6,11 @@ stages, equal tokens, and for each method the rate with the lowest held-out loss
 replicas is exported and fine-tuned in one process, as by `noloco finetune` and in the same way for all: {EXAMPLES:,}
 examples of each of the five tasks that `noloco tasks` makes, batches of {BATCH_SIZE}, peak rate {TUNING_RATE:g}, and
 the loss on the completions only. {TEST} other items of each task are scored in two ways. *Exact*: greedy decoding gives
-the
-completion and then the end of text. *Choice*: of four texts of equal length the right one is the likeliest; guessing
-gives 0.25. *Without pre-training*: the weights have taken one step. *Jensen-Shannon*: the divergence of two replicas'
-next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to ln 2 =
-0.693 nats. Weights, data, tasks and the order of examples are determined by the seed. Mean ± standard deviation over
-seeds, and differences between runs with the same seed.
+the completion and then the end of text. *Choice*: of four texts of equal length the right one is the likeliest;
+guessing gives 0.25. *Without pre-training*: the weights have taken one step. *Jensen-Shannon*: the divergence of two
+replicas' next-token distributions before the merge, the mean over pairs and over positions of held-out text, from 0 to
+ln 2 = 0.693 nats. Weights, data, tasks and the order of examples are determined by the seed. Mean ± standard deviation
+over seeds, and differences between runs with the same seed.
 
 Limits: A model of about a million parameters has learnt spelling after a few hundred steps, not skills. So most of what
 the tasks need is learnt in fine-tuning; the runs without pre-training show whether it matters at all. Five tasks of a

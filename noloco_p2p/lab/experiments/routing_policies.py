@@ -15,12 +15,11 @@ of the measurements that all runs of the arm have. Load and waits for admission 
 
 Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
 signs can be compared, magnitudes hardly. Without outer rounds fixed routes are eight small models that never meet; a
-run
-this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order of
-arrival decides which replica takes how many inner steps, and the clock follows the median: tokens differ by a few per
-cent, and part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full replica says
-Busy, which evens out the load of `random`: draws without that would be less even. Device and link times are assumed,
-not measured.
+run this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order
+of arrival decides which replica takes how many inner steps, and the clock follows the median: tokens differ by a few
+per cent, and part of the spread is that replicas of stage 1 have taken unequal numbers of inner steps. A full replica
+says Busy, which evens out the load of `random`: draws without that would be less even. Device and link times are
+assumed, not measured.
 """
 
 from collections import defaultdict
