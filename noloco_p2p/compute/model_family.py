@@ -190,7 +190,7 @@ def small_config(config: Any) -> Any:
     for name, value in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(small, name, value)
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):  # in some families (jamba) it follows from other fields
         small.layer_types = config.layer_types[: small.num_hidden_layers]
     for name in SPECIAL_IDS:
         value = getattr(config, name, None)

@@ -142,7 +142,19 @@ def test_sizes_are_known_of_a_model_that_no_machine_can_hold() -> None:
     assert size.parameters > 3 * 2**40  # three matrices of each expert
 
 
-SPLITTABLE = ["llama", "gpt2", "opt", "gpt_neox", "qwen3", "qwen3_moe", "olmo", "gemma2", "gemma3_text", "phi3"]
+SPLITTABLE = [
+    "llama",
+    "gpt2",
+    "opt",
+    "gpt_neox",
+    "qwen3",
+    "qwen3_moe",
+    "olmo",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "jamba",
+]
 
 
 def small(name: str) -> Any:
@@ -152,6 +164,7 @@ def small(name: str) -> Any:
         "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
         "opt": {"dropout": 0.0},
         "gpt_neox": {"num_hidden_layers": 3},
+        "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
         "bloom": {"n_layer": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     }
     if name == "bloom":
