@@ -85,6 +85,11 @@ def test_bad_models_are_refused_in_one_line(name: str, fields: dict[str, Any], s
     assert "\n" not in str(caught.value)
 
 
+def test_a_foreign_message_is_one_line_and_never_empty() -> None:
+    assert model_family.one_line(AssertionError()) == "AssertionError"
+    assert model_family.one_line(ValueError("two\n  lines ")) == "two lines"
+
+
 def test_a_field_that_moved_is_still_accepted() -> None:
     """`rope_theta` is what older configurations and most papers say."""
     config = model_family.make_config(ModelSettings(config={"rope_theta": 5e5}))
@@ -140,6 +145,32 @@ def test_sizes_are_known_of_a_model_that_no_machine_can_hold() -> None:
     settings = ModelSettings(family="llama4_text", config={"num_hidden_layers": 1, "moe_layers": [0], **experts})
     (size,) = stage_sizes(RunManifest(model=settings, stages=1))
     assert size.parameters > 3 * 2**40  # three matrices of each expert
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "fewer"),
+    [(8, 8, (2, 2)), (8, 1, (2, 1)), (8, 2, (4, 2)), (8, 4, (4, 2)), (1, 1, (1, 1)), (6, 6, (2, 2))],
+)
+def test_the_trial_is_of_a_small_model_of_the_same_kind(heads: int, shared: int, fewer: tuple[int, int]) -> None:
+    """Queries share keys in the same way: all of them, in groups, or none."""
+    fields = {"num_attention_heads": heads, "num_key_value_heads": shared, "hidden_size": 16 * heads, "head_dim": 16}
+    fields |= {"num_hidden_layers": 40, "vocab_size": 10**6, "eos_token_id": 10**6 - 1, "bos_token_id": 1}
+    for family in ("gemma3_text", "llama"):
+        config = model_family.make_config(ModelSettings(family=family, config=fields))
+        small = model_family.small_config(config)
+        assert (small.num_attention_heads, small.num_key_value_heads) == fewer
+        assert small.hidden_size == 16 * small.num_attention_heads
+        assert (small.num_hidden_layers, small.vocab_size) == (4, 64)
+        assert (small.bos_token_id, small.eos_token_id) == (1, None)
+        assert getattr(small, "layer_types", None) == (config.layer_types[:4] if family == "gemma3_text" else None)
+        assert (config.num_hidden_layers, config.vocab_size) == (40, 10**6), "the given one does not change"
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_the_trial_has_projections_around_the_layers_if_the_model_has(width: int) -> None:
+    fields = {"hidden_size": 64, "word_embed_proj_dim": width, "num_attention_heads": 4, "dropout": 0.0}
+    small = model_family.small_config(model_family.make_config(ModelSettings(family="opt", config=fields)))
+    assert (small.word_embed_proj_dim == small.hidden_size) == (width == 64)
 
 
 SPLITTABLE = [
