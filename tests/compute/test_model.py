@@ -153,7 +153,12 @@ def test_sizes_are_known_of_a_model_that_no_machine_can_hold() -> None:
 )
 def test_the_trial_is_of_a_small_model_of_the_same_kind(heads: int, shared: int, fewer: tuple[int, int]) -> None:
     """Queries share keys in the same way: all of them, in groups, or none."""
-    fields = {"num_attention_heads": heads, "num_key_value_heads": shared, "hidden_size": 16 * heads, "head_dim": 16}
+    fields: dict[str, Any] = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "hidden_size": 16 * heads,
+        "head_dim": 16,
+    }
     fields |= {"num_hidden_layers": 40, "vocab_size": 10**6, "eos_token_id": 10**6 - 1, "bos_token_id": 1}
     for family in ("gemma3_text", "llama"):
         config = model_family.make_config(ModelSettings(family=family, config=fields))
@@ -168,7 +173,7 @@ def test_the_trial_is_of_a_small_model_of_the_same_kind(heads: int, shared: int,
 
 @pytest.mark.parametrize("width", [32, 64])
 def test_the_trial_has_projections_around_the_layers_if_the_model_has(width: int) -> None:
-    fields = {"hidden_size": 64, "word_embed_proj_dim": width, "num_attention_heads": 4, "dropout": 0.0}
+    fields: dict[str, Any] = {"hidden_size": 64, "word_embed_proj_dim": width, "num_attention_heads": 4, "dropout": 0.0}
     small = model_family.small_config(model_family.make_config(ModelSettings(family="opt", config=fields)))
     assert (small.word_embed_proj_dim == small.hidden_size) == (width == 64)
 
