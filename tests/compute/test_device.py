@@ -1,10 +1,13 @@
 """The device thread: order, cancellation, failures, and the Stage port over the real stage."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +125,36 @@ def test_a_result_that_comes_together_with_a_cancellation_is_handed_over() -> No
         return lost
 
     assert asyncio.run(run()) == ["held"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_cancelled_call_that_has_nothing_to_hand_over_ends_quietly(fails: bool) -> None:
+    """Because it fails, or because nobody wants the result."""
+
+    async def run() -> tuple[list[str], list[dict[str, Any]]]:
+        device, lost, errors = DeviceThread("test"), list[str](), list[dict[str, Any]]()
+        entered, opened = threading.Event(), threading.Event()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+        def work() -> str:
+            entered.set()
+            assert opened.wait(10)
+            if fails:
+                raise RuntimeError("shape")
+            return "held"
+
+        task = asyncio.create_task(device.call(FORWARD, work, lost=lost.append if fails else None))
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        opened.set()
+        await device.call(FORWARD, lambda: None)
+        device.close()
+        device.join()
+        return lost, errors
+
+    assert asyncio.run(run()) == ([], [])
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -296,6 +329,34 @@ def test_make_stage_keeps_the_loop_alive_and_gives_the_initial_weights() -> None
         return turns
 
     assert asyncio.run(run()) > 5
+
+
+def test_the_device_thread_gives_way_to_others_and_begins_with_no_busy_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the system forbids that it gives way. The time to make the stage belongs to no inner step."""
+    clock, made, before, asked = SimpleNamespace(now=0.0), object(), torch.get_num_threads(), list[tuple[str, int]]()
+
+    def schedule(process: int, policy: int, parameters: object) -> None:
+        asked.append((threading.current_thread().name, policy))
+        raise PermissionError(process, parameters)
+
+    def make(*_: object, **__: object) -> object:
+        clock.now += 100
+        return made
+
+    async def run() -> tuple[object, int, float]:
+        stage, device = await make_stage(make_manifest(), NodeConfig(device="cpu", threads=before + 1), 1, "me")
+        threads, busy_s = await device.call(FORWARD, torch.get_num_threads), device.take_busy_s()
+        device.close()
+        return stage, threads, busy_s
+
+    monkeypatch.setattr(os, "sched_setscheduler", schedule)
+    monkeypatch.setattr("noloco_p2p.compute.device.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("noloco_p2p.compute.factory.make_torch_stage", make)
+    try:
+        assert asyncio.run(run()) == (made, before + 1, 0.0)
+    finally:
+        torch.set_num_threads(before)
+    assert asked == [("device-1", os.SCHED_BATCH)]
 
 
 def test_make_stage_that_fails_leaves_no_thread() -> None:
