@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from noloco_p2p.compute import unused_compiler
 from noloco_p2p.config import MAX_LAYERS, ModelSettings, RunManifest
 from noloco_p2p.errors import ConfigError
@@ -34,10 +36,11 @@ FOREIGN_ERRORS = (
     ImportError,
     LookupError,
     RuntimeError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
-"""Exceptions that a model class of transformers may raise for a configuration that it cannot handle."""
+"""Exceptions that transformers may raise for a configuration that it, or a model class, cannot handle."""
 
 
 def import_transformers() -> None:
@@ -56,7 +59,6 @@ def import_transformers() -> None:
 def make_config(settings: ModelSettings) -> Any:
     """The family's configuration object. Raises ConfigError for an unknown family or field, or a rejected value."""
     import_transformers()
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -75,7 +77,7 @@ def make_config(settings: ModelSettings) -> Any:
         raise ConfigError(f"model.config: not a field of the family {family}: {listed}")
     try:
         config = config_class(**_without_foreign_ids(config_class, settings.config))
-    except (StrictDataclassError, *FOREIGN_ERRORS) as error:
+    except FOREIGN_ERRORS as error:
         raise ConfigError(f"model.config: {family} rejects it: {one_line(error)}") from error
     _refuse_randomness(config)
     return config

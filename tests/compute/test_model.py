@@ -115,6 +115,15 @@ def test_special_ids_that_the_vocabulary_lacks_are_left_out(
     assert (config.bos_token_id, config.eos_token_id) == expected
 
 
+def test_a_family_whose_fields_do_not_take_the_values_of_the_trial_is_refused() -> None:
+    """An id of `cwm` cannot be None, and its default is beyond the small vocabulary."""
+    config = {**make_manifest().model.config, "vocab_size": 128256}
+    manifest = RunManifest(model=ModelSettings(family="cwm", config=config), sequence_length=8)
+    with pytest.raises(ConfigError, match=r"cwm cannot be split over 2 stages: .* got NoneType") as caught:
+        check_model(manifest)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="stage is 2, but the run has stages 0 to 1"):
         make_torch_stage(make_manifest(), 2, "me")

@@ -277,6 +277,10 @@ def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (out / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no model that can be loaded"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+    config = json.loads((out / "config.json").read_text()) | {"hidden_size": "many"}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"no model that can be loaded: .* expected int, got str"):
+        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
 
 
 def test_local_files_of_the_run_need_not_be_named_again(tmp_path: Path) -> None:
