@@ -58,7 +58,7 @@ class DeviceThread:
         try:
             return await future
         except asyncio.CancelledError:
-            if lost is not None and future.done() and not future.cancelled() and future.exception() is None:
+            if lost is not None and not future.cancelled() and future.exception() is None:
                 lost(future.result())  # it arrived in the same iteration of the loop as the cancellation
             raise
         finally:

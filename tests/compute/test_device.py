@@ -127,13 +127,14 @@ def test_a_result_that_comes_together_with_a_cancellation_is_handed_over() -> No
     assert asyncio.run(run()) == ["held"]
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_cancelled_call_that_has_nothing_to_hand_over_ends_quietly(fails: bool) -> None:
-    """Because it fails, or because nobody wants the result."""
+def test_a_cancelled_call_that_has_nothing_to_hand_over_ends_quietly(fails: bool, together: bool) -> None:
+    """Because it fails, or because nobody wants the result; whether it ends later or together with the cancellation."""
 
     async def run() -> tuple[list[str], list[dict[str, Any]]]:
         device, lost, errors = DeviceThread("test"), list[str](), list[dict[str, Any]]()
-        entered, opened = threading.Event(), threading.Event()
+        entered, opened, over = threading.Event(), threading.Event(), threading.Event()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
 
         def work() -> str:
@@ -145,7 +146,11 @@ def test_a_cancelled_call_that_has_nothing_to_hand_over_ends_quietly(fails: bool
 
         task = asyncio.create_task(device.call(FORWARD, work, lost=lost.append if fails else None))
         await asyncio.to_thread(entered.wait, 10)
-        task.cancel()
+        if together:
+            device.post(over.set)
+            opened.set()
+            assert over.wait(10)
+        asyncio.get_running_loop().call_soon(task.cancel)
         with pytest.raises(asyncio.CancelledError):
             await task
         opened.set()
