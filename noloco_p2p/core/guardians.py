@@ -21,7 +21,7 @@ WITH_WEIGHTS = TRAINED | {"draining"}
 
 
 def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage with no replicas or with many.
+    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage with many replicas.
 
     `adverts` are those of all nodes, the caller included, in any order. The nodes of other stages that train or have
     finished are ranked by a score drawn for this stage (rendezvous hashing). A node that comes or goes does not change
@@ -29,7 +29,7 @@ def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[Peer
     """
     everybody = list(adverts)
     replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
-    if not 1 <= len(replicas) <= GUARDED_REPLICAS:
+    if len(replicas) > GUARDED_REPLICAS:
         return ()
     return candidates(stage, everybody, seed)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import resume, schedule
-from noloco_p2p.core.guardians import candidates, holders
-from noloco_p2p.core.messages import Checkpoint, PeerId
+from noloco_p2p.core.guardians import WITH_WEIGHTS, candidates, holders
+from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.membership import Membership
@@ -65,28 +65,41 @@ class Checkpointer:
 
     async def hand_over(self) -> None:
         """Before this node leaves: write its checkpoint, and if it is the last replica, let a guardian pull its
-        weights.
+        weights. Likewise what it guards of a stage that nobody holds any more.
 
-        Initial weights are not kept: anybody can make them. Without a guardian there is nothing to wait for. In any
-        case leaving takes at most `drain_s`.
+        Without a guardian there is nothing to wait for. In any case leaving takes at most `drain_s`.
         """
+        node, members = self._node, self._swarm.members
+        last = await self._last_weights()
+        others = [held for held in node.advert.holds if held.stage != node.index]  # not its own checkpoints
+        last += [held for held in others if not members.of_stage(held.stage, WITH_WEIGHTS)]
+        if all(map(self._is_guarded, last)):
+            return
+        stages = " and ".join(str(held.stage) for held in last)
+        node.event("info", message=f"waiting until a guardian has the weights of stage {stages}")
+        assert node.drain_by is not None, "only a node that leaves hands over"
+        left_s = max(0.0, node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S)
+        why = ForRound(last[0].round)
+        if not await node.waits.until(
+            lambda: all(map(self._is_guarded, last)), "guardian", Resource.SWARM, left_s, why=why
+        ):
+            node.event("warning", message="leaving although no guardian has pulled its weights")
+
+    async def _last_weights(self) -> list[Holding]:
+        """Write this node's checkpoint, and if it is the last replica, freeze its weights for guardians, if there are
+        any. Returns what they can pull. Initial weights are not kept: anybody can make them."""
         node = self._node
         # Weights from a guardian have an age, but no inner step has been counted for them yet.
         if node.inner_steps == 0 and resume.age(node.advert) == 0:
-            return
+            return []
         await self._rounds.end("leaving")
         if node.config.checkpoint.every_steps is not None:
             await self._save(max(node.advert.outer_round, self._newest))
             await self.settle()
-        if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians():
-            return
+        if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians(node.index):
+            return []
         final = await self._rounds.freeze(node.advert.outer_round + 1)
-        node.event("info", message=f"waiting until a guardian has the weights of stage {node.index}")
-        assert node.drain_by is not None, "only a node that leaves hands over"
-        left_s = max(0.0, node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S)
-        why = ForRound(final.round)
-        if not await node.waits.until(lambda: self._is_guarded(why.round), "guardian", Resource.SWARM, left_s, why=why):
-            node.event("warning", message="leaving although no guardian has pulled its weights")
+        return [Holding(node.index, final.round, final.step, final.fresh_round)]
 
     async def entrust(self) -> bool:
         """Before a pause: if this is the last replica, freeze its weights for guardians to pull. Returns whether it did
@@ -96,7 +109,7 @@ class Checkpointer:
             return False
         message = f"stage {node.index} has no other replica: the swarm stands still while this node is paused"
         node.event("warning", message=message)
-        if node.manifest.outer.pairing == "none" or not self._guardians():
+        if node.manifest.outer.pairing == "none" or not self._guardians(node.index):
             return False
         await self._rounds.freeze(node.advert.outer_round + 1)
         return True
@@ -108,17 +121,15 @@ class Checkpointer:
         await inquiry.until_asked(asked, anew=True)
         return bool(inquiry.answering(asked, membership.HOLDING))
 
-    def _is_guarded(self, round: int) -> bool:
-        """Whether a node that answers has the weights that this node froze, or no guardian is left to pull them."""
-        inquiry = self._swarm.inquiry
-        held = [a for a, holding in holders(self._node.index, self._swarm.members.all()) if holding.round >= round]
-        asked = inquiry.few(held)
+    def _is_guarded(self, held: Holding) -> bool:
+        """Whether a node that answers has these weights or newer ones, or no guardian is left to pull them."""
+        inquiry, listed = self._swarm.inquiry, holders(held.stage, self._swarm.members.all())
+        asked = inquiry.few([a for a, theirs in listed if (theirs.age, theirs.step) >= (held.age, held.step)])
         inquiry.ask(asked)
-        return not self._guardians() or bool(inquiry.answering(asked, membership.PRESENT))
+        return not self._guardians(held.stage) or bool(inquiry.answering(asked, membership.PRESENT))
 
-    def _guardians(self) -> tuple[PeerId, ...]:
-        node = self._node
-        return candidates(node.index, self._swarm.everybody(), node.manifest.seed)
+    def _guardians(self, stage: int) -> tuple[PeerId, ...]:
+        return candidates(stage, self._swarm.everybody(), self._node.manifest.seed)
 
     async def _save(self, round: int) -> None:
         """Wait for the previous write to end, freeze everything, and write it in the background."""

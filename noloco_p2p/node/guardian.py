@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from math import floor, inf
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates, guardians_of
+from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates, guardians_of, holders
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
@@ -125,11 +125,14 @@ class Guardian:
         """Pull the ward's weights if there may be newer ones: from one replica, or from another if that fails."""
         replicas = self._replicas(stage)
         node = self._node
+        if not replicas:
+            await self._copy(stage)
+            return
         staying = [a for a in replicas if a.state != "draining"]
         if len(staying) < len(replicas):
             # They may have died since they answered, and then the last weights are those of a replica that leaves.
             self._swarm.inquiry.ask(staying, node.now() - AGAIN_S)
-        round = self._due(stage, replicas) if replicas else None
+        round = self._due(stage, replicas)
         if round is None or node.stood_still:  # after a standstill the others would seem too far ahead
             return
         signs = self._signs(replicas)
@@ -146,6 +149,20 @@ class Guardian:
             self._pulled[stage] = node.now(), node.advert.step
             self._keep(stage, theirs)
             return
+
+    async def _copy(self, stage: int) -> None:
+        """Copy the weights of a stage that nobody holds any more from another guardian, which may leave or die."""
+        node, mine = self._node, self.holding(stage)
+        for guardian, theirs in holders(stage, self._swarm.members.all()):
+            if mine and ((theirs.age, theirs.step) <= (mine.age, mine.step) or node.now() < self._rests_until):
+                return
+            if guardian.stage == stage or not node.is_possible(theirs.round, theirs.step):
+                continue
+            try:
+                self._keep(stage, await self._fetch(guardian, stage, theirs.round, 0.0))
+                return
+            except PeerError as error:
+                node.event("warning", message=f"no copy of stage {stage} from {guardian.peer_id}: {error}")
 
     def _signs(self, replicas: Sequence[Advert]) -> tuple[int, int, bool]:
         """This node's outer round, the newest that the replicas announced, whether all pause. A change: look again."""
@@ -206,7 +223,7 @@ class Guardian:
                 self._rest(stage, took_s)  # a transfer that was too slow used the line all the same
             raise
         self._rest(stage, theirs.took_s)
-        if theirs.peer != donor.peer_id:
+        if donor.stage == stage and theirs.peer != donor.peer_id:
             raise Violation(f"{donor.peer_id} sent the weights of {theirs.peer}")
         if not node.is_possible(theirs.round, theirs.step):
             raise Declined(f"{donor.peer_id} claims an impossible round {theirs.round}, step {theirs.step}")
@@ -252,10 +269,7 @@ class Guardian:
 
     def _is_safe(self, stage: int) -> bool:
         """Whether others keep a stage's weights: it has more than GUARDED_REPLICAS replicas, or all its present
-        guardians list weights of at least the age of this node's. In both cases they must have answered.
-
-        A stage that nobody holds has no guardians: its weights are kept here until a node has taken them.
-        """
+        guardians list weights of at least the age of this node's. In both cases they must have answered."""
         node, held, inquiry = self._node, self.holding(stage), self._swarm.inquiry
         assert held is not None, "it is held"
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))

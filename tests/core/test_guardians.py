@@ -37,16 +37,16 @@ def test_guardians_are_a_function_of_the_set_and_never_of_the_stage_itself(seed:
 
 
 @pytest.mark.parametrize(("states", "guarded"), [
-    ([], False),
-    (["waiting"], False),
-    (["starting", "syncing"], False),
+    ([], True),
+    (["waiting"], True),
+    (["starting", "syncing"], True),
     (["training"], True),
     (["paused"], True),
     (["draining", "finished"], True),
     (["training", "training", "syncing"], True),
     (["training", "training", "paused"], False),
 ])  # fmt: skip
-def test_only_a_stage_of_one_or_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
+def test_only_a_stage_of_at_most_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
     adverts = [advert(f"w{i}", 0, state) for i, state in enumerate(states)] + [advert(p, 1) for p in "abc"]
     assert bool(guardians_of(0, adverts, 1)) == guarded
 

@@ -217,8 +217,8 @@ def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
         assert place.holds == (held,)
         await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", older))
         assert place.holds == (held,), "one of them may die with the ward"
-        await place.sees(place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
-        assert place.holds == (held,), "a stage that nobody holds has no guardians"
+        await place.sees(place.advert(one, 2, "training", held), place.advert(other, 2, "training", older))
+        assert place.holds == (held,), "a stage that nobody holds has guardians, too"
         await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
         assert len(place.holds) == 0
         assert place.guardian.snapshot_of(WARD) is None
@@ -240,6 +240,32 @@ def test_what_is_held_is_kept_while_the_new_guardians_list_only_weights_that_beg
         assert place.holds == (held,)
         await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
         assert len(place.holds) == 0
+
+    at(scenario)
+
+
+def test_the_weights_of_a_stage_that_nobody_holds_are_copied_once_from_the_guardian_with_the_best() -> None:
+    async def scenario(place: Place) -> None:
+        best, older = Holding(WARD, 3, 30), Holding(WARD, 2, 20)
+        place.answers = {"p": snapshot("w", 3), "q": snapshot("w", 2, 20), "v": snapshot("v", 9, 90)}
+        mate = place.advert("v", WARD, "syncing", Holding(WARD, 3, 33))
+        for _ in range(3):
+            await place.sees(place.advert("p", 2, "draining", best), place.advert("q", 2, "training", older), mate)
+            assert place.holds == (best,)
+            asked = [peer for peer, stage, _ in place.asked if stage == WARD]
+            assert asked == ["p"], "not the node that may take the stage: that is its own checkpoint"
+
+    at(scenario)
+
+
+def test_the_weights_of_a_stage_that_nobody_holds_are_copied_from_another_guardian_if_one_has_died() -> None:
+    async def scenario(place: Place) -> None:
+        held, impossible = Holding(WARD, 3, 30), Holding(WARD, 2**53, 2**53)
+        place.answers = {"q": snapshot("w", 3)}
+        listed = (("l", impossible), ("p", held), ("q", held))
+        await place.sees(*(place.advert(peer, 2, "training", what) for peer, what in listed))
+        assert [peer for peer, stage, _ in place.asked if stage == WARD] == ["p", "q"]
+        assert place.holds == (held,)
 
     at(scenario)
 

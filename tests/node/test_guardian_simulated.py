@@ -141,6 +141,45 @@ def test_a_guardian_that_dies_is_replaced() -> None:
     assert after == {"s0r0", "s0r1", "s0r2"} - {before[0]}
 
 
+@pytest.mark.parametrize("how", ["crash", "drain"])
+def test_what_is_left_of_a_lost_stage_outlives_its_guardians(how: str) -> None:
+    """They go one after the other, and there is a third node that could have guarded it."""
+    swarm = SimSwarm(plan_for((3, 1), steps=60))
+    held: list[str] = []
+
+    def lose() -> None:
+        swarm.crash("s1r0")
+        held.extend(advert.peer_id for advert, _ in holders(1, living(swarm)))
+
+    swarm.at(5.0, lose)
+    for number in range(GUARDIANS):
+        swarm.at(15.0 + 10.0 * number, lambda number=number: getattr(swarm, how)(held[number]))  # type: ignore[misc]
+    swarm.at(40.0, lambda: swarm.start(1, 5))
+    outcome = swarm.run(limit_s=200)
+    assert len(held) == GUARDIANS
+    ((source, round),) = resumed(outcome, "s1r5")
+    assert source == "guardian"
+    assert isinstance(round, int)
+    assert round > 0
+
+
+def test_a_guardian_that_leaves_waits_until_another_one_has_what_only_it_holds() -> None:
+    """The other guardian of the lost stage has died, and the node that could guard it has only just come."""
+
+    def lost() -> SimSwarm:
+        swarm = SimSwarm(plan_for((2, 1), steps=60))
+        for peer in ("s1r0", "s0r1"):
+            swarm.at(5.0, lambda peer=peer: swarm.crash(peer))  # type: ignore[misc]
+        swarm.at(9.0, lambda: swarm.start(0, 2))
+        swarm.at(30.0, lambda: swarm.start(1, 5))
+        return swarm
+
+    came = next(h.at_s for h in lost().run(limit_s=200).trace.of("state", "s0r2") if h.get("state") == "training")
+    swarm = lost()
+    swarm.at(came + 0.05, lambda: swarm.drain("s0r0"))
+    assert resumed(swarm.run(limit_s=200), "s1r5")[0][0] == "guardian"
+
+
 def test_a_leaving_last_replica_goes_when_its_final_snapshot_is_guarded() -> None:
     swarm = SimSwarm(plan_for((2, 1, 2), steps=60))
     swarm.at(5.0, lambda: swarm.drain("s1r0"))
