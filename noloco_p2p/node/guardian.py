@@ -11,6 +11,7 @@ from math import floor, inf
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates, guardians_of, holders
 from noloco_p2p.core.messages import Advert, Holding
+from noloco_p2p.core.resume import age
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.status import ForGuarding, Resource
 from noloco_p2p.errors import Declined, PeerError, Violation
@@ -268,14 +269,15 @@ class Guardian:
         self._list_holdings()
 
     def _is_safe(self, stage: int) -> bool:
-        """Whether others keep a stage's weights: it has more than GUARDED_REPLICAS replicas, or all its present
-        guardians list weights of at least the age of this node's. In both cases they must have answered."""
+        """Whether others keep weights of a stage of at least this node's age: more than GUARDED_REPLICAS replicas have
+        them, or all present guardians list them. In both cases they must have answered."""
         node, held, inquiry = self._node, self.holding(stage), self._swarm.inquiry
         assert held is not None, "it is held"
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))
         if len(asked) > GUARDED_REPLICAS:
             inquiry.ask(asked)
-            return len(inquiry.answering(asked, membership.TRAINING)) > GUARDED_REPLICAS
+            said = filter(None, map(inquiry.with_answer, inquiry.answering(asked, membership.TRAINING)))
+            return sum(age(replica) >= held.age for replica in said) > GUARDED_REPLICAS
         guardians = self._guardians(stage)
         if not guardians or node.me in guardians:
             return False

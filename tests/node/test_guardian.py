@@ -63,7 +63,8 @@ class Place:
     async def describe(self, peer: Advert) -> NodeDescription:
         if peer.peer_id in self.silent:
             raise Unreachable("nobody is there")
-        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
+        said = peer.stage, peer.state, peer.step, peer.outer_round, "", peer.fresh_round
+        return NodeDescription(peer.peer_id, peer.run_id, *said)
 
     def goes_on(self, round: int) -> None:
         """Let the node do the round, and enough steps that it asks again."""
@@ -240,6 +241,21 @@ def test_what_is_held_is_kept_while_the_new_guardians_list_only_weights_that_beg
         assert place.holds == (held,)
         await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
         assert len(place.holds) == 0
+
+    at(scenario)
+
+
+def test_what_is_held_is_kept_while_even_many_replicas_have_only_weights_that_began_afresh() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        for round, kept in ((5, True), (7, False)):
+            place.goes_on(round)
+            fresh = [replace(place.advert(peer, WARD, round=round), fresh_round=4) for peer in "uvx"]
+            for _ in range(3):
+                await place.sees(*fresh)
+                await asyncio.sleep(100.0)
+            assert bool(place.holds) == kept
 
     at(scenario)
 
