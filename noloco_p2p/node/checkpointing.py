@@ -64,8 +64,8 @@ class Checkpointer:
                 await asyncio.wait([self._writing])
 
     async def hand_over(self) -> None:
-        """Before this node leaves: write its checkpoint, and if it is the last replica, let a guardian pull its
-        weights. Likewise what it guards of a stage that nobody holds any more.
+        """Before this node leaves: begin to write its checkpoint, and if it is the last replica, let a guardian pull
+        its weights meanwhile. Likewise what it guards of a stage that nobody holds any more.
 
         Without a guardian there is nothing to wait for. In any case leaving takes at most `drain_s`.
         """
@@ -86,8 +86,8 @@ class Checkpointer:
             node.event("warning", message="leaving although no guardian has pulled its weights")
 
     async def _last_weights(self) -> list[Holding]:
-        """Write this node's checkpoint, and if it is the last replica, freeze its weights for guardians, if there are
-        any. Returns what they can pull. Initial weights are not kept: anybody can make them."""
+        """Begin to write this node's checkpoint, and if it is the last replica, freeze its weights for guardians, if
+        there are any. Returns what they can pull. Initial weights are not kept: anybody can make them."""
         node = self._node
         # Weights from a guardian have an age, but no inner step has been counted for them yet.
         if node.inner_steps == 0 and resume.age(node.advert) == 0:
@@ -95,7 +95,6 @@ class Checkpointer:
         await self._rounds.end("leaving")
         if node.config.checkpoint.every_steps is not None:
             await self._save(max(node.advert.outer_round, self._newest))
-            await self.settle()
         if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians(node.index):
             return []
         final = await self._rounds.freeze(node.advert.outer_round + 1)

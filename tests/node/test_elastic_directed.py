@@ -404,6 +404,19 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
+def test_a_last_replica_hands_its_weights_over_while_it_writes_its_checkpoint() -> None:
+    """A slow disk takes longer for it than a node may take to leave."""
+    swarm = FaultySwarm(replace(plan_of((2, 1), steps=40, every_steps=20), save_s=10.0))
+    swarm.at(7.3, lambda: swarm.drain("s1r0"))
+    swarm.at(19.0, lambda: swarm.start(1, 1))
+    outcome = check(swarm)
+    left = outcome.nodes["s1r0"]
+    assert len(left.trace.of("checkpoint")) == 1
+    assert [(one.peer, one.source, one.round) for one in swarm.resumptions] == [
+        ("s1r1", "guardian", left.rounds[-1][0] + 1)
+    ]
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("also", ["crash", "drain"])
 def test_a_last_replica_and_its_guardians_notice_that_the_other_one_has_just_gone(also: str, stage: int) -> None:
