@@ -210,6 +210,7 @@ def small(name: str) -> Any:
         "opt": {"dropout": 0.0},
         "gpt_neox": {"num_hidden_layers": 3},
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+        "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "bloom": {"n_layer": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     }
     if name == "bloom":
@@ -224,9 +225,16 @@ def test_self_test_accepts_what_splits_exactly(name: str) -> None:
     check_architecture(small(name), 2, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["granite", "bloom"])
-def test_self_test_refuses_what_does_not(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"the family {name} cannot be split over 2 stages"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("granite", "cannot be split over 2 stages: its logits differ from those of the unsplit model"),
+        ("bloom", "cannot be split over 2 stages: it fails with ValueError"),
+        ("bert", "the layers of bert are not one list next to its embedding"),
+    ],
+)
+def test_self_test_refuses_what_does_not(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         check_architecture(small(name), 2, torch.float32)
     check_architecture(small(name), 1, torch.float32)
 
@@ -284,3 +292,13 @@ def test_a_device_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConfigError, match=f"device: '{name}' is not one of"):
             pick_device(name)
     assert pick_device("auto") == torch.device("cpu")
+
+
+def test_a_device_is_named_by_its_number_the_first_one_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, expected in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")):
+        assert str(pick_device(name)) == expected
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(LocalError, match=r"device: cuda:2 not found \(torch sees 2 CUDA devices\)"):
+        pick_device("cuda:2")
