@@ -232,19 +232,20 @@ def test_generated_control_characters_do_not_reach_a_terminal(
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_greedy_generation_with_a_cache_equals_full_forward_passes(tmp_path: Path) -> None:
-    """The cached keys and values give the same tokens as a full forward pass, without deprecated argument names."""
+    """The cached keys and values give the same tokens as a full forward pass, without deprecated argument names; also
+    after a prompt that is longer than the context, and with a context of a single token."""
     manifest = small_run()
     save_swarm(manifest, tmp_path / "run", [1, 1])
     out = exported(tmp_path / "run", tmp_path / "out")
-    model, ids = AutoModelForCausalLM.from_pretrained(out), [50, 60, 70]
-    continuation = ExportedModel.load(out, "cpu").continuation(ids, 16, 0.0, 0)
-    seen = list(ids)
-    for _ in range(40):
-        seen = seen[-8:] if len(seen) > 16 else seen
-        with torch.no_grad():
-            expected = int(model(input_ids=torch.tensor([seen])).logits[0, -1].argmax())
-        assert next(continuation) == expected
-        seen.append(expected)
+    model, loaded = AutoModelForCausalLM.from_pretrained(out), ExportedModel.load(out, "cpu")
+    for prompt, window, half in ([50, 60, 70], 16, 8), ([*range(50, 70)], 16, 8), ([50, 60], 1, 1):
+        continuation, seen = loaded.continuation(prompt, window, 0.0, 0), prompt[-window:]
+        for _ in range(40):
+            seen = seen[-half:] if len(seen) > window else seen
+            with torch.no_grad():
+                expected = int(model(input_ids=torch.tensor([seen])).logits[0, -1].argmax())
+            assert next(continuation) == expected
+            seen.append(expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -269,7 +270,13 @@ def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (out / "noloco.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="replicas/0: there is no such directory"):
         run_eval(out, (), held_out=False, microbatches=1, device="cpu")
-    torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
+    whole = load_file(out / "model.safetensors")
+    part = {name: value for name, value in whole.items() if name != "lm_head.weight"}
+    for wrong in (part, {**whole, "lm_head.bias": whole["model.norm.weight"].clone()}):
+        save_file(wrong, out / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"the weights do not fit config\.json \(lm_head\."):
+            run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+    torch.save(whole, out / "pytorch_model.bin")
     (out / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no model that can be loaded"):
         run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # pickled weights are not loaded

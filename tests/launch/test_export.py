@@ -91,6 +91,17 @@ def test_the_trimmed_mean_equals_that_of_numpy(replicas: int, cut: int, monkeypa
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
+def test_only_a_complete_model_is_written(tmp_path: Path) -> None:
+    manifest = small_run()
+    first, last = (dict(make_replica(manifest, index, "a").parameters) for index in (0, 1))
+    for stages in ([first], [first, last | {"lm_head.bias": last["lm_head.weight"]}]):
+        with pytest.raises(ConfigError, match=r"the stages do not form a complete model: lm_head\."):
+            exported_model.write_model(manifest, stages, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    exported_model.write_model(manifest, [first, last], tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_a_wrong_replica_keeps_the_trimmed_mean_within_the_range_of_the_others(tmp_path: Path) -> None:
     [mine] = save_swarm(small_run(stages=1), tmp_path / "run", [4])
     with torch.no_grad():
