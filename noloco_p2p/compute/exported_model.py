@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor, model_family, replica_tensors
@@ -113,10 +114,16 @@ def write_model(manifest: RunManifest, stages: Sequence[Weights], directory: Pat
     if eos is not None:
         for name in model_family.SPECIAL_IDS:
             setattr(causal.generation_config, name, eos if name == "eos_token_id" else None)
+    save(causal, directory, state_dict=state)
+
+
+def save(it: Any, directory: Path, **options: Any) -> None:
+    """Write a model or a tokenizer of transformers. Raises LocalError if the directory cannot be written."""
     try:
-        causal.save_pretrained(directory, state_dict=state)
-    except OSError as error:
-        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+        it.save_pretrained(directory, **options)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or model_family.one_line(error)
+        raise LocalError(f"{directory} cannot be written: {reason}") from error
 
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
@@ -136,11 +143,7 @@ def write_tokenizer(source: str | None, directory: Path) -> None:
     """
     from transformers.models.byt5 import ByT5Tokenizer
 
-    tokenizer: Any = ByT5Tokenizer() if source is None else stored_tokenizer(source)
-    try:
-        tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise LocalError(f"{directory} cannot be written: {error.strerror or error}") from error
+    save(ByT5Tokenizer() if source is None else stored_tokenizer(source), directory)
 
 
 def stored_tokenizer(source: str | Path, *, local: bool = False) -> Any:
@@ -166,7 +169,6 @@ class ExportedModel:
     @classmethod
     def load(cls, directory: Path, device: str = "auto") -> "ExportedModel":
         """The model in `directory`, in float32. Raises ConfigError if there is none, or if a part of it is missing."""
-        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
         chosen = pick_device(device)

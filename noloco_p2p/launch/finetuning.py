@@ -80,7 +80,7 @@ def run_finetune(
     figures: dict[str, Any] = {"steps": steps, "examples": len(trained), "too_long": too_long}
     figures |= {"held_out_before": before, "held_out_loss": after}
     with export.replaced(out) as fresh:
-        loaded.causal.save_pretrained(fresh)
+        exported_model.save(loaded.causal, fresh)
         exported_model.write_tokenizer(str(model), fresh)
         record = json.loads((model / export.RECORD).read_text(encoding="utf-8"))
         record |= {"replicas": 0, "version": __version__, "finetuned": {**asdict(recipe), **figures}}

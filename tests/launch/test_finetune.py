@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Sequence
@@ -160,6 +161,25 @@ def test_a_disk_without_room_for_the_model_is_reported_before_training(
     ):
         tuned(model, written(tmp_path / "data.jsonl"), tmp_path / "tuned", said)
     assert said == []
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
+    """Whether it is exported or fine-tuned, and whether weights or other files are too large."""
+    data = written(tmp_path / "data.jsonl")
+    save(small_run(stages=1), tmp_path / "run", make_replica(small_run(stages=1), 0, "a"), "a", 3)
+    before = {*tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 80_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(LocalError, match=r"cannot be written: .*File too large") as exporting:
+                exported(tmp_path / "run", tmp_path / "out")
+            with pytest.raises(LocalError, match=r"cannot be written: .*File too large") as tuning:
+                tuned(model, data, tmp_path / "out", steps=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not any("\n" in str(caught.value) for caught in (exporting, tuning))
+        assert {*tmp_path.iterdir()} == before
 
 
 def test_errors_are_reported_before_torch_is_imported(
