@@ -138,9 +138,11 @@ def test_configurations_are_found_by_name_in_the_package(monkeypatch: pytest.Mon
     assert settings.load(Path("small-c4"), {}, []) == loaded("small-c4.yaml")
     assert scenario_files.load(Path("home-200")) == scenario_files.load(CONFIGS / "sim" / "home-200.yaml")
     for wrong in ("tiny.yaml", "sim/nosuch", "."):
-        with pytest.raises(ConfigError, match="no file and no configuration has that name"):
+        with pytest.raises(ConfigError, match=f"^{wrong}: no configuration has that name; noloco configs lists them"):
             named_configs.text(wrong)
     with pytest.raises(ConfigError, match="home-200: no file and no configuration has that name"):
         settings.load(Path("home-200"), {}, [])
+    with pytest.raises(ConfigError, match="tiny: no file and no scenario has that name; noloco configs lists them"):
+        scenario_files.load(Path("tiny"))
     (tmp_path / "small-c4").write_text("name: mine")
     assert settings.load(Path("small-c4"), {}, [])[0].name == "mine", "a file takes precedence over a name"

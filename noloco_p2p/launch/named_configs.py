@@ -28,18 +28,18 @@ def named(path: Path | None, kind: str = "") -> Path | None:
     """
     if path is None or path.is_file() or path.name != str(path) or path.suffix:
         return path
-    return _found(str(path), kind)
+    return _found(str(path), f"no file and no {'scenario' if kind else 'configuration'}", kind)
 
 
 def text(name: str) -> str:
     """The text of the configuration or, if there is none, the scenario of this name. Raises ConfigError."""
-    return _found(name, "", SCENARIOS).read_text("utf-8").rstrip()
+    return _found(name, "no configuration", "", SCENARIOS).read_text("utf-8").rstrip()
 
 
-def _found(name: str, *kinds: str) -> Path:
+def _found(name: str, nothing: str, *kinds: str) -> Path:
     found = (path for kind in kinds if (path := folder() / kind / f"{name}.yaml").is_file())
     if (first := next(found, None)) is None:
-        raise ConfigError(f"{name}: no file and no configuration has that name; noloco configs lists them")
+        raise ConfigError(f"{name}: {nothing} has that name; noloco configs lists them")
     return first
 
 
