@@ -167,11 +167,14 @@ def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTen
 
 
 def _folders(directory: Path) -> Iterator[Path]:
-    """The folders in every `checkpoints` at or below a directory, one for each run and peer. Raises OSError."""
+    """The folders in every `checkpoints` at or below a directory, one for each run and peer. Raises OSError.
+
+    A node's directory may be a link; nothing else below a link is searched, as links can form a circle.
+    """
     for path in _listed(directory, "*"):
-        if path.name == "checkpoints":
-            yield from _listed(path, "*-*")
-        elif path.name != MOUNT_POINT and path.is_dir() and not path.is_symlink():
+        if path.name == "checkpoints" or path.is_symlink():
+            yield from _listed(path if path.name == "checkpoints" else path / "checkpoints", "*-*")
+        elif path.name != MOUNT_POINT and path.is_dir():
             yield from _folders(path)
 
 

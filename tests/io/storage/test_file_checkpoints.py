@@ -338,6 +338,16 @@ def test_a_directory_that_cannot_be_created_or_read_is_named(tmp_path: Path) -> 
     assert stored_checkpoints(tmp_path / "absent") == []
 
 
+def test_a_node_folder_may_be_a_link(two: tuple[Checkpoint, Path, Path], tmp_path: Path) -> None:
+    """An export left out a node whose folder had been moved to another disk. Links cannot form a circle."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "0-0").symlink_to(tmp_path)
+    (run / "self").symlink_to(run)
+    (run / "gone").symlink_to("nowhere")
+    assert [one.holding.round for one in stored_checkpoints(run)] == [5, 10]
+
+
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     """Directories that may not be listed, not even by root, whom permissions do not stop."""
