@@ -151,7 +151,7 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
                 return fresh
             n += 1
     except OSError as error:
-        raise LocalError(f"the run's directory cannot be created: {error}") from error
+        raise LocalError(f"{error.filename} cannot be created: {error.strerror}") from error
 
 
 @contextmanager

@@ -147,6 +147,10 @@ def test_fresh_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.Monk
     assert [make_run_dir("tiny", None).name for _ in range(2)] == ["tiny-1", "tiny-2"]
     own = tmp_path / "own"
     assert make_run_dir("tiny", own) == own
+    own.rename("moved")
+    own.symlink_to("nowhere")
+    with pytest.raises(LocalError, match=f"^{own} cannot be created: File exists$"):
+        make_run_dir("tiny", own)
 
 
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:

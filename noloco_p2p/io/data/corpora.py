@@ -104,7 +104,8 @@ class FileCorpus:
                 file.seek(piece.start)
                 ids = self._tokenizer.encode(file.read(piece.stop - piece.start))
         except READ_ERRORS as error:
-            raise LocalError(f"{piece.path} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise LocalError(f"{piece.path} cannot be read: {reason}") from error
         return TokenizedDocument(np.append(ids, np.int32(self._tokenizer.eos)) if piece.last else ids)
 
 

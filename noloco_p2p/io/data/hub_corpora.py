@@ -146,10 +146,21 @@ def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) 
     return _hub(data.dataset, data.subset, columns)
 
 
-def _local(files: list[str], columns: list[str]) -> Any:
-    """The rows of local files, whose reader depends on their extension. Raises ConfigError, LocalError."""
+def _library() -> Any:
+    """The module `datasets`, whose cache exists. Raises LocalError."""
     import datasets
 
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LocalError(f"{cache}, the cache of datasets, cannot be made: {error.strerror}; set HF_HOME") from error
+    return datasets
+
+
+def _local(files: list[str], columns: list[str]) -> Any:
+    """The rows of local files, whose reader depends on their extension. Raises ConfigError, LocalError."""
+    datasets = _library()
     plain = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path for path in map(Path, files))
     readers = {LAYOUTS.get(path.suffix.lower(), "text") for path in plain}
     if len(readers) > 1:
@@ -169,8 +180,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
 
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:
-    import datasets
-
+    datasets = _library()
     with _failing_as_local_error(f"data set {name}", "opened"):
         names = {"train", *datasets.get_dataset_split_names(name, subset)} & {"train", "validation"}
         opened = {split: datasets.load_dataset(name, subset, split=split, streaming=True) for split in sorted(names)}

@@ -456,7 +456,7 @@ def test_data_lost_after_the_start_fails_next_without_a_hang(tmp_path: Path) -> 
     batches = make_batches(manifest("text"), NodeConfig(data_files=files), "peer")
     for path in tmp_path.glob("*.txt"):
         path.unlink()
-    with pytest.raises(LocalError, match="cannot be read"):
+    with pytest.raises(LocalError, match=r"\.txt cannot be read: No such file or directory$"):
         read(batches, 1)
     batches.close()
 
@@ -491,6 +491,18 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("words\na b c\n")
     with pytest.raises(LocalError, match="there is no column 'text'"):
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / "x.csv"),)), "peer")
+
+
+def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` makes its cache in the home directory, which a user of a container may lack. It said: x.jsonl cannot
+    be read: [Errno 13] Permission denied: '/nonexistent'."""
+    (tmp_path / "x.jsonl").write_text('{"text": "a b c"}\n')
+    home = tmp_path / "a file"
+    home.touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
+    with pytest.raises(LocalError) as told:
+        make_batches(manifest("c4"), NodeConfig(data_files=(str(tmp_path / "x.jsonl"),)), "peer")
+    assert str(told.value) == f"{home / 'cache'}, the cache of datasets, cannot be made: Not a directory; set HF_HOME"
 
 
 def test_a_truncated_shard_is_reported(tmp_path: Path) -> None:
