@@ -17,5 +17,6 @@ if __name__ == "__main__":
         assert cat.stdin is not None
         os.dup2(cat.stdin.fileno(), output)
     sys.stdout, sys.stderr = (open(output, "w", buffering=1, closefd=False) for output in (1, 2))  # noqa: SIM115
+    sys.dont_write_bytecode = True  # a file of it would be cut off, and Python would not import it again
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     main()
