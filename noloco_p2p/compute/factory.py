@@ -8,6 +8,7 @@ with a message, instead of training a wrong model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -209,4 +210,4 @@ def _gradients(logits_BTV: Tensor, weights: Tensor, part: StageModule) -> dict[s
 def _near(found: Tensor, expected: Tensor) -> bool:
     found, expected = found.detach(), expected.detach()
     scale = float(expected.abs().max())
-    return bool(torch.isfinite(found).all()) and float((found - expected).abs().max()) <= TOLERANCE * scale
+    return float((found - expected).abs().max()) <= TOLERANCE * scale < inf

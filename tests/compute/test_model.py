@@ -1,12 +1,14 @@
 """Slices of Hugging Face models: the split, the initial weights, what is refused, and sizes without memory."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from stages import SIZES, make_batch, make_manifest, make_stages, weights
 
-from noloco_p2p.compute import model, model_family
+from noloco_p2p.compute import factory, model, model_family
 from noloco_p2p.compute.factory import (
     DEVICE_COPIES,
     HOST_COPIES,
@@ -246,6 +248,56 @@ def test_self_test_notices_a_stage_that_adds_positions_again(monkeypatch: pytest
     monkeypatch.setattr(model.ZeroPositions, "forward", add_one)
     with pytest.raises(ConfigError, match="gpt2 cannot be split over 2 stages"):
         check_architecture(small("gpt2"), 2, torch.float32)
+
+
+def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every stage of a split wrong in one way."""
+    make, call = model.make_stage_module, model.StageModule.__call__
+
+    def made(config: Any, index: int, stages: int, **options: Any) -> model.StageModule:
+        part = make(config, index, stages, **options)
+        if stages > 1 and fault == "value":
+            with torch.no_grad():
+                next(iter(part.parameters.values())).add_(1)
+        if stages > 1 and fault == "parameter":
+            return replace(part, parameters=dict(list(part.parameters.items())[1:]))
+        return part
+
+    def without_gradient(_: model.PassthroughLayer, hidden_states: torch.Tensor, *__: object, **___: object) -> Any:
+        return hidden_states.detach() if fault == "gradient" else hidden_states
+
+    def called(part: model.StageModule, inputs: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return call(part, inputs, None if fault == "mask" and part.index > 0 else mask)
+
+    monkeypatch.setattr(factory, "make_stage_module", made)
+    monkeypatch.setattr(model.PassthroughLayer, "forward", without_gradient)
+    monkeypatch.setattr(model.StageModule, "__call__", called)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("value", r"the initial value of model\.embed_tokens\.weight depends on the split"),
+        ("parameter", "its parameters are not divided among the stages exactly once"),
+        ("gradient", r"the gradient of model\.\S+ differs from that of the unsplit model"),
+        ("mask", "its logits differ from those of the unsplit model"),
+        ("not finite", "its logits differ from those of the unsplit model"),
+    ],
+)
+def test_self_test_notices_every_planted_fault(fault: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small("llama")
+    if fault == "not finite":
+        config.rms_norm_eps = -1.0
+    plant(fault, monkeypatch)
+    with pytest.raises(ConfigError, match=f"the family llama cannot be split over 2 stages: {reason}"):
+        check_architecture(config, 2, torch.float32)
+
+
+@pytest.mark.parametrize("found", [1.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("expected", [math.inf, math.nan])
+def test_nothing_is_near_to_what_is_not_finite(found: float, expected: float) -> None:
+    assert not factory._near(torch.tensor([found, 1.0]), torch.tensor([expected, 1.0]))
+    assert not factory._near(torch.tensor([expected, 1.0]), torch.tensor([1.0, 1.0]))
 
 
 def test_sizes_are_those_of_the_real_stages() -> None:
