@@ -197,7 +197,8 @@ def small_config(config: Any) -> Any:
     for name in SPECIAL_IDS:
         value = getattr(config, name, None)
         if isinstance(value, int) and value >= small.vocab_size:
-            setattr(small, name, None)
+            # Only a pad changes what a model computes, and some families (cwm) must have the others.
+            setattr(small, name, None if name == "pad_token_id" else 0)
     for name, value in vars(config).items():
         if name.endswith("_multiplier") and value == 1:
             setattr(small, name, 1.5)

@@ -118,12 +118,18 @@ def test_special_ids_that_the_vocabulary_lacks_are_left_out(
 
 
 def test_a_family_whose_fields_do_not_take_the_values_of_the_trial_is_refused() -> None:
-    """An id of `cwm` cannot be None, and its default is beyond the small vocabulary."""
-    config = {**make_manifest().model.config, "vocab_size": 128256}
-    manifest = RunManifest(model=ModelSettings(family="cwm", config=config), sequence_length=8)
-    with pytest.raises(ConfigError, match=r"cwm cannot be split over 2 stages: .* got NoneType") as caught:
-        check_model(manifest)
+    """The pad of `modernbert-decoder` cannot be None, and its default is beyond the small vocabulary."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    settings = ModelSettings(family="modernbert-decoder", config={**sizes, "tie_word_embeddings": False})
+    with pytest.raises(ConfigError, match=r"cannot be split over 2 stages: .* expected int, got NoneType") as caught:
+        check_model(RunManifest(model=settings, sequence_length=8))
     assert "\n" not in str(caught.value)
+
+
+def test_ids_beyond_the_vocabulary_of_the_trial_do_not_matter_to_it() -> None:
+    """The first token of `cwm` must have an id."""
+    config = {**make_manifest().model.config, "vocab_size": 128256}
+    check_model(RunManifest(model=ModelSettings(family="cwm", config=config), sequence_length=8))
 
 
 def test_a_stage_that_the_run_does_not_have_is_refused() -> None:
@@ -177,7 +183,7 @@ def test_the_trial_is_of_a_small_model_of_the_same_kind(heads: int, shared: int,
         assert (small.num_attention_heads, small.num_key_value_heads) == fewer
         assert small.hidden_size == 16 * small.num_attention_heads
         assert (small.num_hidden_layers, small.vocab_size) == (4, 64)
-        assert (small.bos_token_id, small.eos_token_id) == (1, None)
+        assert (small.bos_token_id, small.eos_token_id) == (1, 0)
         assert getattr(small, "layer_types", None) == (config.layer_types[:4] if family == "gemma3_text" else None)
         assert (config.num_hidden_layers, config.vocab_size) == (40, 10**6), "the given one does not change"
 
