@@ -21,16 +21,20 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from noloco_p2p.cli import main
-from noloco_p2p.compute.exported_model import ExportedModel
+from noloco_p2p.compute.exported_model import ExportedModel, chat_ids, load_decoder, write_tokenizer
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
+from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch import evaluation, run_files
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 from noloco_p2p.launch.model_card import model_card
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
+
+TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+"""A chat template: the message, and `=` where the answer starts."""
 
 
 def byte_tokenizer(directory: Path) -> str:
@@ -204,7 +208,7 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "".join(said) == plain
     with pytest.raises(ConfigError, match="has no chat template; leave out --chat"):
         run_generate(out, "3+4", chat=True, **options)
-    (out / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}={% endfor %}")
+    (out / "chat_template.jinja").write_text(TEMPLATE)
     assert run_generate(out, "3+4", chat=True, **options) == plain
     capsys.readouterr()
     main.generate_text(out, "3+4", chat=True, tokens=40, temperature=1.0, seed=1, device="cpu")
@@ -212,6 +216,21 @@ def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixtur
     (out / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
     with pytest.raises(ConfigError, match="the chat template fails: only in verse"):
         run_generate(out, "3+4", chat=True, **options)
+
+
+def test_a_chat_prompt_is_the_template_alone(tmp_path: Path) -> None:
+    """ByT5's tokenizer would end it with its token for the end of a text."""
+    write_tokenizer(None, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    assert chat_ids(tmp_path, "ab") == BYTES.encode(b"ab=").tolist()
+
+
+@pytest.mark.parametrize("text", ["{", '{"tokenizer_class": 3}', '{"tokenizer_class": "Unknown"}', "[]"])
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"contains no tokenizer that can be loaded: .") as caught:
+        load_decoder(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("terminal", "shown"), [(True, "a\n [2Jb"), (False, "a\n\x1b[2Jb")])
