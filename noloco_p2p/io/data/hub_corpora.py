@@ -4,9 +4,9 @@
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,16 @@ Row = dict[str, Any]
 
 
 class StreamCorpus:
-    """The rows of a streaming data set of the `datasets` library; a unit is one of its shards."""
+    """The rows of a streaming data set of the `datasets` library; a unit is one of its shards.
 
-    def __init__(self, train: Any, validation: Any | None, encode: Callable[[Row], TokenizedDocument]) -> None:
+    `files`: those of `train`. They are named in errors if each of them is a shard.
+    """
+
+    def __init__(
+        self, train: Any, validation: Any | None, encode: Callable[[Row], TokenizedDocument], files: Sequence[str] = ()
+    ) -> None:
         self.units = int(train.num_shards)
+        self._names = files if len(files) == self.units else ["the data"] * self.units
         self.share = corpora.THIN_SHARE if self.units < corpora.FEW_UNITS else 1.0
         self._train = train
         self._validation = validation
@@ -42,7 +48,7 @@ class StreamCorpus:
 
     def documents(self, unit: int, skip: int, take: TakeDocument) -> Iterator[TokenizedDocument]:
         """One document per row of the shard."""
-        for document in self._read(self._train.shard(self.units, unit).skip(skip), take):
+        for document in self._read(self._train.shard(self.units, unit).skip(skip), take, self._names[unit]):
             yield EMPTY if self._validation is None and _is_held_out(document) else document
 
     def held_out(self) -> Iterator[TokenizedDocument]:
@@ -54,10 +60,10 @@ class StreamCorpus:
     def everything(self) -> Iterator[TokenizedDocument]:
         """All documents except those of a validation split, shard by shard. Raises LocalError."""
         shards = (self._train.shard(self.units, unit) for unit in range(self.units))
-        return chain.from_iterable(self._read(shard, lambda: True) for shard in shards)
+        return chain.from_iterable(map(self._read, shards, repeat(lambda: True), self._names))
 
-    def _read(self, rows: Any, take: TakeDocument) -> Iterator[TokenizedDocument]:
-        with _failing_as_local_error("the data"):
+    def _read(self, rows: Any, take: TakeDocument, name: str = "the data") -> Iterator[TokenizedDocument]:
+        with _failing_as_local_error(name):
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
 
@@ -81,7 +87,8 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
 
 def text_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
     """Rows with a column `text`: each row is a document, with the tokenizer's EOS after it."""
-    return StreamCorpus(*_streams(data, patterns, ["text"]), _encoder(tokenizer))
+    train, validation, files = _streams(data, patterns, ["text"])
+    return StreamCorpus(train, validation, _encoder(tokenizer), files)
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
@@ -97,7 +104,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[Row], TokenizedDocument]:
 def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument]:
     """All text of one file, as documents. Raises LocalError."""
     if not is_plain_text(path):
-        return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer)).everything()
+        return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer), [str(path)]).everything()
     with _failing_as_local_error(str(path)):
         return FileCorpus([], [FileSpan(path, 0, path.stat().st_size, True)], tokenizer).held_out()
 
@@ -118,7 +125,7 @@ def parquet_corpus(data: DataSettings, patterns: tuple[str, ...], vocabulary: in
             raise ValueError(f"a row has token ids from {ids.min()} to {ids.max()}, but vocab_size is {vocabulary}")
         return TokenizedDocument(ids.astype(np.int32), mask.astype(np.uint8))
 
-    train, validation = _streams(data, patterns, ["input_ids", "attention_mask"])
+    train, validation, _ = _streams(data, patterns, ["input_ids", "attention_mask"])
     return StreamCorpus(train.reshard(), validation, encode)
 
 
@@ -130,8 +137,8 @@ def _whole(row: Row, column: str) -> NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None]:
-    """The training stream and the validation stream, which is None if the data has no such part."""
+def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None, list[str]]:
+    """The training stream; the validation stream, which is None if the data has no such part; local training files."""
     if patterns:
         found = corpora.matching_files(patterns)
         names = sorted(found)
@@ -140,10 +147,10 @@ def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) 
         if not train:
             raise ConfigError(f"only validation files match {', '.join(patterns)}")
         held_out = [str(found[name]) for name in chosen]
-        return _local(train, columns), _local(held_out, columns) if held_out else None
+        return _local(train, columns), _local(held_out, columns) if held_out else None, train
     if data.dataset is None:
         raise ConfigError(f"data.kind '{data.kind}' needs data_files, or data.dataset for a data set on the hub")
-    return _hub(data.dataset, data.subset, columns)
+    return *_hub(data.dataset, data.subset, columns), []
 
 
 def _library() -> Any:
