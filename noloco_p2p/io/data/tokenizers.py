@@ -88,5 +88,6 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's message, or the name of its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message, all of it if that line introduces a list, or else its type's name."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+    return " ".join(str(error).split()) if line.endswith(":") else line

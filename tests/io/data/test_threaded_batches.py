@@ -395,7 +395,7 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no directory"):
         tokenizers.load_tokenizer("some/name", str(tmp_path / "absent"), 384)
     (tmp_path / "bare").mkdir()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*[^: ]$"):  # not only the beginning of a list
         tokenizers.load_tokenizer("some/name", str(tmp_path / "bare"), 384)
 
 
