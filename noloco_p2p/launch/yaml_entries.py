@@ -168,6 +168,8 @@ class _Reader:
             problem, mark = None, None
             if isinstance(error, yaml.MarkedYAMLError):
                 problem, mark = error.problem, error.problem_mark
+                if error.context == "while scanning an alias":  # most likely it is a glob, such as *.txt
+                    problem = "text that begins with * must be in quotes"
             problem = problem or " ".join(str(error).split()) or type(error).__name__
             self.faults.append(f"{self._place(mark)}: not valid YAML: {problem}")
         return []

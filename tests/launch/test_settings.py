@@ -98,6 +98,17 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     ]
 
 
+def test_a_glob_without_quotes_is_explained(tmp_path: Path) -> None:
+    """It said: expected alphabetic or numeric character, but found '.'."""
+    path = tmp_path / "run.yaml"
+    path.write_text("data_files:\n  - a.txt\n  - *.txt\n")
+    assert faults(path) == [f"{path}:3: not valid YAML: text that begins with * must be in quotes"]
+    for value in ("*.txt", "[**/*.txt]", "*"):
+        found = faults(None, sets=[f"data_files={value}"])
+        assert found == ["--set data_files: not valid YAML: text that begins with * must be in quotes"]
+    assert settings.load(None, {}, ["data_files='*.txt'"])[1].data_files == ("*.txt",)
+
+
 def test_a_key_with_dots_in_a_file_is_explained(tmp_path: Path) -> None:
     """It said: there is no key outer.rule; the nearest is outer.rule."""
     path = tmp_path / "run.yaml"
