@@ -125,11 +125,21 @@ def restore_sources(
         mine = [_own_checkpoint(h, "hardly behind the others") for h in near[:1]]
         return mine + [RestoreSource("peer", "a living replica has the weights", a) for a in sorted(living, key=order)]
     limit = common_round([me, *others], stages)
-    strangers = [a for a in others if a.stage != me.stage]
-    guards = [RestoreSource("guardian", "a guardian has the weights", a, h) for a, h in holders(me.stage, strangers)]
+    guards = _guards(me.stage, others)
     if guarded is not None:
         guards.append(RestoreSource("guardian", "this node guards the weights", holding=guarded))
     return _of_a_lost_stage(me.stage, checkpoints, guards, mates, limit)
+
+
+def _guards(stage: int, others: Iterable[Advert]) -> list[RestoreSource]:
+    strangers = [a for a in others if a.stage != stage]
+    return [RestoreSource("guardian", "a guardian has the weights", a, h) for a, h in holders(stage, strangers)]
+
+
+def guards_ahead(me: Advert, others: Iterable[Advert]) -> list[RestoreSource]:
+    """The guardians whose weights are ahead of those of `me`, the only replica of its stage: another one trained on
+    while this one was away, and has left."""
+    return [one for one in _guards(me.stage, others) if one.holding and one.holding.age - age(me) > NEAR_ROUNDS]
 
 
 def _of_a_lost_stage(

@@ -119,7 +119,7 @@ class Joining:
 
     async def catch_up(self) -> bool:
         """After a pause: ask the replicas of this stage, and copy a living one whose weights are of a greater age by
-        more than one outer round.
+        more than one outer round. If none is left, take such weights from a guardian.
 
         The network may be down at first, so silent replicas are asked again for a while. Returns whether it copied.
         """
@@ -136,7 +136,8 @@ class Joining:
         ahead = [a for a in living if resume.age(a) - resume.age(node.advert) > resume.NEAR_ROUNDS]
         if living:
             await self._know_the_clock()  # from all stages, because some of this stage may have been cut off as well
-        for source in resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else ():
+        sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
+        for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
             if await self._weights.restore(source):
                 return True
         self._weights.keep_up()

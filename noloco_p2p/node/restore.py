@@ -162,7 +162,8 @@ class WeightRestorer:
         with node.waits.computing("adopted weights"):
             await node.stage.adopt(theirs)
         clock = float(node.manifest.steps) if self._swarm.first_stage_is_done() else self._clock_of_others()
-        await self._go_on_at(theirs.round, max(theirs.step, clock), node.inner_steps, theirs.fresh_round)
+        step = max(theirs.step, clock, node.advert.step)
+        await self._go_on_at(theirs.round, step, node.inner_steps, theirs.fresh_round)
 
     async def _fresh(self) -> None:
         """Start from the initial weights at the others' clock, because nobody has newer ones."""

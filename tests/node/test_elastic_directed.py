@@ -323,6 +323,22 @@ def test_a_long_pause_ends_with_the_weights_of_now_a_short_one_with_its_own(peer
         assert [at_s for at_s in times(outcome, "inner_step", peer) if at_s > 6.0 + for_s]
 
 
+@pytest.mark.parametrize("kind", ["pause", "stop"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_replica_that_was_away_goes_on_with_what_the_other_one_left_to_a_guardian(kind: str, stage: int) -> None:
+    away, other = f"s{stage}r1", f"s{stage}r0"
+    plan = plan_of((2, 2), steps=60, outer={"rule": "gossip", "deadline_s": 3.0})
+    swarm = FaultySwarm(plan, (Fault(6.0, kind, (away,), 24.0),))
+    swarm.at(16.0, lambda: swarm.drain(other))
+    outcome = check(swarm)
+    left = outcome.nodes[other].rounds[-1][0] + 1
+    (came,) = [one for one in swarm.resumptions if one.peer == away]
+    assert (came.source, came.round) == ("guardian", left)
+    before = [number for number, _ in outcome.nodes[away].rounds if number < left]
+    assert left - max(before) > 5, "it would have lost these rounds"
+    assert came.at_s > 30.0
+
+
 def test_a_node_that_is_told_to_leave_while_it_begins_a_pause_leaves() -> None:
     """A last replica freezes its weights for its guardians first."""
     pause, peer = Fault(6.0, "pause", ("s1r0",), 4.0), "s1r0"
