@@ -62,8 +62,9 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
 
 
 def _claims(advert: Advert) -> list[Holding]:
-    living = [Holding(advert.stage, advert.outer_round, int(advert.step))] if advert.state in TRAINED else []
-    return [*advert.holds, *living]
+    # A replica that leaves hands its weights over. It has none if it was told to before it had got them.
+    has = advert.state in TRAINED or (advert.state == "draining" and advert.outer_round > 0)
+    return [*advert.holds, *([Holding(advert.stage, advert.outer_round, int(advert.step))] if has else [])]
 
 
 def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], stages: int) -> list[Advert]:

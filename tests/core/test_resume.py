@@ -116,6 +116,20 @@ def test_after_everybody_was_stopped_all_go_on_from_one_round() -> None:
     assert kinds(restore_sources(me, begun, me.holds, STAGES))[0] == ("shard", 3)
 
 
+@pytest.mark.parametrize(("state", "round", "newest"), [
+    ("training", 20, 20),
+    ("draining", 20, 20),
+    ("draining", 0, 4),
+    ("syncing", 20, 4),
+])  # fmt: skip
+def test_a_replica_that_leaves_still_has_its_round_but_not_before_it_has_weights(
+    state: str, round: int, newest: int
+) -> None:
+    others = [advert("a", 0, state, round), advert("z", 2, round=20, holds=held(0, 4))]
+    assert common_round([ME, *others], STAGES) == newest
+    assert kinds(restore_sources(ME, others, held(1, 4, 20), STAGES))[0] == ("shard", newest)
+
+
 def test_the_next_checkpoint_after_a_damaged_one_is_the_nearest() -> None:
     waiting = [advert("a", 0, "waiting", holds=held(0, 5)), advert("z", 2, "waiting", holds=held(2, 5))]
     found = restore_sources(ME, waiting, held(1, 1, 5, 6, 8), STAGES)

@@ -433,6 +433,21 @@ def test_a_last_replica_hands_its_weights_over_while_it_writes_its_checkpoint() 
     ]
 
 
+def test_a_node_that_restarts_while_another_stage_s_last_replica_leaves_goes_on_from_its_newest_checkpoint() -> None:
+    """Of the other stage's weights, only old ones are guarded until it has handed the last ones over."""
+    bounce, cut = Fault(9.0, "bounce", ("s1r0",), 1.0), Fault(8.9, "cut", ("s0r0", "s2r0"), 4.0)
+    swarm = FaultySwarm(plan_of((1, 1, 1), steps=40, outer={"rule": "gossip", "deadline_s": 3.0}), (bounce, cut))
+    swarm.at(9.0, lambda: swarm.drain("s0r0"))
+    swarm.at(20.0, lambda: swarm.start(0, 1))
+    outcome = check(swarm)
+    newest = [number for process in outcome.processes if process.crashed for number, _ in process.rounds][-1]
+    (came, *_) = swarm.resumptions
+    (left,) = [h.at_s for h in outcome.trace.of("state", "s0r0") if h.get("state") == "left"]
+    assert came.at_s < left
+    assert (came.peer, came.source) == ("s1r0", "shard")
+    assert came.round >= newest - 1
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("also", ["crash", "drain"])
 def test_a_last_replica_and_its_guardians_notice_that_the_other_one_has_just_gone(also: str, stage: int) -> None:
