@@ -12,7 +12,9 @@ from noloco_p2p.compute import factory, model, model_family
 from noloco_p2p.compute.factory import (
     DEVICE_COPIES,
     HOST_COPIES,
+    StageSize,
     check_architecture,
+    check_fits,
     check_model,
     make_torch_stage,
     stage_sizes,
@@ -71,6 +73,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("mixtral", {"router_jitter_noise": 0.01}, 2, "router_jitter_noise is 0.01; jitter must be 0"),
     ("gemma3", {}, 2, "gemma3 does not say how many layers it has; use another family"),
     ("gpt2", {"rope_theta": 5e5}, 1, "not a field of the family gpt2: 'rope_theta'"),
+    ("granite", {**RunManifest().model.config, "num_hidden_layers": 2}, 2, "granite cannot be split over 2 stages"),
     ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
     ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
     ("llama", {"num_key_value_heads": 0}, 1, "num_attention_heads 32 is not divisible by num_key_value_heads 0"),
@@ -317,6 +320,28 @@ def test_sizes_are_those_of_the_real_stages() -> None:
     for one, values in zip(sizes, (hidden.data.nbytes,) * 2 + (hidden.data.nbytes + logits_bytes,), strict=True):
         assert one.host_bytes == HOST_COPIES * 8 * one.parameters
         assert one.device_bytes == DEVICE_COPIES * 8 * one.parameters + 2 * values, "values and their gradients"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_stage_fits_into_exactly_what_it_needs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is a part of the host's memory and another one of its own. Unknown memory is enough."""
+    manifest = make_manifest()
+    size = stage_sizes(manifest)[1]
+    needs = {"host": size.host_bytes + (size.device_bytes if device == "cpu" else 0), "gpu": size.device_bytes}
+
+    def fits(host: int | None, gpu: int) -> StageSize:
+        monkeypatch.setattr(factory, "free_host_bytes", lambda: host)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu, 1 << 40))
+        return check_fits(manifest, 1, torch.device(device))
+
+    assert fits(needs["host"], needs["gpu"]) == fits(None, needs["gpu"]) == size
+    with pytest.raises(LocalError, match=r"stage 1 needs .* GiB of free memory: use more stages"):
+        fits(needs["host"] - 1, needs["gpu"])
+    if device == "cpu":
+        assert fits(needs["host"], 0) == size
+        return
+    with pytest.raises(LocalError, match=r"stage 1 needs .* GiB of free memory on cuda: use more stages"):
+        fits(needs["host"], needs["gpu"] - 1)
 
 
 def test_the_default_run_has_about_a_million_parameters() -> None:
