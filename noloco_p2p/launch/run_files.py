@@ -1,5 +1,6 @@
 """A node's directory: its identity, the run that it belongs to, and the files for its launcher and its owner."""
 
+import glob
 import hashlib
 import itertools
 import json
@@ -186,12 +187,18 @@ class LocalFiles(NamedTuple):
     @classmethod
     def of(cls, local: NodeConfig) -> "LocalFiles":
         """The files named in a node's settings."""
-        return cls(local.tokenizer_dir and absolute(local.tokenizer_dir), tuple(map(absolute, local.data_files)))
+        return cls(local.tokenizer_dir and absolute(local.tokenizer_dir), tuple(map(_absolute_glob, local.data_files)))
 
 
 def absolute(name: str) -> str:
-    """The same path or glob, in a form that does not depend on the working directory."""
+    """The same path, in a form that does not depend on the working directory."""
     return str(Path(name).expanduser().absolute())
+
+
+def _absolute_glob(name: str) -> str:
+    """As `absolute`, for a file or a glob: the name of the working directory has no wildcards."""
+    path = Path(name).expanduser()
+    return absolute(name) if path.is_absolute() or path.is_file() else f"{glob.escape(os.getcwd())}/{name}"
 
 
 def store_local_files(directory: Path, local: NodeConfig) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.io.data.corpora import matching_files
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.launch import settings
+from noloco_p2p.launch import run_files, settings
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.swarm_plan import ResumePoint, common_point, make_run_dir
 
@@ -76,6 +77,23 @@ def test_a_run_finds_its_files_whatever_directory_it_is_continued_from(
     local = make_plan(NOTHING, tmp_path, {}).local
     assert local.data_files == (str(tmp_path / "a.txt"), os.path.expanduser("~/b.txt"))
     assert (local.tokenizer_dir, local.audit.dir) == (str(tmp_path / "words"), str(tmp_path / "audit"))
+
+
+def test_only_the_glob_itself_has_wildcards_not_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory called `mine [2]` no data file matched."""
+    here = tmp_path / "mine [2]" / "*"
+    here.mkdir(parents=True)
+    (here / "a.txt").touch()
+    (tmp_path / "mine [2]" / "b.txt").touch()
+    monkeypatch.chdir(here)
+    relative = ("*.txt", "../b.txt")
+    names = {name: path.resolve() for name, path in matching_files(relative).items()}
+    assert len(names) == 2
+    found = run_files.LocalFiles.of(NodeConfig(data_files=relative)).data_files
+    monkeypatch.chdir("/")
+    assert {name: path.resolve() for name, path in matching_files(found).items()} == names, "also what is held out"
 
 
 def test_each_node_of_a_machine_serves_its_daemons_metrics_on_its_own_port(tmp_path: Path) -> None:

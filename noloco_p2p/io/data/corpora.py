@@ -6,6 +6,7 @@ corpus is two numbers. A held-out document is yielded empty, because every docum
 
 import glob
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +33,9 @@ FEW_UNITS = 64
 THIN_SHARE = 0.125
 """If a stream has fewer than FEW_UNITS units, with many documents each, a replica takes each document of a pass with
 probability THIN_SHARE. Otherwise replicas that happen to read the same unit would all read the same documents."""
+
+ESCAPED = re.compile(r"\[[*?[]\]")
+"""A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
 READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
 """Errors that pyarrow and datasets raise for files that are missing, truncated or of another format."""
@@ -135,7 +139,8 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         expanded = os.path.expanduser(pattern)
         named = os.path.isfile(expanded)  # even if its name looks like a glob
         parts = Path(expanded).parts
-        fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part) and not named), len(parts) - 1)
+        wild = (i for i, part in enumerate(parts) if glob.has_magic(ESCAPED.sub("", part)) and not named)
+        fixed = next(wild, len(parts) - 1)
         matches = [expanded] if named else glob.glob(expanded, recursive=True)
         paths = [Path(name) for name in matches if os.path.isfile(name)]
         if not paths:
