@@ -1,11 +1,12 @@
 """Shows the progress of a slow operation as a line on standard error, from a thread that only reads its position."""
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TextIO
 
 from noloco_p2p import humanize
 
@@ -14,8 +15,16 @@ TERMINAL_S, FILE_S = 1.0, 30.0
 CLEAR = "\r\x1b[K"
 """Moves to the beginning of the line and clears it."""
 
+DUMB = "dumb", "unknown"
+"""Values of TERM for terminals that only append, such as the shell of an editor."""
+
 Position = tuple[str, float]
 """(progress in words, progress as a share of the whole)."""
+
+
+def can_rewrite(stream: TextIO) -> bool:
+    """Whether the stream is a terminal on which lines can be replaced."""
+    return stream.isatty() and os.environ.get("TERM") not in DUMB
 
 
 class ProgressLine:
@@ -23,7 +32,7 @@ class ProgressLine:
 
     def __init__(self, position: Callable[[], Position], *, terminal_only: bool = False) -> None:
         self._position = position
-        self._terminal = sys.stderr.isatty()
+        self._terminal = can_rewrite(sys.stderr)
         self._hidden = terminal_only and not self._terminal
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)

@@ -18,6 +18,7 @@ from rich.text import Text
 from noloco_p2p import humanize
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.progress_line import can_rewrite
 
 LIVE_INTERVAL_S, PLAIN_INTERVAL_S = 1.0, 10.0
 COLUMNS = ("node", "stage", "state", "inner step", "outer round", "loss", "tokens/s", "peers")
@@ -100,7 +101,7 @@ class Display:
 
     def __init__(self, steps: int, plain: bool) -> None:
         """`steps` of the run; `plain`: lines even on a terminal."""
-        live = not plain and sys.stdout.isatty()
+        live = not plain and can_rewrite(sys.stdout)
         self._live = Live(auto_refresh=False, redirect_stderr=False) if live else None
         self._progress = RunProgress(steps)
         self._doing = ""

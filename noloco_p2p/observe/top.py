@@ -16,6 +16,7 @@ from rich.text import Text
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
 from noloco_p2p.humanize import DASH, compact, elapsed, finite, plain, plural, short_id
+from noloco_p2p.launch.progress_line import can_rewrite
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
 from noloco_p2p.observe.overview import ROUNDS, Overview, Row, overview
@@ -52,7 +53,7 @@ async def show(join: Sequence[str], url: str | None, *, once: bool, as_json: boo
         found = overview(await read())
         if as_json:
             print(json.dumps(found.as_json(), allow_nan=False))
-        elif once or not sys.stdout.isatty():
+        elif once or not can_rewrite(sys.stdout):
             console = terminal.console()
             console.print(render(found, None, width=console.width), soft_wrap=False)
         else:

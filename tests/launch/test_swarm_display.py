@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from noloco_p2p.launch import swarm, swarm_display
+from noloco_p2p.launch import progress_line, swarm, swarm_display
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.swarm import LocalSwarm
-from noloco_p2p.launch.swarm_display import Display, Row, RunProgress, stage_rows
+from noloco_p2p.launch.swarm_display import (
+    LIVE_INTERVAL_S,
+    PLAIN_INTERVAL_S,
+    Display,
+    Row,
+    RunProgress,
+    stage_rows,
+)
 from noloco_p2p.launch.swarm_plan import make_plan
 
 
@@ -93,6 +100,25 @@ def test_plain_output_prints_each_activity_once(capsys: pytest.CaptureFixture[st
     for doing in ("importing torch", "importing torch", "starting 2 nodes: 1 of 2", ""):
         display.show(rows, [], doing)
     assert capsys.readouterr().out.splitlines() == ["importing torch", "starting 2 nodes: 1 of 2", "0-0  starting"]
+
+
+@pytest.mark.parametrize(("term", "rewrites"), [("dumb", False), ("unknown", False), ("xterm", True), (None, True)])
+def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones(
+    term: str | None, rewrites: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the shell of an editor, TERM=dumb, nothing appeared until the run ended."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    assert progress_line.can_rewrite(screen) == rewrites
+    display = Display(1000, plain=False)
+    assert display.interval_s == (LIVE_INTERVAL_S if rewrites else PLAIN_INTERVAL_S)
+    if not rewrites:
+        display.show(nodes(1, 1), [])
+        assert screen.getvalue().splitlines()[-1].startswith("0-0  finished")
 
 
 @pytest.mark.parametrize("trains", [False, True])

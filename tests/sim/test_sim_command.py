@@ -110,6 +110,7 @@ def test_showing_progress_does_not_change_the_run(
     calm = printed_json(capsys, options)["trace_hash"]
     for name in ("TERMINAL_S", "FILE_S"):
         monkeypatch.setattr(progress_line, name, 0.001)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", heard := Stream(terminal=terminal))
     assert calm in printed(capsys, replace(options, as_json=as_json))
     steps = re.findall(r"step (\d) of 6, virtual time \d+\.\d s \(.*? × real\), \d+ s elapsed", heard.getvalue())
