@@ -21,14 +21,14 @@ WITH_WEIGHTS = TRAINED | {"draining"}
 
 
 def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage with many replicas.
+    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage that many replicas keep.
 
     `adverts` are those of all nodes, the caller included, in any order. The nodes of other stages that train or have
     finished are ranked by a score drawn for this stage (rendezvous hashing). A node that comes or goes does not change
     the order of the others, so a guardian changes only if one of them goes or a better one comes.
     """
     everybody = list(adverts)
-    replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in WITH_WEIGHTS}
+    replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in TRAINED}
     if len(replicas) > GUARDED_REPLICAS:
         return ()
     return candidates(stage, everybody, seed)

@@ -5,7 +5,7 @@ node. The cost of guarding is bounded twice: weights are pulled again only after
 the guardian rests until guarding has used neither its own line nor a ward's for more than a twentieth of the time.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from math import floor, inf
 
 from noloco_p2p.core import members as membership
@@ -91,19 +91,19 @@ class Guardian:
 
     def _guardians(self, stage: int) -> tuple[str, ...]:
         """The guardians of a stage. Adverts alone never end guarding: more than GUARDED_REPLICAS must answer."""
-        node, listed = self._node, self._swarm.members.of_stage(stage, WITH_WEIGHTS)
+        node, listed = self._node, self._swarm.members.of_stage(stage, membership.TRAINED)
         if len(listed) <= GUARDED_REPLICAS or stage == node.index:
             return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
         found = candidates(stage, self._swarm.everybody(), node.manifest.seed)
-        guarded = node.me in found and self._has_few(stage, WITH_WEIGHTS)
+        guarded = node.me in found and self._has_few(listed)
         return found if guarded else ()
 
-    def _has_few(self, stage: int, states: Set[str]) -> bool:
-        """Whether the listed replicas have been asked, and at most GUARDED_REPLICAS answer."""
+    def _has_few(self, listed: Sequence[Advert]) -> bool:
+        """Whether these replicas have been asked, and at most GUARDED_REPLICAS answer."""
         inquiry = self._swarm.inquiry
-        asked = inquiry.few(self._swarm.members.of_stage(stage, states))
+        asked = inquiry.few(listed)
         inquiry.ask(asked)
-        return inquiry.were_asked(asked) and len(inquiry.answering(asked, states)) <= GUARDED_REPLICAS
+        return inquiry.were_asked(asked) and len(inquiry.answering(asked, membership.TRAINED)) <= GUARDED_REPLICAS
 
     def _wards(self) -> list[int]:
         """The stages that this node guards now."""

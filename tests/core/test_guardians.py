@@ -44,6 +44,7 @@ def test_guardians_are_a_function_of_the_set_and_never_of_the_stage_itself(seed:
     (["paused"], True),
     (["draining", "finished"], True),
     (["training", "training", "syncing"], True),
+    (["training", "training", "draining"], True),
     (["training", "training", "paused"], False),
 ])  # fmt: skip
 def test_only_a_stage_of_at_most_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:

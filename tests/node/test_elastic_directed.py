@@ -420,6 +420,20 @@ def test_a_last_replica_leaves_when_its_guardian_has_its_weights() -> None:
     assert sum(counts["dropped"] for counts in results) == 0, "no microbatch is lost by a clean leave"
 
 
+def test_replicas_that_all_leave_together_hand_their_weights_over_however_many_they_are() -> None:
+    """A stage of three has no guardians, and each of them waited for one until its time was up."""
+    swarm = FaultySwarm(plan_of((2, 3), steps=40))
+    replicas = "s1r0", "s1r1", "s1r2"
+    for peer in replicas:
+        swarm.at(7.3, lambda peer=peer: swarm.drain(peer))  # type: ignore[misc]
+    swarm.at(20.0, lambda: swarm.start(1, 3))
+    outcome = check(swarm)
+    left = [outcome.nodes[peer] for peer in replicas]
+    assert max(process.ended_at_s or 99.0 for process in left) < 7.3 + 4.0
+    newest = max(process.rounds[-1][0] for process in left)
+    assert [(one.source, one.round) for one in swarm.resumptions] == [("guardian", newest + 1)]
+
+
 def test_a_last_replica_hands_its_weights_over_while_it_writes_its_checkpoint() -> None:
     """A slow disk takes longer for it than a node may take to leave."""
     swarm = FaultySwarm(replace(plan_of((2, 1), steps=40, every_steps=20), save_s=10.0))
