@@ -155,6 +155,13 @@ def test_it_is_unbiased_over_rounds(bits: int) -> None:
     assert float(errors.var()) == pytest.approx(1 / 6, rel=0.2)
 
 
+def test_places_and_chunks_have_numbers_of_their_own() -> None:
+    """Otherwise the values at place a of chunk b and at place b of chunk a would have the same dither."""
+    shared = dither(8 * CHUNK)
+    assert len(shared.chunk_C) == 8
+    assert bool((shared.place_K[:8] != shared.chunk_C).all())
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_what_is_decoded_is_what_the_reference_says(bits: int) -> None:
     mine, theirs = make_pair(bits, dtype=torch.float64)
