@@ -337,6 +337,22 @@ GROUPS = {
 }
 
 
+def test_a_swarms_directory_says_where_its_data_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`noloco swarm --dir` continued the run, but for the doctor it had no data."""
+    text, run = tmp_path / "a.txt", tmp_path / "run"
+    text.write_text("some words\n" * 5_000)
+    given = read(None, {}, ["stages=1", "data.kind=text", f"data_files={text}", "device=cpu"])
+    (run / "0-0").mkdir(parents=True)
+    run_files.store_manifest(run / "0-0", given.manifest())
+    run_files.store_local_files(run / "0-0", given.node())
+    for name in ("swarm.json", "0-0/identity.key.lock"):
+        (run / name).touch()
+    for sets, severity in (["device=cpu"], "ok"), (["device=cpu", "data_files=nowhere"], "error"):
+        run_doctor((), read(None, {}, sets), run, as_json=True)
+        found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+        assert found["data"]["severity"] == severity, found["data"]
+
+
 def test_a_malformed_join_address_is_refused_before_anything_starts(tmp_path: Path) -> None:
     nothing = read(None, {}, [])
     with pytest.raises(ConfigError, match="malformed join address 'nonsense'"):

@@ -16,7 +16,8 @@ from noloco_p2p.humanize import plural
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.launch import join_file, node_probe, run_files
+from noloco_p2p.launch import homes, join_file, node_probe, run_files
+from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
@@ -47,7 +48,10 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
     """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor` does."""
     local = given.node()
     targets = [*map(JoinAddress.parse, join_file.known(join))]
-    node_dirs = () if directory is None else node_probe.node_dirs(directory)
+    node_dirs = () if directory is None else tuple(node_probe.node_dirs(directory))
+    if directory is not None and homes.kind_of(directory) is Home.SWARM:  # it tells its nodes where its files are
+        known = run_files.local_files(node_dirs)._asdict()
+        local = local.model_copy(update={key: value for key, value in known.items() if not getattr(local, key)})
     stored = next((found for one in node_dirs if (found := run_files.stored_manifest(one)) is not None), None)
     own = stored if stored is not None and not given.names_the_run else None
     manifest = None if targets else own or given.manifest()
