@@ -32,15 +32,32 @@ def test_a_file_of_another_user_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsy
     assert (end.value.code, capsys.readouterr().err) == (2, "error: run/0-0/events.jsonl: Permission denied\n")
 
 
+def started(command: str, instead: str, folder: Path, **environment: str) -> tuple[int, str, str]:
+    """Exit code and output of an installed command in which the first large import runs this program instead."""
+    (folder / "typer.py").write_text(instead)
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = pyproject["project"]["scripts"][command].partition(":")
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); from {module} import {function}; {function}()"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=inherited | environment
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("command", ["noloco", "noloco-node"])
 def test_an_interrupt_during_the_imports_ends_a_command_quietly(command: str, tmp_path: Path) -> None:
     """It printed the traceback of an import."""
-    (tmp_path / "typer.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    module, _, function = pyproject["project"]["scripts"][command].partition(":")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from {module} import {function}; {function}()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert started(command, "import signal\nsignal.raise_signal(signal.SIGINT)\n", tmp_path) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["noloco", "noloco-node"])
+def test_threads_of_torch_do_not_spin_for_long_unless_the_user_says_so(command: str, tmp_path: Path) -> None:
+    """Beside a program that used one of two cores, a node's threads took the other from each other."""
+    shown = "import os, sys\nprint(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\nsys.exit()\n"
+    assert started(command, shown, tmp_path) == (0, "3000 False\n", "")
+    assert started(command, shown, tmp_path, GOMP_SPINCOUNT="7") == (0, "7 False\n", "")
+    assert started(command, shown, tmp_path, OMP_WAIT_POLICY="ACTIVE") == (0, "None False\n", "")
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
