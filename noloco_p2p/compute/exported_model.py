@@ -122,7 +122,7 @@ def save(it: Any, directory: Path, **options: Any) -> None:
     try:
         it.save_pretrained(directory, **options)
     except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or model_family.one_line(error)
+        reason = getattr(error, "strerror", None) or model_family.one_line(error)
         raise LocalError(f"{directory} cannot be written: {reason}") from error
 
 

@@ -62,7 +62,7 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
 
 
 def _claims(advert: Advert) -> list[Holding]:
-    # A replica that leaves hands its weights over. It has none if it was told to before it had got them.
+    # A replica that leaves hands its weights over. It has none if it was told to leave before it had got any.
     has = advert.state in TRAINED or (advert.state == "draining" and advert.outer_round > 0)
     return [*advert.holds, *([Holding(advert.stage, advert.outer_round, int(advert.step))] if has else [])]
 

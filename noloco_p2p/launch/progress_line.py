@@ -1,6 +1,5 @@
 """Shows the progress of a slow operation as a line on standard error, from a thread that only reads its position."""
 
-import os
 import sys
 import threading
 import time
@@ -15,16 +14,15 @@ TERMINAL_S, FILE_S = 1.0, 30.0
 CLEAR = "\r\x1b[K"
 """Moves to the beginning of the line and clears it."""
 
-DUMB = "dumb", "unknown"
-"""Values of TERM for terminals that only append, such as the shell of an editor."""
-
 Position = tuple[str, float]
 """(progress in words, progress as a share of the whole)."""
 
 
 def can_rewrite(stream: TextIO) -> bool:
-    """Whether the stream is a terminal on which lines can be replaced."""
-    return stream.isatty() and os.environ.get("TERM") not in DUMB
+    """Whether the stream is a terminal on which lines can be replaced: in the shell of an editor they often cannot."""
+    from rich.console import Console
+
+    return stream.isatty() and not Console(file=stream).is_dumb_terminal
 
 
 class ProgressLine:

@@ -75,8 +75,8 @@ class Checkpointer:
         last += [held for held in others if not members.of_stage(held.stage, WITH_WEIGHTS)]
         if all(map(self._is_guarded, last)):
             return
-        stages = " and ".join(str(held.stage) for held in last)
-        node.event("info", message=f"waiting until a guardian has the weights of stage {stages}")
+        stages = " and ".join(f"stage {held.stage}" for held in last)
+        node.event("info", message=f"waiting until a guardian has the weights of {stages}")
         assert node.drain_by is not None, "only a node that leaves hands over"
         left_s = max(0.0, node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S)
         why = ForRound(last[0].round)

@@ -88,6 +88,7 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an exception's message, all of it if that line introduces a list, or else its type's name."""
+    """The first line of an exception's message, or all of it if that line introduces a list. Its type's name if it has
+    no message."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
     return " ".join(str(error).split()) if line.endswith(":") else line

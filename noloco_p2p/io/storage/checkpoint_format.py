@@ -172,8 +172,10 @@ def _folders(directory: Path) -> Iterator[Path]:
     A node's directory may be a link; nothing else below a link is searched, as links can form a circle.
     """
     for path in _listed(directory, "*"):
-        if path.name == "checkpoints" or path.is_symlink():
-            yield from _listed(path if path.name == "checkpoints" else path / "checkpoints", "*-*")
+        if path.name == "checkpoints":
+            yield from _listed(path, "*-*")
+        elif path.is_symlink():
+            yield from _listed(path / "checkpoints", "*-*")
         elif path.name != MOUNT_POINT and path.is_dir():
             yield from _folders(path)
 
