@@ -433,10 +433,12 @@ def test_a_host_gets_a_share_of_the_cpu_and_does_not_delay_others() -> None:
     asker, port = Asker(server.server_address[1]), server.server_address[1]
     try:
         began = time.monotonic()
-        assert [asker.line("/") for _ in range(pages)] == [(200, "ok")] * pages
-        assert time.monotonic() - began >= (pages - 1) * page_s / http_server.CPU_SHARE
-        while server._accepted:
-            time.sleep(0.01)
+        for _ in range(pages):
+            assert asker.line("/") == (200, "ok")
+            answered_at = time.monotonic()
+            while server._accepted:  # What a page has cost is known once its connection has ended, after its answer.
+                time.sleep(0.01)
+        assert answered_at - began >= (pages - 1) * page_s / http_server.CPU_SHARE
         server._paid_at["127.0.0.1"] = time.monotonic() + 600
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(REQUESTS_LIMIT)]
         other = http.client.HTTPConnection("127.0.0.1", port, timeout=60, source_address=("127.0.0.2", 0))
