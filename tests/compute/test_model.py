@@ -210,6 +210,7 @@ SPLITTABLE = [
     "gemma3_text",
     "phi3",
     "jamba",
+    "deepseek_v3",
 ]
 
 
@@ -221,6 +222,7 @@ def small(name: str) -> Any:
         "opt": {"dropout": 0.0},
         "gpt_neox": {"num_hidden_layers": 3},
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+        "deepseek_v3": {"num_key_value_heads": 4},
         "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "bloom": {"n_layer": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     }
