@@ -2,8 +2,8 @@
 
 The self-test at start-up checks that the split of an architecture computes what the unsplit model computes. A tiny
 random model of the same architecture is split at every layer boundary; the chained parts must have the initial weights,
-logits and gradients of the unsplit one. A family that scales its embeddings inside the decoder (granite) fails here,
-with a message, instead of training a wrong model.
+logits and gradients of the unsplit one. A family that normalises hidden states before the first layer with the module
+that also follows the last one (nanochat) fails here, with a message, instead of training a wrong model.
 """
 
 from collections.abc import Iterator

@@ -20,9 +20,7 @@ from torch.overrides import TorchFunctionMode
 from noloco_p2p.compute import model_family
 from noloco_p2p.errors import ConfigError
 
-INPUT_MODULES = frozenset(
-    {"project_in", "word_embeddings_layernorm", "embed_norm", "embedding_norm", "embeddings_layernorm", "norm_in"}
-)
+INPUT_MODULES = frozenset({"project_in", "word_embeddings_layernorm", "embed_norm"})
 """Modules next to the layers, other than embeddings, that process stage 0's input; all others belong to the output."""
 
 
@@ -130,6 +128,8 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
     for parent, name, stand_in in all_foreign[index]:
         setattr(parent, name, stand_in)
+    if index > 0 and hasattr(causal.base_model, "embedding_multiplier"):
+        causal.base_model.embedding_multiplier = 1.0  # In granite the decoder scales whatever comes in.
     return _with_parameters(causal, index, counts)
 
 

@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("mixtral", {"router_jitter_noise": 0.01}, 2, "router_jitter_noise is 0.01; jitter must be 0"),
     ("gemma3", {}, 2, "gemma3 does not say how many layers it has; use another family"),
     ("gpt2", {"rope_theta": 5e5}, 1, "not a field of the family gpt2: 'rope_theta'"),
-    ("granite", {**RunManifest().model.config, "num_hidden_layers": 2}, 2, "granite cannot be split over 2 stages"),
+    ("nanochat", {**RunManifest().model.config, "num_hidden_layers": 2}, 2, "nanochat cannot be split over 2 stages"),
     ("llama", {"num_hidden_layers": 4}, 7, "stages is 7, but the model has only 4 layers"),
     ("llama", {"tie_word_embeddings": True}, 2, "tie_word_embeddings is true, which needs one stage, not 2"),
     ("llama", {"num_key_value_heads": 0}, 1, "num_attention_heads 32 is not divisible by num_key_value_heads 0"),
@@ -211,6 +211,8 @@ SPLITTABLE = [
     "phi3",
     "jamba",
     "deepseek_v3",
+    "granite",
+    "lfm2",
 ]
 
 
@@ -241,7 +243,7 @@ def test_self_test_accepts_what_splits_exactly(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("granite", "cannot be split over 2 stages: its logits differ from those of the unsplit model"),
+        ("nanochat", "cannot be split over 2 stages: its logits differ from those of the unsplit model"),
         ("bloom", "cannot be split over 2 stages: it fails with ValueError"),
         ("bert", "the layers of bert are not one list next to its embedding"),
     ],

@@ -77,7 +77,7 @@ BAD_RUNS = {
     "dropout": (settings(model__config__attention_dropout="0.1"), "attention_dropout is 0.1; dropout must be 0"),
     "tied": (settings(model__config__tie_word_embeddings="true"), "tie_word_embeddings is true"),
     "family": (settings(model__family="lama"), "no causal language model 'lama' (did you mean 'llama'?)"),
-    "not splittable": (settings(model__family="granite"), "the family granite cannot be split over 2 stages"),
+    "not splittable": (settings(model__family="nanochat"), "the family nanochat cannot be split over 2 stages"),
     "no files": (settings(data__kind="text", data_files="[nothing/*.txt]"), "no data file matches nothing/*.txt"),
     "no data": (settings(data__kind="text"), "needs data_files"),
     "vocabulary": (settings(model__config__vocab_size="300"), "384 ids, the model's vocab_size is 300"),
