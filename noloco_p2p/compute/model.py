@@ -10,6 +10,7 @@ Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -59,6 +60,10 @@ class StageModule:
     counts: tuple[int, ...]
     """Number of parameters of each stage of the run."""
 
+    @cached_property
+    def _decoder(self) -> Any:
+        return _decoder_and_layers(self.causal)[0]
+
     def layer_matrices(self) -> frozenset[str]:
         """Names of the two-dimensional parameters of the layers, except those of embeddings.
 
@@ -84,7 +89,7 @@ class StageModule:
         if self.index == self.stages - 1:
             logits: Tensor = self.causal(**arguments).logits
             return logits
-        hidden: Tensor = self.causal.base_model(**arguments).last_hidden_state
+        hidden: Tensor = self._decoder(**arguments).last_hidden_state
         return hidden
 
 
@@ -128,8 +133,8 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
     for parent, name, stand_in in all_foreign[index]:
         setattr(parent, name, stand_in)
-    if index > 0 and hasattr(causal.base_model, "embedding_multiplier"):
-        causal.base_model.embedding_multiplier = 1.0  # In granite the decoder scales whatever comes in.
+    if index > 0 and hasattr(decoder := _decoder_and_layers(causal)[0], "embedding_multiplier"):
+        decoder.embedding_multiplier = 1.0  # In granite the decoder scales whatever comes in.
     return _with_parameters(causal, index, counts)
 
 

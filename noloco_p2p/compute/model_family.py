@@ -172,7 +172,7 @@ def small_config(config: Any) -> Any:
     Multipliers of 1 become 1.5, because a neutral one would hide where it is applied (granite).
     """
     small = copy.deepcopy(config)
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads, hidden = getattr(config, "num_attention_heads", 4), config.hidden_size  # mamba has no heads
     shared_heads = getattr(config, "num_key_value_heads", None) or heads
     small_heads = min(heads, 2 if shared_heads in (1, heads) else 4)
     small_hidden = max(1, hidden // heads) * small_heads

@@ -269,7 +269,7 @@ def run_swarm(
         plan.write(run_dir)
         m = plan.manifest
         display = Display(m.steps, plain)
-        size = f"{plural(m.stages, 'stage')} × {plural(m.start_replicas, 'replica')}, {m.steps} steps"
+        size = f"{plural(m.stages, 'stage')} × {plural(m.start_replicas, 'replica')}, {plural(m.steps, 'step')}"
         display.say(f"{size}, in {run_dir}")
         if resumed is not None:
             display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")

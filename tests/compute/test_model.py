@@ -213,6 +213,8 @@ SPLITTABLE = [
     "deepseek_v3",
     "granite",
     "lfm2",
+    "llama4_text",
+    "mamba",
 ]
 
 
@@ -230,6 +232,8 @@ def small(name: str) -> Any:
     }
     if name == "bloom":
         fields = {"vocab_size": 61, "hidden_size": 64, "n_head": 4}
+    if name == "mamba":
+        del fields["num_attention_heads"]
     return model_family.make_config(
         ModelSettings(family=name, config={**fields, "tie_word_embeddings": False, **zero.get(name, {})})
     )
