@@ -30,7 +30,13 @@ Replacement = tuple[nn.Module, str, nn.Module]
 
 
 class PassthroughLayer(nn.Module):
-    """Replaces a layer, norm or projection of another stage."""
+    """Replaces a layer, norm or projection of another stage. Has its texts, by which some decoders choose a mask."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(replaced).items():
+            if isinstance(value, str):
+                setattr(self, name, value)
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         """Returns its first argument."""
@@ -133,7 +139,8 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
     for parent, name, stand_in in all_foreign[index]:
         setattr(parent, name, stand_in)
-    if index > 0 and hasattr(decoder := _decoder_and_layers(causal)[0], "embedding_multiplier"):
+    decoder: Any = _decoder_and_layers(causal)[0] if index > 0 else None
+    if hasattr(decoder, "embedding_multiplier"):
         decoder.embedding_multiplier = 1.0  # In granite the decoder scales whatever comes in.
     return _with_parameters(causal, index, counts)
 
@@ -159,22 +166,22 @@ def _foreign(causal: Any, config: Any, index: int, stages: int) -> list[Replacem
     first, last = index == 0, index == stages - 1
     mine = model_family.layer_ranges(config.num_hidden_layers, stages)[index]
     others = [number for number in range(config.num_hidden_layers) if number not in mine]
-    found: list[Replacement] = [(layers, str(number), PassthroughLayer()) for number in others]
+    found: list[Replacement] = [(layers, str(number), PassthroughLayer(layers[number])) for number in others]
     stand_in: nn.Module
     for name, module in list(decoder.named_children()):
         if module is layers or not ("norm" in name or any(True for _ in module.parameters())):
             continue
         if module is embedding or name in INPUT_MODULES:
-            owned, stand_in = first, PassthroughLayer()
+            owned, stand_in = first, PassthroughLayer(module)
         elif isinstance(module, nn.Embedding):
             owned, stand_in = first, ZeroPositions()
         else:
-            owned, stand_in = last, PassthroughLayer()
+            owned, stand_in = last, PassthroughLayer(module)
         if not owned:
             found.append((decoder, name, stand_in))
     if not last:
         path, _, name = names[head].rpartition(".")
-        found.append((causal.get_submodule(path), name, PassthroughLayer()))
+        found.append((causal.get_submodule(path), name, PassthroughLayer(head)))
     return found
 
 

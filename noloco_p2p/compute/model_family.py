@@ -187,7 +187,7 @@ def small_config(config: Any) -> Any:
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
         "num_experts_per_tok": 2,
-        "n_group": 2,  # groups of experts, of which a token uses some (deepseek_v3)
+        "n_group": min(2, getattr(config, "n_group", None) or 2),  # groups of experts, of which a token uses some
         "topk_group": 1,
         "sliding_window": 4,
     }

@@ -215,6 +215,7 @@ SPLITTABLE = [
     "lfm2",
     "llama4_text",
     "mamba",
+    "nemotron_h",
 ]
 
 
@@ -234,6 +235,9 @@ def small(name: str) -> Any:
         fields = {"vocab_size": 61, "hidden_size": 64, "n_head": 4}
     if name == "mamba":
         del fields["num_attention_heads"]
+    if name == "nemotron_h":
+        del fields["num_hidden_layers"]
+        fields |= {"layers_block_type": ["mamba", "moe", "full_attention", "moe"], "num_key_value_heads": 2}
     return model_family.make_config(
         ModelSettings(family=name, config={**fields, "tie_word_embeddings": False, **zero.get(name, {})})
     )
