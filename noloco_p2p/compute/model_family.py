@@ -26,6 +26,8 @@ UNUSED_DROPOUT = frozenset({"summary_first_dropout", "classifier_dropout"})
 """Dropout of heads that causal language models lack."""
 LEGACY_FIELDS = frozenset({"rope_theta", "partial_rotary_factor"})
 """Fields that belong in `rope_parameters` since transformers 5 and are still accepted at the top level."""
+STATE_SPACE_FIELDS = ("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")
+"""Heads of state-space layers, their size, and what both together are as a multiple of the hidden size."""
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 SMALL_VOCABULARY = 64
 SMALL_LAYERS = 4
@@ -172,7 +174,8 @@ def small_config(config: Any) -> Any:
     Multipliers of 1 become 1.5, because a neutral one would hide where it is applied (granite).
     """
     small = copy.deepcopy(config)
-    heads, hidden = getattr(config, "num_attention_heads", 4), config.hidden_size  # mamba has no heads
+    hidden = config.hidden_size
+    heads = getattr(config, "num_attention_heads", max(1, hidden // 64))  # mamba has none
     shared_heads = getattr(config, "num_key_value_heads", None) or heads
     small_heads = min(heads, 2 if shared_heads in (1, heads) else 4)
     small_hidden = max(1, hidden // heads) * small_heads
@@ -189,11 +192,15 @@ def small_config(config: Any) -> Any:
         "num_experts_per_tok": 2,
         "n_group": min(2, getattr(config, "n_group", None) or 2),  # groups of experts, of which a token uses some
         "topk_group": 1,
+        **dict.fromkeys(("n_groups", "mamba_n_groups"), 1),
         "sliding_window": 4,
     }
     for name, value in sizes.items():
         if getattr(config, name, None) is not None:
             setattr(small, name, value)
+    for count, size, expand in STATE_SPACE_FIELDS:
+        if hasattr(config, count) and hasattr(config, expand):
+            setattr(small, count, max(1, getattr(config, expand) * small_hidden // getattr(config, size)))
     if vars(config).get("layer_types"):  # in some families (jamba) it follows from other fields
         small.layer_types = config.layer_types[: small.num_hidden_layers]
     for name in SPECIAL_IDS:

@@ -215,6 +215,8 @@ SPLITTABLE = [
     "lfm2",
     "llama4_text",
     "mamba",
+    "mamba2",
+    "granitemoehybrid",
     "nemotron_h",
 ]
 
@@ -228,12 +230,14 @@ def small(name: str) -> Any:
         "gpt_neox": {"num_hidden_layers": 3},
         "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
         "deepseek_v3": {"num_key_value_heads": 4},
+        "mamba2": {"num_heads": 2},
+        "granitemoehybrid": {"mamba_n_heads": 2, "mamba_d_head": 64},
         "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         "bloom": {"n_layer": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     }
     if name == "bloom":
         fields = {"vocab_size": 61, "hidden_size": 64, "n_head": 4}
-    if name == "mamba":
+    if name.startswith("mamba"):
         del fields["num_attention_heads"]
     if name == "nemotron_h":
         del fields["num_hidden_layers"]
