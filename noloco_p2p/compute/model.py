@@ -135,6 +135,7 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
             )
     except model_family.FOREIGN_ERRORS as error:
         raise ConfigError(f"model: {config.model_type} cannot be built: {model_family.one_line(error)}") from error
+    causal.requires_grad_(True)  # Some families freeze biases of their routers (ernie4_5_moe), which get no gradient.
     all_foreign = [_foreign(causal, config, other, stages) if stages > 1 else [] for other in range(stages)]
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
     for parent, name, stand_in in all_foreign[index]:

@@ -218,6 +218,7 @@ SPLITTABLE = [
     "mamba2",
     "granitemoehybrid",
     "nemotron_h",
+    "ernie4_5_moe",
 ]
 
 
