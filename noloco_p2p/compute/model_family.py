@@ -135,7 +135,9 @@ def check_split(config: Any, stages: int) -> None:
     """Raises ConfigError for more stages than layers, too many layers, or tied embeddings over several stages."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
-        raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
+        its_text = f"{config.model_type}_text"
+        other = its_text if its_text in _causal_families() else "another family"
+        raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use {other}")
     if layers > MAX_LAYERS:
         raise ConfigError(f"model.config: {layers} layers; at most {MAX_LAYERS} are allowed")
     if stages > layers:
