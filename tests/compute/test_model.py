@@ -219,7 +219,7 @@ SPLITTABLE = [
     "mamba2",
     "granitemoehybrid",
     "nemotron_h",
-    "ernie4_5_moe",
+    "afmoe",
 ]
 
 
@@ -243,7 +243,7 @@ def small(name: str) -> Any:
         del fields["num_attention_heads"]
     if name == "nemotron_h":
         del fields["num_hidden_layers"]
-        fields |= {"layers_block_type": ["mamba", "moe", "full_attention", "moe"], "num_key_value_heads": 2}
+        fields |= {"layers_block_type": ["mamba", "moe", "mamba", "moe"], "num_key_value_heads": 2}
     return model_family.make_config(
         ModelSettings(family=name, config={**fields, "tie_word_embeddings": False, **zero.get(name, {})})
     )
