@@ -289,7 +289,8 @@ def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     (out / "noloco.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="replicas/0: there is no such directory"):
         run_eval(out, (), held_out=False, microbatches=1, device="cpu")
-    whole = load_file(out / "model.safetensors")
+    # Copies, because loaded weights are the file's own pages in memory, and the file is about to be overwritten.
+    whole = {name: value.clone() for name, value in load_file(out / "model.safetensors").items()}
     part = {name: value for name, value in whole.items() if name != "lm_head.weight"}
     for wrong in (part, {**whole, "lm_head.bias": whole["model.norm.weight"].clone()}):
         save_file(wrong, out / "model.safetensors", metadata={"format": "pt"})
