@@ -30,7 +30,8 @@ Replacement = tuple[nn.Module, str, nn.Module]
 
 
 class PassthroughLayer(nn.Module):
-    """Replaces a layer, norm or projection of another stage. Has its texts, by which some decoders choose a mask."""
+    """Replaces a layer, norm or projection of another stage. It keeps that one's string attributes, because some
+    decoders choose a mask by a layer's type."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
