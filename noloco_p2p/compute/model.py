@@ -30,8 +30,8 @@ Replacement = tuple[nn.Module, str, nn.Module]
 
 
 class PassthroughLayer(nn.Module):
-    """Replaces a layer, norm or projection of another stage. It keeps that one's string attributes, because some
-    decoders choose a mask by a layer's type."""
+    """Replaces a layer, norm or projection of another stage. Keeps its string attributes: some decoders choose a mask
+    by the type of a layer."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
         setattr(parent, name, stand_in)
     decoder: Any = _decoder_and_layers(causal)[0] if index > 0 else None
     if hasattr(decoder, "embedding_multiplier"):
-        decoder.embedding_multiplier = 1.0  # In granite the decoder scales whatever comes in.
+        decoder.embedding_multiplier = 1.0  # Granite's decoder scales any input, which stage 0 has done.
     return _with_parameters(causal, index, counts)
 
 

@@ -71,6 +71,8 @@ def make_config(settings: ModelSettings) -> Any:
     general = {field.name for field in dataclasses.fields(PretrainedConfig)}
     known = {field.name for field in dataclasses.fields(config_class)} - general - FIXED_FIELDS
     known |= set(config_class.attribute_map)
+    if "num_hidden_layers" not in known and f"{family}_text" in _causal_families():
+        raise ConfigError(f"model.family: {family} has parts for other things than text; use {family}_text")
     if "rope_parameters" in known:
         known |= LEGACY_FIELDS
     unknown = sorted(set(settings.config) - known)
@@ -135,9 +137,7 @@ def check_split(config: Any, stages: int) -> None:
     """Raises ConfigError for more stages than layers, too many layers, or tied embeddings over several stages."""
     layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int):
-        its_text = f"{config.model_type}_text"
-        other = its_text if its_text in _causal_families() else "another family"
-        raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use {other}")
+        raise ConfigError(f"model.family: {config.model_type} does not say how many layers it has; use another family")
     if layers > MAX_LAYERS:
         raise ConfigError(f"model.config: {layers} layers; at most {MAX_LAYERS} are allowed")
     if stages > layers:

@@ -71,7 +71,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("llama", {"attention_dropout": 0.1, "num_hidden_layers": 2}, 2, "attention_dropout is 0.1; dropout must be 0"),
     ("gpt2", {"tie_word_embeddings": False}, 2, "pdrop is 0.1; dropout must be 0"),
     ("mixtral", {"router_jitter_noise": 0.01}, 2, "router_jitter_noise is 0.01; jitter must be 0"),
-    ("gemma3", {}, 2, "gemma3 does not say how many layers it has; use gemma3_text"),
+    ("gemma3", dict(RunManifest().model.config), 2, "gemma3 has parts for other things than text; use gemma3_text"),
     ("mllama", {}, 2, "mllama does not say how many layers it has; use another family"),
     ("gpt2", {"rope_theta": 5e5}, 1, "not a field of the family gpt2: 'rope_theta'"),
     ("nanochat", {**RunManifest().model.config, "num_hidden_layers": 2}, 2, "nanochat cannot be split over 2 stages"),

@@ -82,7 +82,7 @@ class Asker:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads may take their time: on a busy machine they may not keep the limits of the server."""
+    """Raise the server's time limits, which its threads may exceed on a busy machine."""
     monkeypatch.setattr(http_server, "FREED_S", 60.0)
     monkeypatch.setattr(http_server, "DEADLINE_S", 120.0)
 
