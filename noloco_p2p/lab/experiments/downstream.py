@@ -1,5 +1,5 @@
-"""If a model is pre-trained by replicas that meet one peer now and then, is anything lost that its loss does not show,
-but fine-tuning on tasks does?
+"""If a model is pre-trained by replicas that meet only now and then, is anything lost that its loss does not show, but
+fine-tuning on tasks does?
 
 Pre-training is that of `convergence`: a byte-level Llama on the text of the standard library, eight replicas of two
 stages, equal tokens, and for each method the rate with the lowest held-out loss of the first seed. The mean over the
@@ -29,9 +29,10 @@ from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known, mean_std, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 
-METHODS = ("parallel", "noloco", "gossip-int4")
+METHODS = ("parallel", "diloco", "noloco", "gossip-int4")
 """The methods of `convergence` that are compared; the differences are to the first."""
-RATES = convergence.RATES["adamw"]
+RATES = (6.4e-4, 1.6e-3, 4e-3)
+"""On the grid of `convergence`, around the best rates that it found. More are added while the best is at an end."""
 FRESH = "fresh"
 TITLES = {name: method.title for name, method in convergence.METHODS.items()} | {FRESH: "without pre-training"}
 EXAMPLES, TEST, BATCH_SIZE, TUNING_RATE = 4000, 200, 16, 2e-3
