@@ -156,7 +156,7 @@ class Progress(NamedTuple):
     """How far a peer has got with a microbatch that it is serving."""
 
     events: int
-    """Grows with every byte received and every operation completed, at this peer or downstream."""
+    """Grows with every byte received or sent and every operation completed, at this peer or downstream."""
     stuck_s: float
     """Seconds for which its device has had work without completing anything; 0 if it has no work."""
 

@@ -80,8 +80,8 @@ class SnapshotRequest:
     round: int | None = None
     """The outer round wanted; None: the newest one held, at once."""
     wait_s: float = 0.0
-    """How long the peer may wait until it reaches that round; after that it sends the newest one that it holds. A peer
-    that is past the round sends the nearest one, under rules whose rounds last (METHOD.md, "Outer rules")."""
+    """How long the peer may wait to reach that round. If it does not have it then, it sends the newest one that it
+    holds, or under a lasting rule the nearest (METHOD.md, "Outer rules"); a vector for all replicas it declines."""
     weights: str | None = None
     """Element type in which θ_f is wanted, to be guarded or taken over; None: the vector is wanted, to be merged."""
     lattice: LatticeRequest | None = None
@@ -108,7 +108,7 @@ class Snapshot:
     step: int
     """Floor of the replica's clock when it was frozen."""
     tensors: tuple[HostTensor, ...]
-    """`vector` and `sample`, or `weights` (`StageState`)."""
+    """As in `snapshot_specs`, or `weights` (`StageState`)."""
     view: GroupView | None = None
     """With a vector, as in `FrozenRound`."""
     fresh_round: int = 0

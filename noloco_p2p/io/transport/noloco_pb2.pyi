@@ -510,7 +510,7 @@ class ProgressRequest(google.protobuf.message.Message):
     MICROBATCHES_FIELD_NUMBER: builtins.int
     @property
     def microbatches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MicrobatchId]:
-        """The microbatches in question, at most 2,048."""
+        """The microbatches in question, at most 6,144."""
 
     def __init__(
         self,
@@ -590,7 +590,9 @@ class SnapshotRequest(google.protobuf.message.Message):
     round: builtins.int
     """The outer round wanted; if absent, the newest one held, at once."""
     wait_s: builtins.float
-    """How long the peer may wait to reach that round, in seconds; after that it sends the newest one held."""
+    """How long the peer may wait to reach that round, in seconds. After that it declines, if the rule takes from all
+    replicas and the vector is wanted; otherwise it sends the newest one held, or under a lasting rule the nearest.
+    """
     stage: builtins.int
     """The stage of the snapshot: the peer's own, or one that it guards."""
     weights: builtins.str
@@ -652,8 +654,8 @@ class SnapshotHeader(google.protobuf.message.Message):
     """The lineage of the replica's weights, as in a Description."""
     @property
     def specs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
-        """The tensors that follow, in order: `vector` and `sample`, or `lattice` (and `sample`, if it has all chunks), or
-        `weights`.
+        """The tensors that follow, in order: `vector` and `sample` (under rule `dct` with `places` between them), or `lattice`
+        (and `sample`, if it has all chunks), or `weights`.
         """
 
     @property

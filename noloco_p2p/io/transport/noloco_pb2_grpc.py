@@ -82,11 +82,11 @@ class NodeServicer(object):
     """
 
     def Propagate(self, request_iterator, context):
-        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
-        one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
-        granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
-        one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
-        a grant then.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation may be sent
+        whole if it and its gradient each fit into one message; the reply is one message too then. Otherwise the body
+        follows once the peer has granted it a place; a reply may come before that (Busy, or a stored reply). To a far
+        peer, a body that fits into one message follows its header at once, on calls of Stripe; the peer reads it when it
+        has a place, and still sends a grant then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

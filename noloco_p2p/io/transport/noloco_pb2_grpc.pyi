@@ -35,11 +35,11 @@ class NodeStub:
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
-    one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
-    granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
-    one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
-    a grant then.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation may be sent
+    whole if it and its gradient each fit into one message; the reply is one message too then. Otherwise the body
+    follows once the peer has granted it a place; a reply may come before that (Busy, or a stored reply). To a far
+    peer, a body that fits into one message follows its header at once, on calls of Stripe; the peer reads it when it
+    has a place, and still sends a grant then.
     """
 
     Evaluate: grpc.StreamStreamMultiCallable[
@@ -95,11 +95,11 @@ class NodeAsyncStub:
         noloco_p2p.io.transport.noloco_pb2.ActivationMessage,
         noloco_p2p.io.transport.noloco_pb2.Reply,
     ]
-    """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
-    one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
-    granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
-    one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
-    a grant then.
+    """Sends one activation; the reply is its gradient. The first message carries the header. An activation may be sent
+    whole if it and its gradient each fit into one message; the reply is one message too then. Otherwise the body
+    follows once the peer has granted it a place; a reply may come before that (Busy, or a stored reply). To a far
+    peer, a body that fits into one message follows its header at once, on calls of Stripe; the peer reads it when it
+    has a place, and still sends a grant then.
     """
 
     Evaluate: grpc.aio.StreamStreamMultiCallable[
@@ -157,11 +157,11 @@ class NodeServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[noloco_p2p.io.transport.noloco_pb2.ActivationMessage],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[noloco_p2p.io.transport.noloco_pb2.Reply], collections.abc.AsyncIterator[noloco_p2p.io.transport.noloco_pb2.Reply]]:
-        """Sends one activation; the reply is its gradient. The first message carries the header. An activation that fits into
-        one message is sent whole, and its reply is one message too. The body of a larger one follows once the peer has
-        granted it a place; a reply may come before that (Busy, or a stored reply). To a far peer, a body that fits into
-        one message follows its header at once, on calls of Stripe; the peer reads it when it has a place, and still sends
-        a grant then.
+        """Sends one activation; the reply is its gradient. The first message carries the header. An activation may be sent
+        whole if it and its gradient each fit into one message; the reply is one message too then. Otherwise the body
+        follows once the peer has granted it a place; a reply may come before that (Busy, or a stored reply). To a far
+        peer, a body that fits into one message follows its header at once, on calls of Stripe; the peer reads it when it
+        has a place, and still sends a grant then.
         """
 
     @abc.abstractmethod
