@@ -9,7 +9,7 @@ merged at the first boundary after the pull has ended.
   its weights are replaced, when it moves, and when it pauses.
 - When the next round is due, the open one merges alone, and the pull continues for the next one, so that no transfer is
   thrown away. Under a `lasting` rule, merging alone would change nothing. There the open round lasts until its vector
-  has arrived, and rounds that fall due meanwhile are skipped.
+  has arrived, and rounds that fall due meanwhile are only frozen for others.
 - Under a rule that takes from all replicas (`common`), they are pulled as a group (`node.group_pull`).
 - At the end of the run nothing is left to train, so the node waits for the open round, for a bounded time.
 """
