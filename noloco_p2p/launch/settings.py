@@ -31,12 +31,8 @@ WANTED = {
 """First word of a pydantic error type → what the key must do."""
 
 LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
-LIMITS |= {
-    "expected": "be",
-    "form": "be",
-    "min_length": "have a length of at least",
-    "max_length": "have a length of at most",
-}
+LIMITS |= {"min_length": "have a length of at least", "max_length": "have a length of at most"}
+LIMITS |= {"expected": "be", "form": "be"}
 """Pydantic's name of the limit that a value violates → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)
@@ -45,7 +41,8 @@ CHOICES = (("inner", "optimizer"), ("outer", "rule"))
 
 Model = TypeVar("Model", RunManifest, NodeConfig)
 SECURITY, ROOT_KEY, OPEN = "security", "root_key", "open"
-"""`security: open` means that there is no key, and that a first node that others can reach does not make one either."""
+"""`security: open` means that there is no key, and that a first node that others can reach does not make one either. A
+root key of null, the default, does not mean that."""
 Options = Mapping[str, tuple[str, object]]
 """Name of an option → (key, value); the value is None if the option was not given."""
 
@@ -109,7 +106,7 @@ def read(
     faults: list[str] = []
     entries = read_entries(named(path), environ, sets, KNOWN, faults)
     given = [SettingEntry((name,), value, option) for option, (name, value) in (options or {}).items()]
-    entries = [*map(_without_word, entries), *(entry for entry in given if entry.value is not None)]
+    entries = [*map(_without_word, _without_null(entries)), *(entry for entry in given if entry.value is not None)]
     refuse([*faults, *_faults(RunManifest, entries, together=False), *_faults(NodeConfig, entries, together=False)])
     return Overrides(tuple(entries))
 
@@ -131,6 +128,13 @@ def manifest_from_json(data: bytes) -> RunManifest:
         name = ".".join(str(part) for part in first["loc"])[:100]
         message = f"the manifest received is not valid ({plain(name + ' ' + first['msg'], 300)})"
         raise Violation(f"{message}: does the peer run another version?") from error
+
+
+def _without_null(entries: Sequence[SettingEntry]) -> Sequence[SettingEntry]:
+    """The entries, but without a root key of null and what it overrides: that is the default, which says nothing."""
+    said = [entry for entry in entries if entry.key[0] == SECURITY]
+    is_null = bool(said) and said[-1].key[1:] == (ROOT_KEY,) and said[-1].value is None
+    return [entry for entry in entries if entry not in said] if is_null else entries
 
 
 def _without_word(entry: SettingEntry) -> SettingEntry:

@@ -123,10 +123,12 @@ def test_a_swarm_of_members_trains_to_its_end(tmp_path: Path) -> None:
     assert not (home / "1-0" / "issuer.pem").exists()
 
 
-def options_of(home: Path, *sets: str, key: Path | None = None, join: tuple[str, ...] = ()) -> NodeOptions:
+def options_of(
+    home: Path, *sets: str, config: Path | None = None, key: Path | None = None, join: tuple[str, ...] = ()
+) -> NodeOptions:
     identity = Identity.open(home / KEY)
     identity.close()
-    given = read_settings(None, {}, sets)
+    given = read_settings(config, {}, sets)
     return NodeOptions(join, None, identity, False, given, key=key).with_key()
 
 
@@ -157,6 +159,22 @@ def test_a_reachable_first_node_makes_a_key(
     again = options_of(tmp_path, *sets)
     assert (again.key, again.overrides.manifest()) == (made.key, manifest), "a run keeps its key"
     assert again.overrides.names_the_run is False
+
+
+@pytest.mark.parametrize(("sets", "is_open"), [
+    ((), False),
+    (("security.root_key=null",), False),
+    (("security=open",), True),
+    (("security=open", "security.root_key=null"), False),
+])  # fmt: skip
+def test_only_security_open_opens_a_run_that_others_can_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], is_open: bool
+) -> None:
+    """configs/tiny.yaml writes out every default, a root key of null among them."""
+    monkeypatch.setattr(reach, "CONTAINER_MARKS", ())
+    made = options_of(tmp_path, "listen.host=0.0.0.0", *sets, config=Path("tiny"))
+    assert (made.key is None) is is_open
+    read_settings(Path("tiny"), {}, []).check_agrees(made.overrides.manifest())
 
 
 def test_a_named_key_is_created_if_it_does_not_exist(tmp_path: Path) -> None:
