@@ -22,8 +22,10 @@ from served_nodes import served_nodes
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.reach import Reach
 from noloco_p2p.launch import run_files, run_key
 from noloco_p2p.launch.settings import read
 from noloco_p2p.observe.doctor import machine, peers
@@ -308,6 +310,24 @@ def test_the_owner_of_a_members_node_needs_no_invitation(tmp_path: Path, own: bo
         _, answered = uvloop.run(peers.admission(report, libp2p, manifest, own_node=own))
     assert not answered
     assert outcome(report) == [(severity, "members")]
+
+
+def test_nodes_of_the_private_network_that_was_named_are_asked(tmp_path: Path) -> None:
+    """Though this machine announces only 127.0.0.1, as it does without listen.host."""
+    near = ["192.168.1.9", "192.168.1.4", "127.0.0.1"]
+    with closing(Identity.open(tmp_path / KEY)) as identity:
+        own, named = (JoinAddress(host, 4101, identity.peer_id) for host in ("127.0.0.1", near[0]))
+
+    async def dial(target: JoinAddress) -> None:
+        assert target == named
+
+    async def reached() -> dict[str, str]:
+        namespace = SimpleNamespace(joined=(), join_addresses=[str(own)], dial=dial, reach=Reach([own.host]))
+        libp2p = cast(Libp2pDaemon, namespace)
+        await peers.dial(DoctorReport(), libp2p, [named])
+        return await libp2p.reach.addresses([*near, "169.254.1.1"])
+
+    assert uvloop.run(reached()) == {host: host for host in near}
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.port_mapping import home_router
-from noloco_p2p.io.dht.reach import endpoint, host_scope, is_open_to_others, joined
+from noloco_p2p.io.dht.reach import Reach, endpoint, host_scope, is_open_to_others, joined
 from noloco_p2p.io.dht.streams import Streams
 from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -55,8 +55,7 @@ async def open_daemon(
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
         host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
-        begins = not join and is_open_to_others(listen)
-        router = home_router(listen, join, members=begins)
+        router = home_router(listen, join, members=not join and is_open_to_others(listen))
         return await Libp2pDaemon.open(
             identity, host=listen.host, port=listen.dht_port, announce_host=host, router=router
         )
@@ -71,6 +70,8 @@ async def open_daemon(
 
 async def dial(report: DoctorReport, libp2p: Libp2pDaemon, targets: Sequence[JoinAddress]) -> None:
     """Open links to the peers to be joined. Those that answer are added to `libp2p.joined`."""
+    # What the owner names may be dialled, and what is near it: this machine may announce no more than 127.0.0.1.
+    libp2p.reach = Reach(one.host for one in (*map(JoinAddress.parse, libp2p.join_addresses), *targets))
     with report.step(f"dialling {', '.join(map(str, targets))}"):
         failures = await asyncio.gather(*(or_error(libp2p.dial(target)) for target in targets))
     for target, failure in zip(targets, failures, strict=True):
