@@ -30,9 +30,8 @@ WANTED = {
 }
 """First word of a pydantic error type → what the key must do."""
 
-LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than"}
-LIMITS |= {"min_length": "have a length of at least", "max_length": "have a length of at most"}
-LIMITS |= {"expected": "be", "form": "be"}
+LIMITS = {"ge": "be at least", "gt": "be more than", "le": "be at most", "lt": "be less than", "expected": "be"}
+LIMITS |= {"min_length": "have a length of at least", "max_length": "have a length of at most", "form": "be"}
 """Pydantic's name of the limit that a value violates → what the key must do."""
 
 KNOWN = KnownKeys.of(RunManifest, NodeConfig)

@@ -22,6 +22,7 @@ from served_nodes import served_nodes
 
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -310,6 +311,24 @@ def test_the_owner_of_a_members_node_needs_no_invitation(tmp_path: Path, own: bo
         _, answered = uvloop.run(peers.admission(report, libp2p, manifest, own_node=own))
     assert not answered
     assert outcome(report) == [(severity, "members")]
+
+
+@pytest.mark.parametrize(("sets", "asks"), [((), True), (("security=open",), False), (("listen.upnp=false",), False)])
+def test_the_router_of_an_open_run_is_not_asked_for_a_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], asks: bool
+) -> None:
+    """As the first node itself would not: an open run within one network is not opened to the internet."""
+    routers: list[object] = []
+
+    async def opened(identity: Identity, *, router: object, **others: object) -> Libp2pDaemon:
+        routers.append(router)
+        raise LocalError("no daemon is needed here")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reach, "CONTAINER_MARKS", ())
+    monkeypatch.setattr(Libp2pDaemon, "open", opened)
+    run_doctor((), read(None, {}, ["listen.host=0.0.0.0", "device=cpu", *sets]), None, as_json=True)
+    assert [router is not None for router in routers] == [asks]
 
 
 def test_nodes_of_the_private_network_that_was_named_are_asked(tmp_path: Path) -> None:

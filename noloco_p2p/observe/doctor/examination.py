@@ -65,8 +65,7 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
     if directory is not None:
         report.group("node")
         running = await machine.check_node_dirs(report, directory)
-    if running and not targets:
-        targets = [JoinAddress.parse(text) for text in running[0].join]
+    targets = targets or [JoinAddress.parse(text) for one in running[:1] for text in one.join]
     report.group("network")
     listen = machine.check_ports(report, local.listen, own_node=bool(running))
     examination = Examination(report, given, directory or node_probe.HOME, local, device, bool(running))
@@ -74,7 +73,9 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="noloco-doctor-")))
         identity = Identity.open(folder / KEY)
         closing.callback(identity.close)
-        libp2p = await peers.open_daemon(report, identity, listen, targets)
+        begins = own is None and not given.says_who_may_join
+        members = manifest is not None and (begins or manifest.security.root_key is not None)
+        libp2p = await peers.open_daemon(report, identity, listen, targets, members)
         if libp2p is not None:
             closing.push_async_callback(libp2p.close)
             if targets:

@@ -47,15 +47,16 @@ ANOTHER_NODE = "give the address of a running node"
 
 
 async def open_daemon(
-    report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress]
+    report: DoctorReport, identity: Identity, listen: ListenSettings, join: Sequence[JoinAddress], members: bool
 ) -> Libp2pDaemon | None:
-    """Start p2pd. None if it does not start, which is reported."""
+    """Start p2pd. None if it does not start, which is reported. `members`: whether a first node that others can reach
+    would make the run members-only, or it is."""
     advice = "check listen.host and listen.dht_port, that p2pd may run here, and that other work does not slow it down"
 
     async def start() -> Libp2pDaemon:
         await in_time("importing hivemind", IMPORT_S, lambda: importlib.import_module("hivemind.p2p"))
         host = announced_host(listen.host, listen.announce_host, join[0] if join else None)
-        router = home_router(listen, join, members=not join and is_open_to_others(listen))
+        router = home_router(listen, join, members=members and not join and is_open_to_others(listen))
         return await Libp2pDaemon.open(
             identity, host=listen.host, port=listen.dht_port, announce_host=host, router=router
         )
