@@ -26,6 +26,8 @@ KEY_LOCK = "identity.key.lock"
 """Locked by the process that runs as this node (io/dht/identity.py)."""
 PROC = Path("/proc")
 PAUSE, RESUME = signal.SIGUSR1, signal.SIGUSR2
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of nodes. It uses no proxy: that of the environment (`http_proxy`) is for the web."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def scrape(url: str, timeout_s: float) -> MetricsReading:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as reply:
+        with DIRECT.open(url, timeout=timeout_s) as reply:
             text = reply.read().decode()
         families = list(text_string_to_metric_families(text))
     except (OSError, ValueError, http.client.HTTPException) as error:

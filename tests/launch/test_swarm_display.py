@@ -1,6 +1,7 @@
 """The display of `noloco swarm`: one line of overall progress, and a table that fits the terminal."""
 
 import io
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import progress_line, swarm, swarm_display
-from noloco_p2p.launch.node_probe import MetricsReading
+from noloco_p2p.launch.node_probe import MetricsReading, scrape
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.swarm import LocalSwarm
 from noloco_p2p.launch.swarm_display import (
@@ -119,6 +121,17 @@ def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones(
     if not rewrites:
         display.show(nodes(1, 1), [])
         assert screen.getvalue().splitlines()[-1].startswith("0-0  finished")
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
+def test_nodes_are_read_without_the_proxy_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The display showed nothing, and on Ctrl-C no node had time to save: none was known to have taken a step."""
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with closing(PrometheusTelemetry(1)) as telemetry:
+        telemetry.event("inner_step", inner_step=1, step=1.0, tokens=0, loss_sum=0.0, loss_tokens=0)
+        port = telemetry.serve("127.0.0.1", 0)
+        assert scrape(f"http://127.0.0.1:{port}/metrics", 5.0).total("inner_steps_total") == 1
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from noloco_p2p.lab.bench import floods, pipeline
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.launch import cpu_seconds as cpu
-from noloco_p2p.launch.node_probe import NodeEndpoints
+from noloco_p2p.launch.node_probe import DIRECT, NodeEndpoints
 
 TARGET = 0.95
 VICTIM = "1-0"
@@ -75,7 +74,7 @@ DEFINITIONS = {
 def _compare(fleet: Fleet, kind: str, plan: FloodPlan) -> dict[str, Any]:
     victim = fleet.nodes[VICTIM].endpoints
     assert victim is not None, "a steady swarm can be reached"
-    with urllib.request.urlopen(victim.metrics.removesuffix(METRICS_PATH) + "/status", timeout=PAGE_S) as page:
+    with DIRECT.open(victim.metrics.removesuffix(METRICS_PATH) + "/status", timeout=PAGE_S) as page:
         [address, *_] = json.load(page)["addresses"]
     flooded, quiet = list[dict[str, float]](), list[dict[str, float]]()
     for _ in range(plan.pairs):

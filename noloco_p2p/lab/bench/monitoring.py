@@ -9,7 +9,6 @@ import statistics
 import tempfile
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from noloco_p2p.lab.bench import pipeline
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std
 from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch.node_probe import DIRECT
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.sim.telemetry import TraceEvent
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -100,7 +100,7 @@ def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
 def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
     while not ended.is_set():
         for url in urls:
-            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+            with DIRECT.open(url, timeout=TIMEOUT_S) as answer:
                 answer.read()
         ended.wait(every_s)
 
