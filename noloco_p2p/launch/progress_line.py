@@ -64,8 +64,14 @@ class ProgressLine:
 
     def _repeat(self) -> None:
         while not self._ended.wait(TERMINAL_S if self._terminal else FILE_S):
-            head, tail = (CLEAR, "") if self._terminal else ("", "\n")
-            print(f"{head}{self.text()}", end=tail, file=sys.stderr, flush=True)
+            text = f"{CLEAR}{self._fitting()}" if self._terminal else f"{self.text()}\n"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def _fitting(self) -> str:
+        """The line as far as it fits the terminal: one that wraps could not be rewritten."""
+        from rich.console import Console
+
+        return humanize.plain(self.text(), Console(file=sys.stderr).width - 1)
 
 
 @contextmanager

@@ -138,6 +138,27 @@ def test_the_time_left_is_estimated_from_the_completed_part(monkeypatch: pytest.
     assert line.text() == "half of it, 30 s elapsed"
 
 
+@pytest.mark.parametrize("columns", [20, 80, 500])
+def test_the_line_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that wraps cannot be rewritten: every second one more stayed on the screen."""
+    monkeypatch.setattr(progress_line, "TERMINAL_S", 0.001)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", heard := Stream(terminal=True))
+    shown = threading.Event()
+
+    def position() -> tuple[str, float]:
+        if heard.tell():
+            shown.set()
+        return "words of the operation " * 4, 0.0
+
+    with progress_line.ProgressLine(position) as line:
+        assert shown.wait(60.0)
+    whole, first = line.text(), heard.getvalue().split(progress_line.CLEAR)[1]
+    assert len(first) == min(len(whole), columns - 1)
+    assert first.removesuffix("…") == whole[: len(first.removesuffix("…"))]
+
+
 # --- many seeds -------------------------------------------------------------------------------------------------------
 
 
