@@ -37,7 +37,7 @@ def read(pid: int) -> CpuSeconds | None:
 
 def _fields(stat: Path) -> tuple[int, float]:
     """(parent process, CPU seconds): fields 4, 14 and 15 of proc(5). The name in field 2 may contain spaces."""
-    fields = stat.read_text().rpartition(")")[2].split()
+    fields = stat.read_text(errors="replace").rpartition(")")[2].split()
     return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

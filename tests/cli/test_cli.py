@@ -338,6 +338,19 @@ def test_cpu_seconds_are_split_by_thread() -> None:
     assert cpu_seconds.split(7, before, after) == {"compute": 4.0, "loop": 1.0, "wire": 1.25}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_another_process_may_have_a_name_cut_within_a_character(tmp_path: Path) -> None:
+    """Linux cuts names after 15 bytes."""
+    program = tmp_path / ("a" * 14 + "é")
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "60"]) as other:
+        try:
+            assert b"\xc3" in Path(f"/proc/{other.pid}/stat").read_bytes()
+            assert cpu_seconds.read(os.getpid()) is not None
+        finally:
+            other.kill()
+
+
 def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, float]) -> pipeline.NodeSample:
     """A node's counters and its threads' CPU seconds; the machine was busy for 3 s per second."""
     samples: tuple[tuple[str, dict[str, str], float], ...] = (
