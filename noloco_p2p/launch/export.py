@@ -3,7 +3,7 @@
 import contextlib
 import json
 import logging
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -169,8 +169,8 @@ def replaced(out: Path) -> Iterator[Path]:
 
     It is created next to `out`, or inside an `out` that exists, which may be a volume or a link, or have hidden files.
     """
-    there = out.is_dir()
-    fresh = out / f".{os.getpid()}.new" if there else out.with_name(f".{out.name}.{os.getpid()}.new")
+    there, unique = out.is_dir(), secrets.token_hex(4)
+    fresh = out / f".{unique}.new" if there else out.with_name(f".{out.name}.{unique}.new")
     with run_files.writing(out), contextlib.ExitStack() as closing:
         closing.callback(shutil.rmtree, fresh, ignore_errors=True)
         fresh.mkdir(parents=True)

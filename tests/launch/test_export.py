@@ -24,7 +24,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch import homes
-from noloco_p2p.launch.export import read_record, recorded_data, run_export
+from noloco_p2p.launch.export import read_record, recorded_data, replaced, run_export
 from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
 
@@ -326,6 +326,18 @@ def test_an_unwritable_target_is_reported_before_the_work(tmp_path: Path, monkey
     monkeypatch.setattr(os, "access", lambda path, mode: (Path(path), mode) != (tmp_path, os.W_OK))
     with pytest.raises(ConfigError, match=f"--out {tmp_path}/new/model: cannot write to {tmp_path}: name"):
         homes.refuse_existing(tmp_path / "new" / "model")
+
+
+def test_what_a_killed_process_left_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    """In a container both have the same process id: a fine-tuning failed when it had done all its steps."""
+    (tmp_path / "there").mkdir()
+    for left in (tmp_path / f".model.{os.getpid()}.new", tmp_path / "there" / f".{os.getpid()}.new"):
+        left.mkdir()
+        (left / "model.safetensors").touch()
+    for name in ("model", "there"):
+        with replaced(tmp_path / name) as fresh:
+            (fresh / "noloco.json").touch()
+        assert [path.name for path in (tmp_path / name).glob("[!.]*")] == ["noloco.json"]
 
 
 SLOW = """
