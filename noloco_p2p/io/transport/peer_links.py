@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import struct
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -65,10 +66,11 @@ class Links:
         node with the name of `peer`. Raises Violation if no public key follows from its peer id.
         """
         trust, (key, chain) = self._credentials.trust, self._credentials.leaf()
-        named = (*options, ("grpc.ssl_target_name_override", trust.name_of(peer, role)))
-        return grpc.aio.secure_channel(
-            address, grpc.ssl_channel_credentials(trust.anchor_of(peer), key, chain), options=named
-        )
+        name = "grpc.ssl_target_name_override", trust.name_of(peer, role)
+        # Unless told otherwise, gRPC would use the proxy that the environment names for the web (`http_proxy`).
+        proxy = "grpc.enable_http_proxy", int("grpc_proxy" in os.environ)
+        shown = grpc.ssl_channel_credentials(trust.anchor_of(peer), key, chain)
+        return grpc.aio.secure_channel(address, shown, options=(*options, name, proxy))
 
     def caller(self, context: Any, *, observers: bool) -> PeerId:
         """The peer that makes this call; `observers` may make it too. Raises Violation or Declined if it may not."""
@@ -123,10 +125,9 @@ class Links:
 
     def cut(self) -> None:
         """End the calls in progress that must end."""
-        now = asyncio.get_running_loop().time() if self._calls else 0.0
         for ends, must_end in self._calls.items():
             if must_end() and not ends.expired():
-                ends.reschedule(now)
+                ends.reschedule(asyncio.get_running_loop().time())
 
     def _configuration(self) -> Any:
         self._served = self._credentials.leaf()

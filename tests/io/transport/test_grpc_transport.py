@@ -130,6 +130,19 @@ def test_evaluate_and_describe() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy"])
+def test_the_webs_proxy_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind such a proxy the nodes of one machine took each other for unreachable. `grpc_proxy` is used: see relay."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            assert await both.a.evaluate(both.peer, activation(SMALL)) == LossSum(2.25, 7)
+
+    run(scenario())
+
+
 def test_bytes_are_counted_once_per_message_at_both_ends() -> None:
     async def scenario() -> None:
         mine, theirs, sent = Events(), Events(), activation(mask=True)
