@@ -560,6 +560,145 @@ def test_a_long_run_of_many_nodes_stays_a_small_page(tmp_path: Path) -> None:
     assert make([tmp_path], tmp_path / "report.html") < 800_000
 
 
+# === what a journal says ==============================================================================================
+
+
+@pytest.fixture
+def eventful(node: Path) -> RecordedRun:
+    """A node of stage 0 that trains for ten seconds, and then moves to stage 1, where it trains for five more."""
+    counted = {"device_s": 4.0, "bytes": {"in snapshot": 10, "out activation": 30, "out gradient": 5}}
+    in_all = {"device_s": 6.0, "bytes": {"in snapshot": 70, "out activation": 50, "out gradient": 5}}
+    events = [
+        line("start", 0.0, stage=0, peer_id="P"),
+        line("state", 1.0, state="training"),
+        line("membership", 1.0, counts={"0 training": 2, "1 training": 1, "1 odd": 1}),
+        line("progress", 2.0, stage=0, state="training", tokens=50),
+        line("outer_round", 3.0, result="partner", seconds=0.25),
+        line("outer_round", 4.0, result="alone", seconds=0.75),
+        line("checkpoint", 4.0, round=1, step=3),
+        line("warning", 5.0, message="a disk is slow"),
+        line("stuck", 6.0, message="no step for 30 s", well=False),
+        line("stuck", 7.0, message="a step was taken", well=True),
+        line("deserted", 8.0, stages={"1": 3.0, "2": 1.0}),
+        line("deserted", 9.0, stages={}),
+        line("progress", 10.0, stage=0, state="training", step=8, tokens=400, final_loss=3.0, **counted),
+        line("state", 11.0, state="syncing"),
+        line("moved", 11.0, stage=1, reason="stage 1 limits the swarm"),
+        line("stage", 11.0, stage=1),
+        line("progress", 12.0, stage=1, state="training", step=9, tokens=900, final_loss=2.0, **in_all),
+        line("state", 17.0, state="paused"),
+        line("end", 18.0),
+    ]
+    (node / NAME).write_bytes(b"".join(events))
+    return read_run([node])
+
+
+def test_the_page_lists_what_went_wrong_newest_first(eventful: RecordedRun) -> None:
+    assert [(each.at - BEGAN_AT, each.kind, each.text) for each in eventful.incidents()] == [
+        (11.0, "moved", "to stage 1: stage 1 limits the swarm"),
+        (9.0, "stage without replica", "every stage has a replica again"),
+        (8.0, "stage without replica", "no replica serves stage 1, 2"),
+        (7.0, "recovered", "a step was taken"),
+        (6.0, "stuck", "no step for 30 s"),
+        (5.0, "warning", "a disk is slow"),
+    ]
+    page = parsed(render(eventful))
+    shown = [" ".join("".join(item.itertext()).split()) for item in page.findall(".//ul[@class='card notes']/li")]
+    assert shown[0] == "2027-01-15 08:00:11 UTC node moved: to stage 1: stage 1 limits the swarm"
+    assert len(shown) == 6
+
+
+def test_the_table_of_nodes_shows_what_each_did(eventful: RecordedRun) -> None:
+    head, row = parsed(render(eventful)).findall(".//table")[-1].findall(".//tr")
+    found = dict(zip(("".join(c.itertext()) for c in head), ("".join(c.itertext()) for c in row), strict=True))
+    assert (found["stage"], found["at the end"], found["checkpoints"]) == ("1", "paused", "1")
+    assert found["device"] == "40.0 %", "6 of the 15 seconds for which it trained, at either stage"
+    assert (found["sent"], found["received"]) == ("55 B", "70 B")
+    assert found["final loss"] == "3.0000", "that of stage 0"
+    assert eventful.tokens == 400, "later stages train on the same tokens"
+    assert eventful.time_of(1) == (15.0, {"device works": 6.0})
+
+
+def test_charts_over_time_show_rounds_and_members(eventful: RecordedRun) -> None:
+    (history,) = eventful.nodes
+    assert [(at - BEGAN_AT, seconds) for at, seconds in history.round_seconds] == [(3.0, 0.25), (4.0, 0.75)]
+    assert [counts for _, counts in history.membership] == [Counter(training=3, unknown=1)]
+    gains = [(new.began_at - BEGAN_AT, new.ended_at - BEGAN_AT, new.amount) for new in history.increments["tokens"]]
+    assert gains == [(0.0, 2.0, 50), (2.0, 10.0, 350)]
+    assert eventful.training_at == BEGAN_AT + 1
+    charts = {svg.get("aria-label"): svg for svg in parsed(render(eventful)).findall(".//svg")}
+    seconds = [one.get("data-v") for one in charts["Seconds per outer round"].findall(".//*[@data-v]")]
+    assert "0.25 0.75" in seconds
+    assert {one.findtext("title") for one in charts["Nodes by state"].findall(".//path")} == {"training", "unknown"}
+
+
+def test_the_series_have_the_stage_and_the_mean_rate(eventful: RecordedRun, node: Path) -> None:
+    assert series.write([node], node / "series.csv") == 2
+    with (node / "series.csv").open(newline="") as file:
+        rows = [(row["stage"], row["step"], row["tokens_per_s"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "8.0", "43.75"), ("1", "9.0", "250.0")], "350 tokens in 8 s, 500 in 2 s"
+
+
+def test_the_figures_of_a_stage_are_those_of_all_its_nodes(node: Path) -> None:
+    """One of the nodes never got a stage, and another one lost the first line of its journal."""
+    lives = {"1-0": (1, 5.0, 4.0), "0-1": (0, 0.0, 2.0), "0-0": (0, 3.0, 6.0), "lost": (None, 2.0, 0.0)}
+    for name, (stage, from_s, device_s) in lives.items():
+        (node / name).mkdir()
+        more = {} if stage is None else {"stage": stage}
+        did = [line("state", from_s, state="training") if stage is not None else line("warning", from_s, message="!")]
+        idle = {"partner": device_s / 2}
+        did.append(line("progress", from_s + 8.0, step=8, tokens=80, device_s=device_s, idle_s=idle, **more))
+        (node / name / NAME).write_bytes(
+            line("start", 0.0, peer_id=f"P{name}", **more) * (name != "0-0") + b"".join(did)
+        )
+    (node / "0-0" / "endpoints.json").write_text('{"peer_id": "P0-0"}')
+    run = read_run([node])
+    assert [(one.name, one.peer_id) for one in run.nodes] == [
+        (name, f"P{name}") for name in ("0-0", "0-1", "1-0", "lost")
+    ]
+    assert run.stages == [0, 1]
+    assert run.time_of(0) == (16.0, {"device works": 8.0, "waits: partner": 4.0})
+    assert (run.began_at, run.ended_at, run.training_at) == (BEGAN_AT, BEGAN_AT + 13, BEGAN_AT)
+    assert run.tokens_per_s == pytest.approx(160 / 11), "from 0 to 8 s, and from 3 to 11 s"
+    assert ("lost", "–") in {(row[0], row[2]) for row in _rows(render(run))}
+
+
+def _rows(page: str) -> list[list[str]]:
+    """The cells of the table of nodes."""
+    return [["".join(cell.itertext()) for cell in row] for row in parsed(page).findall(".//table")[-1].findall(".//tr")]
+
+
+def test_a_run_killed_before_its_first_tokens_has_a_page(node: Path) -> None:
+    (node / NAME).write_bytes(line("start", 0.0, stage=0, name="mine") + line("state", 2.0, state="training"))
+    run = read_run([node])
+    assert (run.tokens, run.tokens_per_s) == (0, None)
+    page = render(run)
+    assert (after(page, "mine"), after(page, "tokens/s")) == ("Interrupted at step 0.", "–")
+
+
+@pytest.mark.parametrize(("resumed", "again"), [(None, b""), (40, b""), (None, line("start", 9.0, stage=0))])
+def test_a_summary_of_only_a_part_of_the_run_is_not_used(resumed: int | None, again: bytes, node: Path) -> None:
+    for name in ("0-0", "0-1"):
+        (node / name).mkdir()
+        events = line("start", 0.0, stage=0) + line("progress", 5.0, stage=0, step=5)
+        (node / name / NAME).write_bytes(events + (again if name == "0-1" else b""))
+    summary = {"nodes": [], "wall_s": 3.0, "tokens_per_s": 7.0, "resumed_from_step": resumed}
+    (node / "summary.json").write_text(json.dumps(summary))
+    whole = resumed is None and not again
+    assert read_run([node]).summary == (summary if whole else {})
+    assert (read_run([node]).wall_s == 3.0) == whole
+
+
+def test_each_of_several_runs_has_its_own_summary(node: Path) -> None:
+    for number, name in enumerate("ab"):
+        place = node / name / "0-0"
+        place.mkdir(parents=True)
+        (place.parent / "swarm.json").touch()
+        (place / NAME).write_bytes(line("start", 0.0, stage=0))
+        (place.parent / "summary.json").write_text(json.dumps({"nodes": [], "wall_s": 100.0 + number}))
+    assert {name: run.wall_s for name, run in read_runs([node / "a", node / "b"]).items()} == {"a": 100.0, "b": 101.0}
+
+
 # === curves ===========================================================================================================
 
 
