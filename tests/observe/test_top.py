@@ -28,7 +28,7 @@ from served_nodes import served_nodes
 
 from noloco_p2p.cli import main
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -80,6 +80,39 @@ def test_only_nodes_that_train_count_towards_the_rate_of_a_stage() -> None:
     found = _overview(nodes)
     assert [stage["tokens_per_s"] for stage in found.stages] == [4100.0, 6150.0, 6150.0]
     assert "4.1k tokens/s" in found.progress
+
+
+def test_stages_without_nodes_and_nodes_without_a_stage_are_shown() -> None:
+    nodes = swarm(3, 2)
+    del nodes["S1R0"], nodes["S1R1"]
+    nodes["S0R1"] = with_advert(nodes["S0R1"], state="paused")
+    nodes["S2R0"] = with_advert(nodes["S2R0"], stage=NO_STAGE, state="starting")
+    nodes["S2R1"] = replace(nodes["S2R1"], clock_ahead_s=0.5)
+    nodes["gone"] = Report("12D3gone", None, None, "Connection refused")
+    found = _overview(nodes)
+    assert [(node["peer"], node["stage"], node["state"], node["clock_ahead_s"]) for node in found.nodes] == [
+        (peer(0, 0), 0, "training", nodes["S0R0"].clock_ahead_s),
+        (peer(0, 1), 0, "paused", nodes["S0R1"].clock_ahead_s),
+        (peer(2, 1), 2, "training", 0.5),
+        (peer(2, 0), None, "starting", nodes["S2R0"].clock_ahead_s),
+        ("12D3gone", None, None, None),
+    ]
+    assert [(stage["stage"], stage["replicas"], stage["states"]) for stage in found.stages] == [
+        (0, 2, {"paused": 1, "training": 1}),
+        (1, 0, {}),
+        (2, 1, {"training": 1}),
+    ]
+    drawn = [row.split() for row in _drawn(found)]
+    assert ["0", "2", "2.05k", "1", "paused,", "1", "training"] in drawn
+    assert ["1", "0", "0", "none"] in drawn
+    silents = _overview({name: silent(report) for name, report in swarm(2, 1).items()})
+    assert (silents.name, [stage["states"] for stage in silents.stages]) == ("", [{"silent": 1}, {"silent": 1}])
+
+
+def test_a_swarm_that_trains_is_well_even_if_a_finding_warns_of_something() -> None:
+    found = _overview(swarm(2, 1))
+    assert [finding.severity for finding in found.findings] == ["warning"]
+    assert (found.sentence, found.severity) == (found.progress, "ok")
 
 
 def test_a_wide_screen_shows_the_host_of_each_node() -> None:
