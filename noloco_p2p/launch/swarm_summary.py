@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.config import RunManifest
-from noloco_p2p.humanize import plural
+from noloco_p2p.humanize import figure, plural
 from noloco_p2p.launch.node_process import NodeProcess
 
 COPIED = ("inner_steps", "outer_rounds", "microbatches", "rerouted", "pulled", "alone", "bytes_sent", "bytes_received")
@@ -59,13 +59,13 @@ def perplexity(loss: float | None) -> float | None:
 
 def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     """The summary for people. `path`: where it was written; None if an earlier summary was kept."""
-    loss, rate = summary["validation_loss"], summary["tokens_per_s"]
+    loss, perplexed, rate = (summary[name] for name in ("validation_loss", "validation_perplexity", "tokens_per_s"))
     found = [
         f"{'completed' if summary['completed'] else 'not completed'} after {summary['wall_s']:.0f} s: "
         f"{plural(summary['inner_steps'] or 0, 'inner step')}, {plural(summary['outer_rounds'], 'outer round')}"
     ]
     if loss is not None:
-        found.append(f"validation loss {loss:.4f} nats per token, perplexity {summary['validation_perplexity']:.3f}")
+        found.append(f"validation loss {loss:.4f} nats per token, perplexity {figure(perplexed, 4)}")
     speed = "" if rate is None else f", {rate:,.0f} tokens/s while training"
     found.append(f"{summary['tokens']:,} tokens{speed}")
     return [*found, "keeping the earlier summary, which is more complete" if path is None else f"summary: {path}"]

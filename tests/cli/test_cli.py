@@ -324,6 +324,42 @@ def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pyt
     lines = swarm_summary.summary_lines(summary, Path("noloco-runs/tiny-1/summary.json"))
     assert lines[0] == "not completed after 30 s: 10 inner steps, 3 outer rounds"
     assert max(map(len, lines)) <= 60, "the lines fit a narrow terminal"
+    assert lines[1:] == [
+        "validation loss 2.5000 nats per token, perplexity 12.18",
+        "2,000 tokens, 200 tokens/s while training",
+        "summary: noloco-runs/tiny-1/summary.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "completed"), [(0, "finished", True), (1, "finished", False), (0, "left", False)]
+)
+def test_a_run_is_completed_once_every_node_has_finished_well(
+    code: int, state: str, completed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = {"0-0": 0, "1-0": code}
+    monkeypatch.setattr(NodeProcess, "exit_code", property(lambda node: codes[node.name]))
+    nodes = [written(tmp_path, stage, 0, **({"state": state} if stage else {})) for stage in (0, 1)]
+    assert swarm_summary.summarise(nodes, RunManifest(stages=2), None, 1.0)["completed"] == completed
+
+
+def test_the_summary_of_a_run_that_has_diverged_or_not_begun_has_lines() -> None:
+    """It ended in a traceback, because such a loss has no perplexity."""
+    known = {
+        "completed": False,
+        "wall_s": 3.0,
+        "inner_steps": None,
+        "outer_rounds": 0,
+        "tokens": 0,
+        "tokens_per_s": None,
+    }
+    kept = "keeping the earlier summary, which is more complete"
+    begun = {"validation_loss": None, "validation_perplexity": None}
+    first = "not completed after 3 s: 0 inner steps, 0 outer rounds"
+    assert swarm_summary.summary_lines(known | begun, None) == [first, "0 tokens", kept]
+    diverged = {"validation_loss": 1234.5, "validation_perplexity": None}
+    loss = "validation loss 1234.5000 nats per token, perplexity –"
+    assert swarm_summary.summary_lines(known | diverged, None) == [first, loss, "0 tokens", kept]
 
 
 def test_a_perplexity_that_overflows_is_none() -> None:
