@@ -343,6 +343,13 @@ def test_a_run_is_completed_once_every_node_has_finished_well(
     assert swarm_summary.summarise(nodes, RunManifest(stages=2), None, 1.0)["completed"] == completed
 
 
+def test_a_node_that_took_no_step_has_a_peer_id_but_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeProcess, "exit_code", 0)
+    node = written(tmp_path, 0, 0, state="left", peer_id="12D3me", first_step_at=100.0, last_step_at=None, tokens=0)
+    summary = swarm_summary.summarise([node], RunManifest(stages=1), None, 1.0)
+    assert (summary["nodes"][0]["peer_id"], summary["tokens_per_s"], summary["final_loss"]) == ("12D3me", None, None)
+
+
 def test_the_summary_of_a_run_that_has_diverged_or_not_begun_has_lines() -> None:
     """It ended in a traceback, because such a loss has no perplexity."""
     known = {

@@ -422,7 +422,8 @@ def test_clock_jumps_do_not_move_the_start_or_the_end(node: Path) -> None:
 
 def test_a_clock_set_back_between_two_starts_leads_to_no_negative_time(node: Path) -> None:
     def process(clock_s: float, first: int) -> bytes:
-        steps = [line("progress", float(s), stage=0, state="training", step=first + s, tokens=s) for s in range(1, 11)]
+        said = {"stage": 0, "state": "training", "final_loss": 9.0 - first / 10}
+        steps = [line("progress", float(s), step=first + s, tokens=s, **said) for s in range(1, 11)]
         begun = line("start", 0.0, stage=0), line("state", 0.5, state="training")
         lines = [json.loads(each) for each in (*begun, *steps, line("end", 10.0))]
         return b"".join(json.dumps({**each, "time": each["time"] + clock_s}).encode() + b"\n" for each in lines)
@@ -432,6 +433,7 @@ def test_a_clock_set_back_between_two_starts_leads_to_no_negative_time(node: Pat
     assert (run.began_at, run.ended_at) == (BEGAN_AT, BEGAN_AT + 7_210)
     assert run.training_at == BEGAN_AT + 0.5
     assert (run.wall_s, after(render(run), "steps")) == (7_210, "20")
+    assert run.last("final_loss") == 8.0, "that of the process that was started last"
 
 
 def test_the_speed_of_a_resumed_run_counts_only_training_time(node: Path) -> None:
@@ -570,6 +572,7 @@ def eventful(node: Path) -> RecordedRun:
     in_all = {"device_s": 6.0, "bytes": {"in snapshot": 70, "out activation": 50, "out gradient": 5}}
     events = [
         line("start", 0.0, stage=0, peer_id="P"),
+        line("state", 0.5, state="waiting"),
         line("state", 1.0, state="training"),
         line("membership", 1.0, counts={"0 training": 2, "1 training": 1, "1 odd": 1}),
         line("progress", 2.0, stage=0, state="training", tokens=50),

@@ -122,12 +122,11 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
 
 def _add_progress(node: NodeHistory, progress: Sequence[tuple[JournalEvent, int | None]], began_at: float) -> None:
     """Add the `progress` events of a process, each with the stage that the node held."""
-    stepped = [(event, stage) for event, stage in progress if event.number("step") is not None]
-    node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in stepped)])
+    node.step = max([node.step, *(event.number("step") or 0.0 for event, _ in progress)])
     for name in ("learning_rate", "grad_norm"):
-        node.curves[name].append(_curve([event for event, _ in stepped], name))
+        node.curves[name].append(_curve([event for event, _ in progress], name))
     for name in ("loss", "final_loss"):
-        node.curves[name].append(_curve([event for event, stage in stepped if stage == 0], name))
+        node.curves[name].append(_curve([event for event, stage in progress if stage == 0], name))
     totals = [_totals(event) for event, _ in progress]
     times = [began_at, *(event.at for event, _ in progress)]
     for name in {name: None for each in totals for name in each}:
@@ -169,11 +168,10 @@ def _known(state: str) -> str:
 
 
 def _spans(events: Sequence[JournalEvent]) -> Iterator[StateSpan]:
-    """The states of a process in sequence, from `state` and `progress` events; `starting` until the first of them."""
+    """The states of a process in sequence, from the events that say it; `starting` until the first of them."""
     state, since = "starting", events[0].at
     for event in events:
-        says = event.kind in ("state", "progress") and "state" in event.fields
-        found = _known(event.text("state")) if says else state
+        found = _known(event.text("state")) if "state" in event.fields else state
         if found != state:
             if event.at > since:
                 yield StateSpan(since, event.at, state)
