@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from journal_lines import BEGAN_AT, line
 
 from noloco_p2p.cli import main as command
 from noloco_p2p.config import EvaluationSettings, OuterSettings, RunManifest
@@ -35,7 +36,6 @@ from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
 from noloco_p2p.sim.process import SimProcess
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
-BEGAN_AT = 1_800_000_000.0
 HOSTILE = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\x00\x1b[31m\u202e\"'"
 
 
@@ -323,10 +323,6 @@ def test_the_csv_series_match_the_run(
 
 
 # === files as they are found ==========================================================================================
-
-
-def line(event: str, up_s: float, **fields: object) -> bytes:
-    return json.dumps({"time": BEGAN_AT + up_s, "event": event, "up_s": up_s, **fields}).encode() + b"\n"
 
 
 @pytest.fixture
