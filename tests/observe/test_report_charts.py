@@ -8,7 +8,7 @@ import pytest
 from journal_lines import line
 
 from noloco_p2p.io.telemetry.journal import NAME
-from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, TOP
+from noloco_p2p.observe.plotting.axes import LEFT, MAX_POINTS, PAGE_SIZE, RIGHT, TOP
 from noloco_p2p.observe.plotting.plots import BAR_LEFT
 from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Colour
 from noloco_p2p.observe.report import charts, recorded_run
@@ -115,7 +115,7 @@ def test_of_very_many_pieces_the_longest_are_drawn_with_a_bounded_number_of_poin
     assert len(paths) == charts.MAX_PIECES
     assert len(paths[0].get("data-v", "").split()) <= charts.ALL_POINTS // charts.MAX_PIECES
     (alone,) = charts.by_step("one", [long]).iter("path")
-    assert charts.MAX_POINTS / 2 < len(alone.get("data-v", "").split()) <= charts.MAX_POINTS
+    assert MAX_POINTS / 2 < len(alone.get("data-v", "").split()) <= MAX_POINTS
 
 
 # --- over time --------------------------------------------------------------------------------------------------------

@@ -1,21 +1,24 @@
 """`noloco track`: the figures of a swarm can be read back from an event file; the nodes are invented."""
 
+import asyncio
 import importlib.util
 import json
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from diagnosed import silent, swarm, with_advert, with_figures
+from diagnosed import silent, swarm, with_advert, with_figures, with_status
 from served_nodes import served_nodes
 from tracked import read_back
 
 from noloco_p2p.cli import main
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
-from noloco_p2p.launch.node_probe import SUMMARY
+from noloco_p2p.launch import node_probe
+from noloco_p2p.launch.node_probe import KEY_LOCK, SUMMARY
 from noloco_p2p.observe import track
 from noloco_p2p.observe.diagnosis.findings import Report
 
@@ -36,8 +39,9 @@ def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> No
     tracking.take([*first.values()])
     tracking.take([*first.values()])  # without news nothing is written
     tracking.take([*nodes(20.0, loss=1.0, validation_loss=5.0).values()])
-    tracking.take([*nodes(15.0, loss=9.0, validation_loss=5.0).values()])  # nor for a step before the last
+    tracking.take([*nodes(15.0, loss=9.0, validation_loss=4.5).values()])  # nor for a step before the last
     assert not tracking.ended
+    assert read_back(tmp_path / "tensorboard")["loss"] == [(10, 4.0), (20, 1.0)], "it can be followed"
     tracking.take([*nodes(20.0, "finished", loss=1.0, validation_loss=3.0).values()])
     assert tracking.ended
     with pytest.raises(Unreachable):
@@ -83,10 +87,41 @@ def test_a_validation_is_written_once_whichever_nodes_leave_or_return(tmp_path: 
 
 def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
     tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
-    waiting = [with_advert(report, state="waiting") for report in nodes(0.0).values()]
+    waiting = [with_status(report, inner_steps=0) for report in nodes(40.0, "waiting").values()]
     tracking.take(waiting)
-    assert tracking.written == 0
+    assert (tracking.written, tracking.ended) == (0, False), "the nodes of a run that is continued wait at step 40"
     tracking.sink.close()
+
+
+@pytest.mark.parametrize(("step", "steps", "ended"), [(4999.0, 5000, False), (5000.0, 5000, True), (9.0, 0, False)])
+def test_a_run_has_ended_once_its_last_step_is_reached(step: float, steps: int, ended: bool, tmp_path: Path) -> None:
+    tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
+    tracking.take([with_status(report, steps=steps) for report in nodes(step).values()])
+    assert tracking.ended == ended
+    tracking.sink.close()
+
+
+def test_a_swarm_that_is_silent_for_a_while_is_waited_for_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two readings of a swarm that trains, each after two failures; then it ends."""
+    monkeypatch.setattr(track, "INTERVAL_S", 0.0)
+    silence = Unreachable("no answer")
+    found: list[dict[str, Report] | Unreachable] = [silence, silence, nodes(10.0), silence, silence]
+    found += [nodes(5000.0, "finished"), silence]
+    said: list[str] = []
+
+    async def read() -> list[Report]:
+        one = found.pop(0)
+        if isinstance(one, Unreachable):
+            raise one
+        return [*one.values()]
+
+    tracking = track.Tracking(track.open_sink("tensorboard", tmp_path, "tiny", {}))
+    asyncio.run(tracking.follow(read, threading.Event(), said.append))
+    tracking.sink.close()
+    assert said == ["waiting for the swarm: no answer"] * 2
+    assert (tracking.written, tracking.step, found) == (2, 5000, [])
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -132,10 +167,56 @@ def test_a_missing_package_is_named_before_anything_is_created(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "swarm.json").touch()
     words = ("track", "--to", "tensorboard", "--url", "http://127.0.0.1:1", "--dir", str(tmp_path))
     assert command(monkeypatch, *words) == 2
+    assert "is the directory of a swarm" in capsys.readouterr().err
+
+
+def test_the_figures_of_the_swarm_of_a_directory_end_with_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes that do not run, or do not answer, are passed over."""
+    monkeypatch.setattr(track, "INTERVAL_S", 0.01)
+    with served_nodes(nodes(30.0, loss=1.5)) as served:
+        metrics = {"0-0": None, "0-1": "http://127.0.0.1:1/metrics", "1-0": f"{served.urls['S1R0']}/metrics"}
+        for name in metrics:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / KEY_LOCK).touch()
+        monkeypatch.setattr(
+            node_probe, "running", lambda place: (at := metrics[place.name]) and SimpleNamespace(metrics=at)
+        )
+        written = threading.Event()
+        take = track.Tracking.take
+
+        def noted(tracking: track.Tracking, reports: list[Report]) -> None:
+            take(tracking, reports)
+            written.set()
+
+        monkeypatch.setattr(track.Tracking, "take", noted)
+        with track.tracked("tensorboard", tmp_path, {}):
+            assert written.wait(60.0)
+            summary = {"completed": True, "steps": 40, "validation_loss": 2.0, "tokens_per_s": None, "nodes": [1, 2]}
+            (tmp_path / SUMMARY).write_text(json.dumps(summary))
+        assert "track" not in {thread.name for thread in threading.enumerate()}
+    found = read_back(tmp_path / "tensorboard")
+    assert (found["loss"], found["validation_loss"]) == ([(30, 1.5)], [(40, 2.0)])
+    assert (found["nodes/training"], found["nodes/finished"]) == ([(30, 4.0), (40, 0.0)], [(40, 2.0)])
+    for metrics["1-0"] in (None, "http://127.0.0.1:1/metrics"):
+        with pytest.raises(Unreachable, match=r"no node of .* answers"):
+            asyncio.run(track._of_directory(tmp_path))
+
+
+def test_a_run_that_was_stopped_has_no_last_figures(tmp_path: Path) -> None:
+    for summary in (None, {"completed": False, "steps": 40, "validation_loss": 2.0, "nodes": []}):
+        if summary is not None:
+            (tmp_path / SUMMARY).write_text(json.dumps(summary))
+        with track.tracked("tensorboard", tmp_path, {}):
+            pass
+    assert read_back(tmp_path / "tensorboard") == {}
 
 
 def test_a_failing_sink_ends_the_tracking_but_not_the_run(
@@ -159,23 +240,32 @@ def test_wandb_gets_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The four parts of the package that are used stand in for it."""
     logged: list[tuple[int, Mapping[str, float]]] = []
 
+    def log(found: Mapping[str, float], step: int) -> None:
+        if step > 10:
+            raise WandbError("no connection")
+        logged.append((step, found))
+
     def init(**given: Any) -> SimpleNamespace:
         if given["name"] == "stranger":
             raise WandbError("no account.")
         assert (given["project"], given["config"]) == ("noloco", {"steps": 8})
+        assert Path(given["dir"]).is_dir(), "wandb writes elsewhere if it does not exist"
         files = Path(given["dir"]) / "wandb" / "offline-run-1" / "files"
-        return SimpleNamespace(
-            log=lambda found, step: logged.append((step, found)), finish=lambda: None, url=None, dir=str(files)
-        )
+        url = "https://wandb.ai/me/tiny" if given["name"] == "online" else None
+        return SimpleNamespace(log=log, finish=lambda: logged.append((-1, {})), url=url, dir=str(files))
 
     module = ModuleType("wandb")
     module.__dict__.update(init=init, Settings=dict, errors=SimpleNamespace(Error=WandbError))
     monkeypatch.setitem(sys.modules, "wandb", module)
-    tracking = track.Tracking(track.open_sink("wandb", tmp_path, "tiny", {"steps": 8}))
-    assert tracking.sink.how_to_view == f"wandb sync {tmp_path}/wandb/offline-run-1"
+    home = tmp_path / "new"
+    assert track.open_sink("wandb", home, "online", {"steps": 8}).how_to_view == "https://wandb.ai/me/tiny"
+    tracking = track.Tracking(track.open_sink("wandb", home, "tiny", {"steps": 8}))
+    assert tracking.sink.how_to_view == f"wandb sync {home}/wandb/offline-run-1"
     tracking.take([*nodes(10.0, loss=4.0).values()])
     tracking.sink.close()
-    [(step, found)] = logged
-    assert (step, found["loss"], found["tokens_per_s"]) == (10, 4.0, 4100.0)
+    figures = {"loss": 4.0, "tokens_per_s": 4100.0, "bytes_per_s": 0.0, "nodes/training": 4}
+    assert logged == [(10, figures), (-1, {})], "the figures that are known, and the end"
+    with pytest.raises(LocalError, match=r"^wandb: no connection$"):
+        tracking.take([*nodes(20.0).values()])
     with pytest.raises(ConfigError, match=r"^wandb: no account; WANDB_MODE=offline writes files only$"):
         track.open_sink("wandb", tmp_path, "stranger", {})
