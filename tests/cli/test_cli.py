@@ -258,8 +258,14 @@ def test_a_row_is_made_from_readings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert row(node) == current_row(node) == line("0-1", 0)
     node.readings.append(reading(10.0, 0.0, 0.0))
     assert row(node) == line("0-1", 0, "training", 0, 3, 2.5, None, 3, step=7.0)
+    node.readings.append(reading(11.0, 0.0, 0.0))
+    assert row(node)["tokens/s"] is None, "no speed before the first step"
     node.readings.append(reading(12.0, 4.0, 3000.0))
     assert row(node) == current_row(node) == line("0-1", 0, "training", 4, 3, 2.5, 1500.0, 3, step=7.0)
+    node.readings.popleft()
+    node.readings.popleft()
+    node.readings.append(reading(14.0, 5.0, 4000.0))
+    assert row(node)["tokens/s"] == 500.0, "over the readings that are kept"
     node.readings.append(MetricsReading(14.0, (("noloco_inner_steps_total", {}, 1.0),)))
     assert row(node)["loss"] is None, "a step without tokens has no loss, rather than 0.000"
     node = written(tmp_path, 0, 1, inner_steps=5, outer_rounds=4, final_loss=2.25, step=9)

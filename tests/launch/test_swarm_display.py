@@ -72,6 +72,68 @@ def test_the_time_left_is_never_negative_even_if_the_mean_step_falls(clock: Cloc
     assert progress.line([{**fast, "step": 3.0}, {**slow, "step": 1.0}]) == "step 2/60  3 %  loss 4.00  0:10"
 
 
+def test_nodes_that_have_taken_no_step_or_have_no_loss_do_not_count(clock: Clock) -> None:
+    progress = RunProgress(100)
+    resumed = {"node": "0-0", "stage": 0, "step": 40.0, "inner step": 0, "loss": None}
+    assert progress.line([resumed, *nodes(2, 1, step=40.0)[1:]]) == "", "the step is that of a checkpoint"
+    begun = {**resumed, "inner step": 1, "step": 50.0}
+    assert progress.line([resumed, begun, nodes(1, 1, step=60.0, loss=2.0, **{"tokens/s": None})[0]]) == (
+        "step 55/100  55 %  loss 2.00  0:00"
+    )
+
+
+def test_nodes_of_a_stage_are_summed_up_by_what_is_known() -> None:
+    first = {"inner step": 10, "outer round": 3, "loss": 2.0, "tokens/s": 100.0, "peers": 5}
+    other = {"inner step": 13, "outer round": 4, "loss": 3.0, "tokens/s": 50.0, "peers": 2, "state": "training"}
+    rows = [{"node": "1-0", "stage": 1}, {"node": "0-0", "stage": 0, "state": "training", **first}]
+    rows += [{"node": "0-1", "stage": 0, **other}, {"node": "0-2", "stage": 0, "state": "waiting", "loss": None}]
+    summed = {"inner step": 12, "outer round": 4, "loss": 2.5, "tokens/s": 150.0, "peers": 2}
+    assert stage_rows(rows) == [
+        {"node": "stage 0", "stage": 0, "state": "2 of 3 training", **summed},
+        {"node": "stage 1", "stage": 1, "state": "1 of 1 starting", **dict.fromkeys(summed)},
+    ]
+
+
+@pytest.mark.parametrize(("width", "named"), [(70, [1, 7]), (69, [])])
+def test_the_table_names_its_columns(width: int, named: list[int]) -> None:
+    table = swarm_display._table(nodes(1, 1), width)
+    shown = [0, 2, 3, *[4] * bool(named), 5, 6, *[7] * bool(named)]
+    assert [column.header for column in table.columns] == [swarm_display.COLUMNS[n] for n in shown]
+    assert [column.justify for column in table.columns] == ["left", "left", *["right"] * (len(shown) - 2)]
+    assert [next(iter(column.cells)) for column in table.columns][:3] == ["0-0", "finished", "98,765"]
+
+
+def test_a_terminal_shows_one_table_in_place_below_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def shown() -> str:
+        text = screen.getvalue()
+        screen.seek(0)
+        screen.truncate()
+        return text
+
+    assert Display(1000, plain=True).interval_s == PLAIN_INTERVAL_S, "lines on a terminal, too, if they are asked for"
+    display = Display(1000, plain=False)
+    display.show(nodes(1, 12), [], "waiting for [stage] 1")
+    first = shown()
+    assert "waiting for [stage] 1" in first
+    assert "0-11" in first, "twelve nodes have a line each"
+    display.say("[bold]resumes[/bold]")
+    assert "[bold]resumes[/bold]" in shown()
+    display.show(nodes(2, 7), ["stage 1 has had no replica for 3 s"])
+    text = shown()
+    assert "step 1,000/1,000" in text
+    assert "7 of 7 finished" in text
+    assert "stage 1 has had no replica for 3 s" in text
+    assert "\x1b[?25h" not in text, "the cursor stays hidden"
+    display.close()
+    assert "\x1b[?25h" in shown()
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("replicas", [2, 6, 7, 200])
 def test_the_display_fits_the_terminal(width: int, replicas: int, clock: Clock) -> None:
