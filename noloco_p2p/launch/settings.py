@@ -138,8 +138,7 @@ def _without_null(entries: Sequence[SettingEntry]) -> Sequence[SettingEntry]:
 
 def _without_word(entry: SettingEntry) -> SettingEntry:
     """Replace `security: open` by what it stands for: no root key."""
-    is_word = entry.key == (SECURITY,) and entry.value == OPEN
-    return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if is_word else entry
+    return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if entry[:2] == ((SECURITY,), OPEN) else entry
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:

@@ -57,6 +57,8 @@ class SwarmPlan:
         ports = ["dht_port", "grpc_port", "metrics_port"]
         ports += [] if self.local.listen.libp2p_metrics_port is None else ["libp2p_metrics_port"]
         sets = ["listen.announce_host=null", *(f"listen.{port}=0" for port in ports)]
+        # Otherwise a first node that others can reach would make a key, and with it another run.
+        sets += ["security=open"] if self.manifest.security.root_key is None else []
         return ["--config", str(run_dir / SETTINGS), *(word for each in sets for word in ("--set", each))]
 
     def environment(self, threads: int) -> dict[str, str]:

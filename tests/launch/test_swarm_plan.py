@@ -103,6 +103,18 @@ def test_each_node_of_a_machine_serves_its_daemons_metrics_on_its_own_port(tmp_p
     assert settings.read(Path(arguments[1]), {}, arguments[3::2]).node().listen.libp2p_metrics_port == 0
 
 
+@pytest.mark.parametrize("members", [False, True])
+def test_a_swarm_that_others_can_reach_is_as_open_as_it_was_planned(tmp_path: Path, members: bool) -> None:
+    """Its first node must not make a key of its own: the others would then belong to another run."""
+    plan = make_plan((None, 2, 1, 9, ("listen.host=0.0.0.0",)), None, {})
+    plan = planning.for_members(plan, tmp_path) if members else plan
+    plan.write(tmp_path)
+    arguments = plan.arguments(tmp_path)
+    theirs = settings.read(Path(arguments[1]), {}, arguments[3::2])
+    assert theirs.says_who_may_join
+    assert theirs.manifest().run_id == plan.manifest.run_id
+
+
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:
     """Prepare a directory in which a swarm was started; returns its manifest."""
     run_dir.mkdir()
