@@ -347,6 +347,29 @@ def test_the_model_card_has_no_figures_of_only_a_part_of_the_run(tmp_path: Path)
     assert "12,345" not in card
 
 
+@pytest.mark.parametrize(
+    ("data", "named", "loader"),
+    [
+        (DataSettings(), "the source text of Python's standard library", "ByT5Tokenizer"),
+        (DataSettings(kind="text", tokenizer="some/name"), "local text files", "AutoTokenizer"),
+        (DataSettings(kind="parquet", dataset="some/set"), "some/set", "AutoTokenizer"),
+    ],
+)
+def test_the_model_card_says_what_the_model_is_and_how_to_load_it(data: DataSettings, named: str, loader: str) -> None:
+    manifest = small_run().model_copy(update={"data": data, "steps": 3_000})
+    record = {"manifest": manifest.model_dump(mode="json"), "merge": "mean", "round": 50, "stages": [[{}, {}], [{}]]}
+    record |= {"step": 1_500, "run_id": "r", "version": "1.0"}
+    card = model_card(record, {"completed": False, "tokens": 12_345, "validation_loss": 2.5})
+    assert f"| data | {named} |" in card
+    assert f"import AutoModelForCausalLM, {loader}\n" in card
+    assert f"tokenizer = {loader}.from_pretrained" in card
+    assert "| steps | 1,500 of 3,000, outer round 50 |" in card
+    assert "| tokens | 12,345 |" in card, "those that it was trained on before it was stopped"
+    assert "validation loss" not in card
+    assert "| weights | the mean of all replicas of each stage, of 3 nodes |" in card
+    assert "| tokens |" not in model_card(record, {})
+
+
 def test_a_tokenizer_from_a_directory_is_exported(tmp_path: Path) -> None:
     """Bytes are counted and text is generated with the exported tokenizer."""
     out, directory = exported_with_tokenizer(tmp_path)

@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from noloco_p2p.compute import exported_model, host_tensor
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.config import RunManifest
+from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch import homes
+from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles
+from noloco_p2p.launch import collection, homes
 from noloco_p2p.launch.export import read_record, recorded_data, replaced, run_export
 from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
 
@@ -179,6 +181,32 @@ def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     assert str(path) in str(error.value)
     assert str(path.with_suffix(".json")) in str(error.value)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(("removed", "enough"), [(2, True), (3, False)])
+def test_a_running_node_may_remove_a_checkpoint_before_it_is_read(
+    removed: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer one is there by then."""
+    manifest = small_run(stages=1)
+    stage = make_replica(manifest, 0, "a")
+    save(manifest, tmp_path / "a", stage, "a", 3)
+    read, left = collection.read_tensors, [*range(removed)]
+
+    def read_late(checkpoint: CheckpointFiles, kinds: set[str]) -> list[HostTensor]:
+        if left:
+            save(manifest, tmp_path / "a", stage, "a", 6 - left.pop())
+            for path in (checkpoint.path, checkpoint.tensors_path):
+                path.unlink(missing_ok=True)
+        return read(checkpoint, kinds)
+
+    monkeypatch.setattr(collection, "read_tensors", read_late)
+    if enough:
+        record = json.loads((exported(tmp_path, tmp_path / "out") / "noloco.json").read_text())
+        assert record["round"] == 6
+    else:
+        with pytest.raises(LocalError):
+            exported(tmp_path, tmp_path / "out")
 
 
 def test_each_reason_against_an_export_has_its_message(tmp_path: Path) -> None:
