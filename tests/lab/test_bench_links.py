@@ -151,6 +151,8 @@ def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["bench", "links", "--out", str(tmp_path / "out"), *options])
         assert isinstance(result.exception, ConfigError)
         assert str(result.exception).startswith(" ".join(options)), "the message names the given option"
+    with pytest.raises(ConfigError, match="give --nodes instead"):
+        LinksPlan((50.0,), (10.0,), out=tmp_path / "out", sets=("start_replicas=3",)).check()
     assert not (tmp_path / "out").exists()
 
 

@@ -24,7 +24,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import HostTensor
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles
+from noloco_p2p.io.storage.checkpoint_format import CheckpointFiles, read_tensors
 from noloco_p2p.launch import collection, homes
 from noloco_p2p.launch.export import read_record, recorded_data, replaced, run_export
 from noloco_p2p.launch.run_files import LOCAL, local_files, stored_manifest
@@ -191,14 +191,14 @@ def test_a_running_node_may_remove_a_checkpoint_before_it_is_read(
     manifest = small_run(stages=1)
     stage = make_replica(manifest, 0, "a")
     save(manifest, tmp_path / "a", stage, "a", 3)
-    read, left = collection.read_tensors, [*range(removed)]
+    left = [*range(removed)]
 
-    def read_late(checkpoint: CheckpointFiles, kinds: set[str]) -> list[HostTensor]:
+    def read_late(checkpoint: CheckpointFiles, kinds: set[str]) -> tuple[HostTensor, ...]:
         if left:
             save(manifest, tmp_path / "a", stage, "a", 6 - left.pop())
             for path in (checkpoint.path, checkpoint.tensors_path):
                 path.unlink(missing_ok=True)
-        return read(checkpoint, kinds)
+        return read_tensors(checkpoint, kinds)
 
     monkeypatch.setattr(collection, "read_tensors", read_late)
     if enough:
