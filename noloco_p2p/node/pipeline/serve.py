@@ -65,9 +65,8 @@ class MicrobatchServer:
         step would have no slots: a replica cut off from stage 0 would take one empty step after another, and get far
         ahead of the others."""
         self._swarm.fix_view()
-        return self._node.manifest.routing != "balanced" or not all(
-            map(self._origins.is_silent, self._swarm.view.origins)
-        )
+        silent = all(map(self._origins.is_silent, self._swarm.view.origins))
+        return not silent or self._node.manifest.routing != "balanced"
 
     def open(self) -> None:
         """Start admitting microbatches into the coming inner step."""
@@ -83,16 +82,15 @@ class MicrobatchServer:
         still listed. The steps that follow do not wait for it either, until one of its microbatches arrives.
         """
         node, began, limits = self._node, self._node.now(), self._node.config.limits
-        silence_s = self._timeout.deadline_s(SILENT_READINGS * node.config.directory.refresh_s)
-        silence_s = silence_s or limits.microbatch_deadline_s
+        least_s = SILENT_READINGS * node.config.directory.refresh_s
+        silence_s = self._timeout.deadline_s(least_s) or limits.microbatch_deadline_s
         with node.waits.waiting("microbatches", AnyReplica(node.index - 1)):
             while not await node.waits.until(
                 lambda: self.intake.ready or over(), "sign of life", AnyReplica(0), silence_s, idle=True
             ):
-                silent = self._origins.give_up(self.intake.missing_origins, began, silence_s or 0.0)
+                # Even if none is missing now: the slot of a microbatch that breaks off becomes due again.
+                silent = self._origins.give_up(self.intake.missing_origins, began, silence_s)
                 self._admit(self.intake.drop_slots(silent.__contains__))
-                if not self.intake.missing_origins:
-                    silence_s = None
         if self.intake.ready:
             self._timeout.observe(node.now() - began)
 
