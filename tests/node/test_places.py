@@ -1,14 +1,19 @@
 """As many microbatches are in flight as there are places, at all stages, and nothing stalls because of it."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from soak import soak
 
 from noloco_p2p.config import LimitSettings, NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.messages import Advert, Gradient
+from noloco_p2p.io.transport.callers import ACTIVATIONS
 from noloco_p2p.node.device_stage import DeviceStage
+from noloco_p2p.node.pipeline.dispatch import MOST_AWAITED
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Geography, Link, MessageSizes
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 MICROBATCHES = 8
@@ -61,3 +66,38 @@ def test_memory_that_comes_and_goes_is_kept_to(routing: str, monkeypatch: pytest
     assert max(held.values()) <= 4
     monkeypatch.setattr(DeviceStage, "places", property(lambda self: 1))
     assert most_graphs(routing, LimitSettings()) == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+def test_no_peer_gets_more_calls_than_it_serves(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer refuses more than its share to a caller, and slowly: 450 microbatches of a step took twice the time."""
+    open_calls, most = Counter[str](), Counter[str]()
+    propagate = SimTransport.propagate
+
+    async def counted(self: SimTransport, peer: Advert, *rest: object) -> Gradient:
+        caller = self._me
+        open_calls[caller] += 1
+        most[caller] = max(most[caller], open_calls[caller])
+        try:
+            return await propagate(self, peer, *rest)  # type: ignore[arg-type]
+        finally:
+            open_calls[caller] -= 1
+
+    monkeypatch.setattr(SimTransport, "propagate", counted)
+    manifest = RunManifest(
+        stages=3,
+        start_replicas=1,
+        steps=2,
+        sequence_length=2,
+        microbatch_size=1,
+        microbatches_per_step=3 * MOST_AWAITED,
+        routing=routing,  # type: ignore[arg-type]
+        outer=OuterSettings(rule="noloco"),
+    )
+    outcome = SimSwarm(SimPlan(manifest, (2, 1, 1), geography=Geography(Link(0.5)))).run(limit_s=10_000)
+    assert [node.microbatches["dropped"] for node in outcome.of_stage(0)] == [0, 0]
+    [*first, second] = [most[node.peer] for stage in (0, 1) for node in outcome.of_stage(stage)]
+    assert first == [MOST_AWAITED, MOST_AWAITED]
+    # A replica that the policy names may be waiting for exactly the last microbatch that a middle stage holds.
+    assert second == MOST_AWAITED if routing == "random" else second > MOST_AWAITED
+    assert ACTIVATIONS.of_caller >= 2 * MOST_AWAITED, "its header may be with two replicas"

@@ -31,6 +31,9 @@ from noloco_p2p.ports import Claim, Transport
 
 ALONE_SILENCES = 2.0
 """How long a later stage waits for a replica that serves the next one, in units of `limits.patience_floor_s`."""
+MOST_AWAITED = 80
+"""Maximum number of microbatches whose gradients a node awaits at a time. A peer serves 160 calls of one caller, and
+each microbatch may be offered to two replicas."""
 SHORTEST_CALL_S = 0.05
 """No call is started with less time left than this, seconds."""
 
@@ -60,6 +63,7 @@ class Dispatcher:
         self._swarm = swarm
         self._transport = transport
         self._asking = Asking(node, transport)
+        self._awaited = asyncio.Semaphore(MOST_AWAITED)
         self.liveness = Liveness(node, transport)
         self.given_up = False
         """Set when the node has moved to another stage: what is still under way here must not be sent on from there."""
@@ -140,18 +144,21 @@ class Dispatcher:
         it keeps trying while the node trains.
         """
         node = self._node
+        # A replica that the policy names may be waiting for exactly the last microbatch that a middle stage has.
+        limited = policy.trains and (node.index == 0 or node.manifest.routing in routing.FREE)
         # Our answer must still reach the caller in time, or it considers this node hung.
         budget_s = node.config.limits.microbatch_deadline_s if left_s is None else (1 - ANSWER_SHARE) * left_s
         with node.waits.waiting(policy.reply, AnyReplica(node.index + 1), left_s, for_microbatch(output.microbatch)):
-            while True:
-                try:
-                    return await self._try_replicas(output, policy, budget_s)
-                except Busy:
-                    if left_s is not None or node.draining:
-                        raise
-                except Declined:
-                    if left_s is not None or node.draining or not await self._swarm.until_served():
-                        raise
+            async with self._awaited if limited else nullcontext():
+                while True:
+                    try:
+                        return await self._try_replicas(output, policy, budget_s)
+                    except Busy:
+                        if left_s is not None or node.draining:
+                            raise
+                    except Declined:
+                        if left_s is not None or node.draining or not await self._swarm.until_served():
+                            raise
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
         """Call replicas of the next stage, one after another, until one answers or `budget_s` pass without progress."""
@@ -184,9 +191,8 @@ class Dispatcher:
                 if await self._asking.until_may_ask(output.microbatch, longest_s):
                     progressed()
                 continue
-            activation = replace(
-                activation, header=replace(header, patient=patient, label=output.label, avoid=output.avoid)
-            )
+            header = replace(header, patient=patient, label=output.label, avoid=output.avoid)
+            activation = replace(activation, header=header)
             call = partial(self._call, policy, activation, header_first, progressed)
             calls = {peer.peer_id: partial(call, peer) for peer in peers}
             left = self._asking.begin() if asks else (lambda: None)
