@@ -469,6 +469,12 @@ def test_several_runs_are_compared_on_one_page(recorded: Recorded, node: Path) -
     assert [len(run.nodes) for run in runs.values()] == [6, 1]
     assert "2 runs" in texts(page)
     assert ("steps", "60") in cells(page), "a setting that differs is shown"
+    different = parsed(page).findall(".//table")[-1].findall(".//tr")[1:]
+    names = ["".join(row[0].itertext()) for row in different]
+    assert names == sorted(names)
+    whole = max(run.ended_at - run.training_at for run in runs.values())
+    (tokens,) = [svg for svg in parsed(page).findall(".//svg") if svg.get("aria-label") == "Tokens per second"]
+    assert float(tokens.get("data-x", "").split()[3]) == pytest.approx(whole)
     assert "seed" not in texts(page), "a setting that is equal is not shown"
     assert ("validation loss", f"{runs[next(iter(runs))].last('validation'):.4f}") in cells(page)
     (loss, *_) = parsed(page).findall(".//svg")
@@ -532,6 +538,44 @@ def test_without_a_journal_one_line_says_what_to_do(
     assert message.count("\n") == 1
     assert str(node) in message
     assert not (node / "report.html").exists()
+
+
+def test_only_a_page_is_replaced_by_a_page(recorded: Recorded, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not a page of noloco: name another file"):
+        make([recorded.directory], out)
+    assert out.read_text() == "mine"
+    out.unlink()
+    sizes = [make([recorded.directory], out) for _ in range(2)]
+    assert sizes == [out.stat().st_size] * 2
+
+
+def test_the_page_names_the_run_and_shows_what_there_is(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node has lost the first line of its journal."""
+    lives = {
+        "0-0": line("replica_std", 2.0, step=1, value=0.25) + line("progress", 3.0, stage=0, step=1),
+        "0-1": line("start", 0.0, stage=0, run_id="abc", name="mine") + line("progress", 3.0, stage=0, step=2),
+        "1-0": line("start", 0.0, stage=1, run_id="abc", name="mine") + line("progress", 3.0, stage=1, step=2),
+    }
+    (node / "swarm.json").touch()
+    for name, lines in lives.items():
+        (node / name).mkdir()
+        (node / name / NAME).write_bytes(lines)
+    page = render(read_run([node]))
+    assert "There is no manifest.json next to the journals." in texts(page)
+    (node / "1-0" / "manifest.json").write_text('{"steps": 60, "name": "mine"}')
+    monkeypatch.setattr("noloco_p2p.observe.report.page.MAX_NODES", 2)
+    page = render(read_run([node]))
+    assert parsed(page).findtext(".//h1") == "mine"
+    assert [text for text in texts(page) if "abc" in text] == ["run abc"]
+    assert '{\n  "steps": 60,\n  "name": "mine"\n}' in texts(page)
+    assert "There is no manifest.json next to the journals." not in texts(page)
+    assert [row[0] for row in _rows(page)] == ["node", "0-0", "0-1"]
+    assert "Nodes not shown: 1." in texts(page)
+    assert ("stage 0", "0.25") in cells(page)
+    assert not {row for row in cells(page) if row[0] == "stage 1"}, "its spread is unknown"
+    assert "Distrusted data, by result" not in texts(page), "an empty table is left out"
 
 
 def test_a_page_that_cannot_be_written_is_an_error(recorded: Recorded, tmp_path: Path) -> None:

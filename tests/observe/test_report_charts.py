@@ -168,6 +168,13 @@ def test_the_life_of_each_node_is_a_row_in_minutes_since_training_began(tmp_path
         about(BAR_LEFT + 5 * minute, TOP + 0.14 * tall, 5 * minute, 0.72 * tall)
     ]
     assert boxes(panel)["b: waiting, 0 to 360 s"] == [about(BAR_LEFT, TOP + 1.14 * tall, 6 * minute, 0.72 * tall)]
+    assert set(boxes(panel)) == {
+        "a: training, 0 to 300 s",
+        "a: paused, 300 to 600 s",
+        "b: waiting, 0 to 360 s",
+        "b: starting, 540 to 600 s",
+        "b: training, 600 to 600 s",
+    }, "not what was over before"
     svg = drawn(panel)
     assert float(svg.get("viewBox", "").split()[3]) == 2 * tall + 46
     (stroke,) = svg.findall(".//line[@class='start']")
