@@ -99,8 +99,6 @@ class Joining:
         longest_s = 3 * node.config.directory.ttl_s if done else None
         if not await node.waits.until(may_begin, "replicas of every stage", Resource.SWARM, longest_s):
             return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps")
-        if node.draining:
-            return True
         if node.advert.state == "waiting":
             node.enter("begin")
         reason = "every stage has enough nodes"
@@ -212,7 +210,7 @@ class Joining:
             guarded = self._weights.guarded()
             for source in resume.restore_sources(node.advert, others, own, node.manifest.stages, guarded):
                 if node.draining:
-                    return ""
+                    break
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
                 elif source.kind != "peer" and await self._answers_after_all(others):
@@ -230,6 +228,9 @@ class Joining:
                 elif source.kind == "guardian" and broke_at is None:  # strangers may claim to be one
                     broke_at = began
             await self._membership_loop.next_reading()
+        if (guarded := self._weights.guarded()) and not self._swarm.members.of_stage(node.index, membership.TRAINED):
+            # It moved here, and nobody else may have these weights. It can hand them over only as its own.
+            await self._weights.restore(resume.RestoreSource("guardian", "nobody else has them", holding=guarded))
         return ""
 
     def _may_come_back(self, others: Sequence[Advert], began: float, broke_at: float | None) -> bool:

@@ -1,5 +1,6 @@
 """Guardians in swarms of real nodes under virtual time: a stage's weights are not lost with its last replica."""
 
+import asyncio
 from math import ceil
 
 import pytest
@@ -161,6 +162,44 @@ def test_what_is_left_of_a_lost_stage_outlives_its_guardians(how: str) -> None:
     assert source == "guardian"
     assert isinstance(round, int)
     assert round > 0
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005])
+def test_a_guardian_that_moves_to_the_lost_stage_and_is_told_to_leave_first_hands_its_weights_over(
+    after_s: float,
+) -> None:
+    """The other guardian has died, and the third node could not reach this one before it moved."""
+    swarm = SimSwarm(plan_for((3, 1), steps=60))
+    held: list[str] = []
+    moved: list[float] = []
+
+    def lose() -> None:
+        swarm.crash("s1r0")
+        held.extend(advert.peer_id for advert, _ in holders(1, living(swarm)))
+        held.extend({"s0r0", "s0r1", "s0r2"} - set(held))
+        swarm.network.partition(held[0], held[2])
+
+    def move() -> None:
+        mover = swarm.process(held[0])
+        record, node = mover.ports.telemetry.event, mover.node.state
+
+        def event(kind: str, /, **fields: object) -> None:
+            record(kind, **fields)
+            if fields.get("reason") == "moves to stage 1":
+                moved.append(node.now())
+                swarm.network.repair(held[0], held[2])
+                asyncio.get_running_loop().call_later(after_s, swarm.drain, mover.peer)
+
+        mover.ports.telemetry.event = event  # type: ignore[method-assign]
+        node.drain("moving to stage 1", next_stage=1)
+
+    swarm.at(5.0, lose)
+    swarm.at(5.5, lambda: swarm.crash(held[1]))
+    swarm.at(6.0, move)
+    swarm.at(30.0, lambda: swarm.start(1, 5))
+    outcome = swarm.run(limit_s=200)
+    assert not [peer for at_s, peer, _ in guarded(outcome.trace, 1) if 5.0 < at_s < moved[0]]
+    assert resumed(outcome, "s1r5")[0][0] == "guardian"
 
 
 def test_a_guardian_that_leaves_waits_until_another_one_has_what_only_it_holds() -> None:
