@@ -96,12 +96,12 @@ class WeightRestorer:
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
         """At stage 0: open the data at the position of the checkpoint. Without one, open them where this node left the
-        stage, otherwise at the position of its newest checkpoint that can be read, otherwise at the beginning. Data
+        stage, otherwise at that of its newest checkpoint that can be read and has one, otherwise at the beginning. Data
         that are open stay open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
         cursor, own = self._node.cursor, self.own_of_stage()
-        while checkpoint is None and cursor is None and own:
+        while (checkpoint is None or checkpoint.cursor is None) and cursor is None and own:
             checkpoint = await self._load(own.pop())
         with self._node.waits.waiting("opened data", Resource.DATA):
             batches = await self._world.make_batches(cursor if checkpoint is None else checkpoint.cursor)

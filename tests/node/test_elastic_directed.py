@@ -507,6 +507,29 @@ def test_a_node_that_is_told_to_leave_while_its_data_are_opened_leaves() -> None
     assert [h.get("state") for h in left.trace.of("state") if h.at_s > came.at_s] == ["draining", "left"]
 
 
+def test_a_node_that_is_told_to_leave_before_its_data_are_opened_later_reads_on_where_it_was() -> None:
+    """It takes weights from a guardian. The checkpoint that it writes when it leaves then has no position."""
+    opened: list[tuple[PeerId, object]] = []
+
+    def batches(manifest: RunManifest, peer: PeerId, cursor: Mapping[str, object] | None) -> SimBatches:
+        opened.append((peer, cursor))
+        return SimBatches(manifest, peer, unequal=True, cursor=cursor)
+
+    plan, peer = replace(plan_of((1, 2), steps=70, every_steps=20), batches_factory=batches), "s0r0"
+    undisturbed = killed(plan, 17.0, [peer])
+    check(undisturbed)
+    (came,) = undisturbed.resumptions
+    assert came.source == "guardian"
+    opened.clear()
+    swarm = killed(plan, 17.0, [peer])
+    swarm.at(came.at_s - 0.01, lambda: swarm.drain(peer))
+    swarm.at(came.at_s + 10.0, lambda: swarm.start(0, 1))
+    swarm.at(came.at_s + 20.0, lambda: swarm.start(0, 0))
+    outcome = check(swarm)
+    assert [h.at_s for h in outcome.trace.of("checkpoint", peer) if came.at_s < h.at_s < came.at_s + 20.0]
+    assert [cursor for who, cursor in opened if who == peer] == [None, {"position": 40}]
+
+
 def test_nobody_waits_for_a_guardian_that_leaves_too() -> None:
     swarm = FaultySwarm(plan_of((2, 1), steps=40))
     for peer in ("s0r0", "s0r1", "s1r0"):
