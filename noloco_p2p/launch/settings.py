@@ -130,7 +130,8 @@ def manifest_from_json(data: bytes) -> RunManifest:
 
 
 def _without_null(entries: Sequence[SettingEntry]) -> Sequence[SettingEntry]:
-    """The entries, but without a root key of null and what it overrides: that is the default, which says nothing."""
+    """The entries. If the last word on `security` is a root key of null, which is the default, those on it are left
+    out: nothing was said."""
     said = [entry for entry in entries if entry.key[0] == SECURITY]
     is_null = bool(said) and said[-1].key[1:] == (ROOT_KEY,) and said[-1].value is None
     return [entry for entry in entries if entry not in said] if is_null else entries
@@ -138,7 +139,8 @@ def _without_null(entries: Sequence[SettingEntry]) -> Sequence[SettingEntry]:
 
 def _without_word(entry: SettingEntry) -> SettingEntry:
     """Replace `security: open` by what it stands for: no root key."""
-    return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if entry[:2] == ((SECURITY,), OPEN) else entry
+    is_word = entry.key == (SECURITY,) and entry.value == OPEN
+    return SettingEntry((SECURITY, ROOT_KEY), None, entry.where) if is_word else entry
 
 
 def _overlaid_json(model: type[Model], entries: Sequence[SettingEntry], base: Model | None = None) -> str:

@@ -95,17 +95,16 @@ class WeightRestorer:
             node.update(step=self._latest_step(node.advert.step, clock))
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:
-        """At stage 0: open the data at the position of the checkpoint. Without one, open them where this node left the
-        stage, otherwise at that of its newest checkpoint that can be read and has one, otherwise at the beginning. Data
-        that are open stay open."""
+        """At stage 0: open the data at the position in the checkpoint. Without one, open them where this node left the
+        stage, otherwise at that in its newest readable checkpoint that has one, otherwise at the beginning. Data that
+        are open stay open."""
         if self._node.index != 0 or self._node.batches is not None:
             return
-        cursor, own = self._node.cursor, self.own_of_stage()
-        while (checkpoint is None or checkpoint.cursor is None) and cursor is None and own:
-            checkpoint = await self._load(own.pop())
+        own, cursor = self.own_of_stage(), (None if checkpoint is None else checkpoint.cursor) or self._node.cursor
+        while cursor is None and own:
+            cursor = None if (older := await self._load(own.pop())) is None else older.cursor
         with self._node.waits.waiting("opened data", Resource.DATA):
-            batches = await self._world.make_batches(cursor if checkpoint is None else checkpoint.cursor)
-        self._node.read_from(batches)
+            self._node.read_from(await self._world.make_batches(cursor))
 
     # --- the sources ------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def test_memory_that_comes_and_goes_is_kept_to(routing: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("routing", ["random", "balanced"])
 def test_no_peer_gets_more_calls_than_it_serves(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer refuses more than its share to a caller, and slowly: 450 microbatches of a step took twice the time."""
+    """A peer refuses a caller's calls beyond a limit, and slowly: a step of 450 microbatches met it."""
     open_calls, most = Counter[str](), Counter[str]()
     propagate = SimTransport.propagate
 
