@@ -1,9 +1,9 @@
 """Do microbatches that take different routes at every step hold the replicas together, with and without outer rounds,
 and what do they cost in loss, load and waiting?
 
-A byte-level Llama of two layers (hidden 64) on the text of the standard library, one layer per stage, {REPLICAS}
-replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal (σ
-{JITTER}). Microbatches of 8 × 64 tokens, one per origin and inner step, m = {ROUND_STEPS}, two peak learning rates.
+Byte-level Llamas of two layers (hidden 32, 64 and 128) on the text of the standard library, one layer per stage,
+{REPLICAS} replicas of each stage; the node's own code in the simulator over real torch stages, device times log-normal
+(σ {JITTER}). Microbatches of 8 × 64 tokens, one per origin and inner step, m = {ROUND_STEPS}, two peak learning rates.
 `fixed`: replica i always sends to replica i; `random`: to any replica that has room; `weighted`: likewise, with odds
 and loads by measured speed; `balanced`: by a permutation drawn for each step. Validation always goes from replica i to
 replica i. Then the same policies over stages that only cost time, on equal and unequal devices: {REPLICAS} replicas of
@@ -12,8 +12,9 @@ each of two stages, two microbatches per origin and step, forward 10 ms, backwar
 Mean ± standard deviation over seeds. Losses are in nats per token; the first is the mean over the replicas. The std of
 the weights is taken over the replicas of a stage, on θ before the merge if there is one, as the mean over the last half
 of the measurements that all runs of the arm have. Load and waits for admission (mean over time) are those of stage 1.
+The columns "… with" count seeds.
 
-Limits: A model of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
+Limits: Models of two layers and a few hundred steps of 512 tokens stand for 125M to 1.3B parameters and 25,000 steps:
 signs can be compared, magnitudes hardly. Without outer rounds fixed routes are eight small models that never meet; a
 run this short does not show what each would lose by seeing an eighth of the data. Under `random` and `fixed` the order
 of arrival decides which replica takes how many inner steps, and the clock follows the median: tokens differ by a few
@@ -34,6 +35,7 @@ from noloco_p2p.lab.experiments.results import Columns, mean_curve, mean_std, ov
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.observe.plotting.svg import LineStyle
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
 
@@ -44,8 +46,10 @@ DEVICES = {"equal": (0.0, 1.0), "log-normal 0.3": (0.3, 1.0), "one 3 times slowe
 """(sigma of the device times, factor on those of the first replica of the last stage)."""
 PAIRINGS = {"without": "none", "with": "matched"}
 """Outer rounds: the name in a case, and the value in the manifest."""
-ARMS = (("without", 1e-3), ("without", 3e-3), ("with", 3e-3))
-"""(key of PAIRINGS, peak learning rate). Without outer rounds the rate makes replicas drift apart slowly or quickly."""
+HIGH_RATES = [{"rounds": rounds, "rate": 3e-3, "hidden": size} for rounds, size in product(PAIRINGS, (64, 32, 128))]
+ARMS: Sequence[Mapping[str, Any]] = ({"rounds": "without", "rate": 1e-3, "hidden": 64}, *HIGH_RATES)
+"""Outer rounds, hidden size, and peak learning rate: it makes replicas that never meet drift apart slowly or fast."""
+PLOTTED = [arm for arm in HIGH_RATES if arm["hidden"] == 64]
 ROUND_STEPS = 10
 """m; without outer rounds, the number of inner steps between two measurements of the spread."""
 JITTER = 0.2
@@ -62,9 +66,9 @@ def cases(quick: bool) -> list[Case]:
     seeds, steps = (range(1, 2), 60) if quick else (range(1, 4), 200)
     train, serve = {"kind": "train", "replicas": REPLICAS, "steps": steps}, {"kind": "serve", "steps": steps // 2}
     cases = []
-    for seed, (rounds, rate), policy in product(seeds, ARMS, POLICIES):
-        arm = {"policy": policy, "rounds": rounds, "rate": rate, "seed": seed}
-        cases.append(Case.named("{policy}-{rounds}-outer-{rate:g}-{seed}", **train, **arm))
+    for seed, arm, policy in product(seeds, ARMS, POLICIES):
+        name = "{policy}-{rounds}-outer-{rate:g}-h{hidden}-{seed}"
+        cases.append(Case.named(name, **train, **arm, policy=policy, seed=seed))
     for seed, devices, policy in product(seeds, DEVICES, POLICIES):
         settings = {**serve, "policy": policy, "devices": devices, "seed": seed}
         cases.append(Case(f"{policy}-{devices.replace(' ', '-')}-{seed}", settings))
@@ -79,7 +83,7 @@ def measure(case: Case) -> Figures:
     if settings["kind"] == "serve":
         return serve(settings)
     manifest = small_manifest(
-        64,
+        settings["hidden"],
         len(STAGES),
         routing=settings["policy"],
         steps=settings["steps"],
@@ -137,16 +141,16 @@ def late_std(result: Result, stage: int, count: int) -> float | None:
     return fmean(series[len(series) // 2 :]) if series else None
 
 
-def common_count(results: Results, rounds: str, rate: float) -> int:
+def common_count(results: Results, arm: Mapping[str, Any]) -> int:
     """How many measurements of the spread all runs of an arm have. The inner steps of slow replicas limit this."""
-    return min(len(series) for one in select(results, rounds=rounds, rate=rate) for series in one["spread"])
+    return min(len(series) for one in select(results, **arm) for series in one["spread"])
 
 
-def changes(results: Results, policy: str, rounds: str, rate: float) -> dict[str, list[float]]:
+def changes(results: Results, policy: str, arm: Mapping[str, Any]) -> dict[str, list[float]]:
     """Changes against fixed routes with the same seed, in per cent: std by stage, mean of both stages, perplexity."""
     found: dict[str, list[float]] = {"std 0": [], "std 1": [], "std": [], "perplexity": []}
-    count = common_count(results, rounds, rate)
-    mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
+    count = common_count(results, arm)
+    mine, theirs = (select(results, policy=one, **arm) for one in (policy, "fixed"))
     for one, fixed in zip(mine, theirs, strict=True):
         pairs = [(late_std(one, stage, count), late_std(fixed, stage, count)) for stage in STAGES]
         stds = [100 * (std / before - 1) for std, before in pairs if std is not None and before]
@@ -169,7 +173,6 @@ def report(results: Results) -> list[Block]:
         "### Spread and loss",
         _weights(trained),
         _changes(trained),
-        *(_finding(trained, policy, *arm) for policy in POLICIES[1:] for arm in ARMS),
         *(_spread_plot(trained, stage) for stage in STAGES),
         _perplexity_plot(trained),
         "### Load, waiting and throughput",
@@ -178,6 +181,7 @@ def report(results: Results) -> list[Block]:
 
 
 SETTING_COLUMNS: Columns = {
+    "hidden": "hidden",
     "peak rate": lambda found: f"{found[0]['rate']:g}",
     "outer rounds": lambda found: found[0].case.settings["rounds"],
     "routes": "policy",
@@ -185,14 +189,16 @@ SETTING_COLUMNS: Columns = {
 
 
 def _groups(results: Results, policies: Sequence[str]) -> list[list[Result]]:
-    return [select(results, rounds=rounds, rate=rate, policy=p) for (rounds, rate), p in product(ARMS, policies)]
+    return [select(results, policy=policy, **arm) for arm, policy in product(ARMS, policies)]
+
+
+def _arm(result: Result) -> dict[str, Any]:
+    return {name: result.case.settings[name] for name in ARMS[0]}
 
 
 def _weights(results: Results) -> Table:
-    counts = {arm: common_count(results, *arm) for arm in ARMS}
-
     def std(stage: int) -> Callable[[Result], float | None]:
-        return lambda one: late_std(one, stage, counts[one.case.settings["rounds"], one["rate"]])
+        return lambda one: late_std(one, stage, common_count(results, _arm(one)))
 
     columns: Columns = {
         **SETTING_COLUMNS,
@@ -208,10 +214,17 @@ def _weights(results: Results) -> Table:
 
 
 def _changes(results: Results) -> Table:
-    def change(name: str) -> Callable[[Results], Cell]:
+    paper = published()["random_routing_without_outer"]
+    most = 100 * paper["perplexity_increase_at_most"]
+
+    def change(name: str, bound: float | None = None) -> Callable[[Results], Cell]:
+        """A column: mean ± std of the change, or with how many seeds it is at most `bound`."""
+
         def cell(found: Results) -> Cell:
-            settings = found[0].case.settings
-            return mean_std(changes(results, settings["policy"], settings["rounds"], settings["rate"])[name], 3)
+            values = changes(results, found[0]["policy"], _arm(found[0]))[name]
+            if bound is None:
+                return mean_std(values, 3)
+            return f"{sum(value <= bound for value in values)} of {len(values)}"
 
         return cell
 
@@ -220,34 +233,21 @@ def _changes(results: Results) -> Table:
         "std stage 0, %": change("std 0"),
         "std stage 1, %": change("std 1"),
         "std, mean of both, %": change("std"),
+        "not larger with": change("std", 0.0),
         "perplexity, %": change("perplexity"),
+        f"at most {most:+.0f} with": change("perplexity", most),
     }
-    paper = published()["random_routing_without_outer"]
     stds = ", ".join(f"{100 * value:.0f} ({size})" for size, value in paper["weight_std_change"].items())
-    most = f"at most +{100 * paper['perplexity_increase_at_most']:.0f}"
-    theirs = ("paper", "without", "a permutation each time", "–", "–", stds, most)
+    theirs = ("paper", "–", "without", "a permutation each time", "–", "–", stds, "–", f"at most {most:+.0f}", "–")
     return table(columns, _groups(results, POLICIES[1:]), "Change against fixed routes with the same seed.", theirs)
 
 
-def _finding(results: Results, policy: str, rounds: str, rate: float) -> str:
-    """In words: with how many seeds the spread is smaller, and the perplexity within what the paper reports."""
-    bound = 100 * published()["random_routing_without_outer"]["perplexity_increase_at_most"]
-    found = changes(results, policy, rounds, rate)
-    stds, perplexity = found["std"], found["perplexity"]
-    return (
-        f"{rounds.capitalize()} outer rounds, peak rate {rate:g}: {policy} routes change the spread by "
-        f"{mean_std(stds, 3)} % (smaller with {sum(value < 0 for value in stds)} of {len(stds)} seeds) and the "
-        f"perplexity by {mean_std(perplexity, 3)} % (within the paper's {bound:.0f} % with "
-        f"{sum(value <= bound for value in perplexity)} of {len(perplexity)})."
-    )
-
-
 def _spread_plot(results: Results, stage: int) -> Plot:
-    """The mean over the seeds, at every step at which all of them were measured, for the higher rate."""
+    """The mean over the seeds, at every step at which all of them were measured, for the higher rate and hidden 64."""
     curves = []
-    for (rounds, rate), policy in product(ARMS[1:], POLICIES):
-        series = [one["spread"][stage] for one in select(results, policy=policy, rounds=rounds, rate=rate)]
-        curves.append(mean_curve(f"{policy}, {rounds}", series, "dashed" if rounds == "with" else "line"))
+    for arm, policy in product(PLOTTED, POLICIES):
+        series = [one["spread"][stage] for one in select(results, policy=policy, **arm)]
+        curves.append(mean_curve(f"{policy}, {arm['rounds']}", series, _style(arm)))
     title = f"Weight spread of stage {stage}, without and with outer rounds"
     return Plot(f"spread-stage-{stage}", title, ("inner steps", "std over the replicas"), curves, ("linear", "log"))
 
@@ -255,13 +255,17 @@ def _spread_plot(results: Results, stage: int) -> Plot:
 def _perplexity_plot(results: Results) -> Plot:
     """Whether the cost of other routes grows or shrinks over the run: the mean over the seeds at every evaluation."""
     curves = []
-    for (rounds, rate), policy in product(ARMS, POLICIES[1:]):
-        mine, theirs = (select(results, policy=one, rounds=rounds, rate=rate) for one in (policy, "fixed"))
+    for arm, policy in product(PLOTTED, POLICIES[1:]):
+        mine, theirs = (select(results, policy=one, **arm) for one in (policy, "fixed"))
         runs = [_perplexity_by_step(one, fixed) for one, fixed in zip(mine, theirs, strict=True)]
         # The clocks of two seeds need not agree on the step of an evaluation.
         x, y = ([fmean(pair[column] for pair in same) for same in zip(*runs, strict=False)] for column in (0, 1))
-        curves.append(Curve(f"{policy}, {rounds}, {rate:g}", x, y, style="dashed" if rounds == "with" else "line"))
+        curves.append(Curve(f"{policy}, {arm['rounds']}", x, y, style=_style(arm)))
     return Plot("perplexity", "Perplexity against fixed routes", ("steps", "change, %"), curves)
+
+
+def _style(arm: Mapping[str, Any]) -> LineStyle:
+    return "dashed" if arm["rounds"] == "with" else "line"
 
 
 def _perplexity_by_step(one: Result, fixed: Result) -> list[tuple[int, float]]:
