@@ -10,6 +10,7 @@ from noloco_p2p.lab.experiments.codecs import WireCase
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.outer_codecs import OuterCase
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+from tests.support.experiment_answer import answer
 
 
 def case(one: WireCase | OuterCase, seed: int = 0) -> Case:
@@ -52,7 +53,11 @@ def test_the_report_says_which_goals_are_missed() -> None:
         wire: [figures(loss, put_in if wire == base else {}, 50.0 if wire == four else 200.0) for loss in both]
         for wire, both in losses.items()
     }
-    text = markdown(codecs.report(results(found)))
+    blocks = codecs.report(results(found))
+    assert answer(blocks) == (
+        "Compared with float32, perplexity changes by 0.1 % with int8 and by 5.13 % with int4 in both directions."
+    )
+    text = markdown(blocks)
     assert "int8, llama, 2 stages, against the seed noise (0.0141 nats): trained with it 0.001 ± " in text
     assert "; swapped in 0.02 ± 0.014, above it." in text
     assert "int4, llama, 2 stages, against 2% of perplexity (0.0198 nats): trained with it 0.05 ± " in text
@@ -63,7 +68,9 @@ def test_the_report_says_which_goals_are_missed() -> None:
 
 def test_runs_that_are_not_finite_are_reported() -> None:
     wires = [WireCase("gpt2", 4, codec, codec) for codec in ("float32", "int4")]
-    assert "gpt2" in markdown(codecs.report(results({wire: [figures(None, {"int4": None})] for wire in wires})))
+    blocks = codecs.report(results({wire: [figures(None, {"int4": None})] for wire in wires}))
+    assert "by – % with int4" in answer(blocks)
+    assert "gpt2" in markdown(blocks)
 
 
 @pytest.mark.parametrize(("codec", "least"), soak([("int4", 0.5), ("int8", 1.0), ("bfloat16", 2.0)]))

@@ -20,6 +20,7 @@ from noloco_p2p.lab.experiments.regularisation import (
 )
 from noloco_p2p.lab.experiments.spec import Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
+from tests.support.experiment_answer import answer
 
 
 def trained(noise: tuple[tuple[tuple[int, float], ...], ...]) -> TrainingSummary:
@@ -62,7 +63,7 @@ def test_noise_has_the_spread_measured_with_noloco(monkeypatch: pytest.MonkeyPat
 
 def figures_of(method: str, seed: int) -> Figures:
     """Invented figures of a run."""
-    loss = 2 + 0.1 * seed + 0.5 * (method == "noloco")
+    loss = 2 + 0.1 * seed + 0.5 * (method == "noloco") - 0.2 * (method == "noise")
     figures = {"held_out": loss, "training": 1.0, "gap": loss - 1, "epochs": 3.0, "parameters": 10, "tokens": 100}
     return figures | {"spread": [[(10, 0.5)], []]}
 
@@ -74,10 +75,12 @@ def test_the_report_handles_missing_results() -> None:
         known = {one.case.name for one in results}
         todo = [one for one in EXPERIMENT.further(False, results) if one.name not in known]
     assert {one["method"] for one in results} == set(TITLES)
+    assert "data parallel's held-out loss, in nats, by -0.2 ± " in answer(report(results))
     page = markdown(report(results))
     assert "| 80 | 3 | NoLoCo, m = 10 | 1 ± 0 | 2.7 ± 0.1 | 1.7 ± 0.1 | 0.5 ± " in page
     nothing: Figures = {"held_out": None, "training": None, "gap": None, "spread": [[], []]}
     lost = [dataclasses.replace(one, figures=one.figures | nothing) for one in results]
     assert "| NoLoCo, m = 10 | – | – | – | – | – | – |" in markdown(report(lost))
+    assert "by – after 80 steps and – after 240 steps." in answer(report(lost))
     points = [(2.0, 5.0), (1.0, 3.0), (4.0, 1.0)]
     assert [at_training_loss(points, loss) for loss in (1.0, 1.5, 3.0, 5.0)] == [3.0, 4.0, 3.0, None]

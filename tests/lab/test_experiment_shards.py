@@ -14,6 +14,7 @@ from noloco_p2p.lab.experiments.real_swarm import DealtStreams
 from noloco_p2p.lab.experiments.shards import ALONE, KINDS, cases, corpora, measure, report
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from tests.support.experiment_answer import answer
 
 COUNT = len(KINDS)
 STRIPPED = {"distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "turtledemo", "venv"}
@@ -84,6 +85,7 @@ def figures_of(settings: Mapping[str, Any]) -> Figures:
 
 def test_the_report_handles_missing_results() -> None:
     results = [Result(case, figures_of(case.settings), 1.0) for case in cases(quick=False)]
+    assert "in nats: data parallel (`sync`) 0.1 ±" in answer(report(results))
     page = markdown(report(results))
     assert "| NoLoCo, m = 10 | 2.02 ± 0.01 | 2.12 ± 0.01 | 0.1 ±" in page
     assert shards.foreign(results[0]) == pytest.approx(0.5)

@@ -10,6 +10,7 @@ import pytest
 from noloco_p2p.core.outer_update import outer_step, round_vector
 from noloco_p2p.lab.experiments import bounds, markdown_page, stability, staleness
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+from tests.support.experiment_answer import answer
 
 MATCHINGS_OF_FOUR = ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0])
 
@@ -103,6 +104,7 @@ def table(blocks: list[markdown_page.Block], column: str) -> list[dict[str, Any]
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_report_finds_the_bound_of_the_runs(quick: bool) -> None:
     blocks = stability.report(measured(stability.cases(quick)))
+    assert answer(blocks).startswith("Inside S1 the spread grew at 0 of ")
     verdicts = {row["condition"]: row for row in table(blocks, "right")}
     assert verdicts["S1 for N"]["right"] == "100%"
     assert verdicts["S1"]["allowed, **grew**"] == 0
@@ -146,7 +148,9 @@ def test_lost_partners_are_counted_and_widen_the_spread() -> None:
         results.append(Result(case, staleness.measure(case), 1.0))
     assert [sum(one["rounds"].values()) for one in results] == [48, 48]
     assert 12 < results[1]["rounds"]["lost"] < 36
-    rows = table(staleness.report(results), "spread / baseline's")
+    blocks = staleness.report(results)
+    assert answer(blocks).startswith("Against fresh snapshots of matched pairs, in nats per token: ")
+    rows = table(blocks, "spread / baseline's")
     assert float(rows[0]["spread / baseline's"]) == 1.0
     assert float(rows[1]["spread / baseline's"]) > 1.1
     assert all(math.isfinite(one["loss"]) for one in results)

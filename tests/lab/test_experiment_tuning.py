@@ -20,6 +20,7 @@ from noloco_p2p.lab.experiments.tuning import (
     settings,
     verdict,
 )
+from tests.support.experiment_answer import answer
 
 
 def figures_of(loss: float | None) -> Figures:
@@ -51,10 +52,11 @@ def test_every_setting_has_rates_on_both_sides_of_the_best_and_more_seeds_at_the
 
 
 def test_significant_gains_are_recommended_and_possible_chance_is_not() -> None:
-    page = markdown(report(gone_through(-0.2)))
-    assert "`gossip`: 4 replicas: γ = 0.35 (-0.2 ± 0.001); 8 replicas: γ = 0.35" in page
+    blocks = report(gone_through(-0.2))
+    page = markdown(blocks)
+    assert "; `gossip` with 4 replicas: γ = 0.35 (-0.2 ± 0.001); `gossip` with 8 replicas: γ = 0.35" in answer(blocks)
     assert "| γ = 0.4 | 0.028 | 2.002 ± 0.1 | -0.2 ± 0.001 | better |" in page
-    assert "`gossip`: 4 replicas: the defaults; 8" in markdown(report(gone_through(0.2)))
+    assert "`gossip` with 4 replicas: the defaults; `gossip` with 8" in answer(report(gone_through(0.2)))
     lost = markdown(report(gone_through(None)))
     assert "| γ = 0.4 | 0.014 | – | – | unclear |" in lost
     assert [verdict(one) for one in ([-1.0], [-1.0, -1.2, -1.1], [1.0, 1.1], [-1.0, 0.1, -1.2], [0.1, 0.1, 0.9])] == [

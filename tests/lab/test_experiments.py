@@ -79,6 +79,7 @@ def test_results_are_in_the_order_of_the_cases_and_reproducible(monkeypatch: pyt
     }
     assert one.pop("wall")["cases_s"].keys() == other.pop("wall")["cases_s"].keys() == {"case-1", "case-2", "case-3"}
     assert one == other
+    assert "What is n²?\n\n**It is n times n.**" in report
     assert "| 3 | 9 |" in report
     assert "seeds 1, 2, 3" in report
     assert "noloco experiment toy`" in report

@@ -40,6 +40,7 @@ def further(quick: bool, results: Results) -> list[Case]:
 def report(results: Results) -> list[Block]:
     n, squares = [one["n"] for one in results], [one["square"] for one in results]
     return [
+        "It is n times n.",
         Table(("n", "square"), list(zip(n, squares, strict=True))),
         Plot("squares", "Squares", ("n", "n²"), [Curve("found", n, squares)]),
     ]

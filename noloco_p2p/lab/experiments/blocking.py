@@ -172,13 +172,13 @@ SETTING_COLUMNS: Columns = {
 
 
 def report(results: Results) -> list[Block]:
-    """A table per question, and plots over the number of replicas."""
+    """The answer, a table per question, and plots over the number of replicas."""
     groups = dict(sorted(group(results, "speed_std", "step_std", "inner_steps", "nodes").items()))
     even = {(key[1], key[3]): found for key, found in groups.items() if key[0] == 0 and key[2] == INNER_STEPS}
     uneven = [found for key, found in groups.items() if key[0] > 0]
     lengths = [found for key, found in groups.items() if (key[3], key[1], key[0]) == (16, 1.0, 0.0)]
     return [
-        _headline([found for key, found in groups.items() if key[2] == INNER_STEPS]),
+        _answer(even),
         _table(list(even.values()), "### Equal nodes, steps of log-normal length"),
         *(_plot(even, step_std) for step_std in sorted({step_std for step_std, _ in even})),
         _table(uneven, "### Nodes of unequal, constant speed"),
@@ -194,16 +194,14 @@ def _idle(found: Results, name: str) -> list[float]:
     return [100 * value for value in {one["seed"]: one[name] for one in found}.values()]
 
 
-def _headline(groups: Groups) -> str:
-    """One line for the largest swarm at each spread."""
-    largest = max((found[0]["nodes"] for found in groups), default=0)
-    return "\n".join(
-        f"- N = {largest}, steps of std/mean {found[0]['step_std']:g}, speeds of {found[0]['speed_std']:g}, m ="
-        f" {INNER_STEPS}: idle {statistics.fmean(_idle(found, 'barrier_idle')):.1f} % with a barrier,"
-        f" {statistics.fmean(_idle(found, 'patient')):.1f} % if each waits for its partner,"
-        f" {statistics.fmean(_idle(found, 'default')):.1f} % with the node's short wait."
-        for found in groups
-        if found[0]["nodes"] == largest
+def _answer(even: Mapping[tuple[float, int], Results]) -> str:
+    """For the largest swarm of equal nodes with the noisiest steps."""
+    step_std, nodes = max(even, key=lambda key: (key[1], key[0]))
+    idle = {name: f"{statistics.fmean(_idle(even[step_std, nodes], name)):.1f} %" for name in ALL}
+    return (
+        f"With {nodes} equal replicas and steps of std/mean {step_std:g}, a replica waits {idle['barrier_idle']} of its"
+        f" time at a barrier for all, {idle['patient']} if it waits for its partner, and {idle['default']} with the"
+        " node's short wait."
     )
 
 

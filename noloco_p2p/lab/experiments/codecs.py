@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import outer_codecs
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table, value_range
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
@@ -111,13 +111,13 @@ Groups = Mapping[WireCase, Results]
 
 
 def report(results: Results) -> list[Block]:
-    """Whether the goals are met, and a table of all codecs."""
+    """The answer, whether the goals are met, and a table of all codecs."""
     outer = [one for one in results if "outer_codec" in one.case.settings]
     results = [one for one in results if one not in outer]
     groups = {WireCase(*key): runs for key, runs in group(results, *WireCase._fields).items()}
     parameters = [sum(one["parameters"]) for one in results]
     sizes = f"Models of {min(parameters):,} to {max(parameters):,} parameters, {results[0]['steps']} steps."
-    return [sizes, _verdict(groups), _table(groups), *(outer_codecs.report(outer) if outer else ())]
+    return [_answer(groups), sizes, _verdict(groups), _table(groups), *(outer_codecs.report(outer) if outer else ())]
 
 
 def put_in(groups: Groups, wire: WireCase) -> list[float]:
@@ -134,6 +134,16 @@ def seed_noise(groups: Groups, wire: WireCase) -> float:
     """Standard deviation of float32's loss over the seeds; 0 for a single one."""
     losses = known(groups[wire.base], "validation_loss")
     return statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+
+def _answer(groups: Groups) -> str:
+    """The range of perplexity over families and numbers of stages, for each codec in both directions."""
+    parts = []
+    for codec in ("int8", "int4"):
+        found = [above(groups[wire], groups[wire.base], "validation_loss") for wire in groups if wire.codec == codec]
+        changes = [100 * math.expm1(statistics.fmean(values)) for values in found if values]
+        parts.append(f"by {value_range(changes)} % with {codec}")
+    return f"Compared with float32, perplexity changes {' and '.join(parts)} in both directions."
 
 
 def _verdict(groups: Groups) -> str:

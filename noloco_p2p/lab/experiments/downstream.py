@@ -94,9 +94,14 @@ def measure(case: Case) -> Figures:
 
 
 def report(results: Results) -> list[Block]:
-    """Both tables, and the differences from the first method in words."""
+    """The answer and both tables."""
     runs = {name: select(results, method=name, rate=best_rate(first_runs(results, name))) for name in (*METHODS, FRESH)}
-    return [_losses(runs), _tasks(runs), *(_finding(runs, name) for name in runs if name != METHODS[0])]
+    exact = {name: mean_std(above(runs[name], runs[METHODS[0]], "exact"), 2) for name in runs if name != METHODS[0]}
+    answer = (
+        f"After the same fine-tuning, the share of exactly right items differs from {TITLES[METHODS[0]]}'s by: "
+        f"{'; '.join(f'{TITLES[name]} {gap}' for name, gap in exact.items())}."
+    )
+    return [answer, _losses(runs), _tasks(runs)]
 
 
 def _losses(runs: Mapping[str, Results]) -> Table:
@@ -122,15 +127,6 @@ def _tasks(runs: Mapping[str, Results]) -> Table:
             rows.append([TITLES[name], kind, *each, mean_std(known(same, kind), 3)])
     heads = ("pre-training", "scored by", *runs[METHODS[0]][0]["tasks"], "mean")
     return Table(heads, rows, f"Share of items that the fine-tuned models get right, {len(runs[METHODS[0]])} seeds.")
-
-
-def _finding(runs: Mapping[str, Results], name: str) -> str:
-    kinds = ("validation_loss", "exact", "choice")
-    loss, exact, choice = (mean_std(above(runs[name], runs[METHODS[0]], kind), 3) for kind in kinds)
-    return (
-        f"{TITLES[name]} minus {TITLES[METHODS[0]]}: {loss} nats of loss before fine-tuning (mean over the replicas);"
-        f" after it {exact} in the share of items right by exact match, {choice} by choice."
-    )
 
 
 EXPERIMENT = Experiment("downstream", describe(globals()), cases, measure, report, further)

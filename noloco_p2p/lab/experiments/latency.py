@@ -36,7 +36,7 @@ from noloco_p2p.config import NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, plus_minus, table
+from noloco_p2p.lab.experiments.results import Columns, plus_minus, table, value_range
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -153,10 +153,10 @@ def summary(sample: Sequence[float]) -> dict[str, float]:
 
 
 def report(results: Results) -> list[Block]:
-    """Tables by regime and spread, the comparison with the paper, the plots, and a summary in words."""
+    """The answer, tables by regime and spread, the comparison with the paper, and the plots."""
     matched = [one for one in results if one["pairing"] == "matched"]
     spreads = sorted({float(one["std_over_mean"]) for one in results} & set(QUICK_SPREADS))
-    blocks: list[Block] = [_headline(matched), _no_spread(matched), _beside_paper(matched)]
+    blocks: list[Block] = [_answer(matched), _no_spread(matched), _beside_paper(matched)]
     for regime, title in REGIMES.items():
         shown = {spread: _of(matched, regime, spread) for spread in spreads}
         blocks.append(f"### {title.capitalize()}: milliseconds for one synchronisation")
@@ -181,18 +181,14 @@ def _times(result: Result, model: str, kind: str) -> float:
     return float(result["models"][model]["mean_s"] / result["pull"][kind]["mean_s"])
 
 
-def _headline(results: Results) -> str:
-    """One line per spread for the largest swarm of each regime: the all-reduces as multiples of the pull."""
-    lines = []
+def _answer(results: Results) -> str:
+    """How much longer the quickest all-reduce takes than a pull, in the largest swarm of each regime."""
+    parts = []
     for regime, title in REGIMES.items():
-        nodes = max((one["nodes"] for one in results if one["regime"] == regime), default=0)
-        for one in _of(results, regime, nodes=nodes):
-            multiples = ", ".join(f"{TITLES[name]} {_times(one, name, 'pair'):.3g}" for name in MODELS)
-            lines.append(
-                f"- {title}, N = {nodes}, std/mean {one['std_over_mean']:g}: the later pull of a pair takes"
-                f" {1e3 * one['pull']['pair']['mean_s']:.4g} ms; the all-reduces as multiples of that: {multiples}."
-            )
-    return "\n".join(lines)
+        nodes = max(one["nodes"] for one in _of(results, regime))
+        ratios = [min(_times(one, name, "pair") for name in MODELS) for one in _of(results, regime, nodes=nodes)]
+        parts.append(f"{value_range(ratios)} times as long with {nodes} replicas if {title}")
+    return f"Compared with the pull of a pair, the quickest all-reduce takes {' and '.join(parts)}."
 
 
 def _no_spread(results: Results) -> Table:

@@ -78,7 +78,7 @@ def measure(case: Case) -> Figures:
 
 
 def report(results: Results) -> list[Block]:
-    """Each variant compared with rounds that take no time."""
+    """The answer, and each variant compared with rounds that take no time."""
     groups = {DelayVariant(*key): runs for key, runs in group(results, *DelayVariant._fields).items()}
 
     def delays(variant: DelayVariant) -> str:
@@ -94,8 +94,17 @@ def report(results: Results) -> list[Block]:
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "delays": delays,
     }
+
+    def costs(kind: str) -> str:
+        found = [above(groups[DelayVariant(kind, delay)], groups[BASELINE], "loss") for delay in DELAYS]
+        return ", ".join(mean_std(values, 2) for values in found)
+
+    answer = (
+        f"Rounds that are merged {', '.join(map(str, DELAYS))} inner steps late cost {costs('overlap')} nats per token;"
+        f" waiting for them costs {costs('waits')} in equal time."
+    )
     caption = "Equal times: a run that waits takes fewer inner steps. Nats per token, mean ± std over the seeds."
-    return [table(columns, groups, caption)]
+    return [answer, table(columns, groups, caption)]
 
 
 EXPERIMENT = Experiment("overlap", describe(globals()), cases, measure, report)

@@ -127,7 +127,7 @@ def at_training_loss(points: Iterable[tuple[float, float]], loss: float) -> floa
 
 
 def report(results: Results) -> list[Block]:
-    """Every method at every length, against data parallel with as many steps, and with the same training loss."""
+    """The answer; every method at every length, against data parallel with as many steps or the same training loss."""
     parallel = [one for one in select(results, method="sync") if None not in (one["training"], one["held_out"])]
     keys = sorted({(one["steps"], list(TITLES).index(one["method"])) for one in results})
     runs = [select(results, steps=steps, method=list(TITLES)[at]) for steps, at in keys]
@@ -152,7 +152,13 @@ def report(results: Results) -> list[Block]:
         "of equal training loss": over(equal, 2),
         "std of stage 0 at the end": over(lambda one: one["spread"][0][-1][1] if one["spread"][0] else None, 2),
     }
-    return [table(columns, runs, f"{results[0]['parameters']:,} parameters, {len(runs[0])} seeds.")]
+    lengths = sorted({steps for steps, _ in keys if select(results, steps=steps, method="noise")})
+    noise = (f"{over(equal, 2)(select(results, steps=s, method='noise'))} after {s} steps" for s in lengths)
+    answer = (
+        "At equal training loss, noise of the size of NoLoCo's spread changes data parallel's held-out loss, in nats,"
+        f" by {' and '.join(noise)}."
+    )
+    return [answer, table(columns, runs, f"{results[0]['parameters']:,} parameters, {len(runs[0])} seeds.")]
 
 
 EXPERIMENT = Experiment("regularisation", describe(globals()), cases, measure, report, further)

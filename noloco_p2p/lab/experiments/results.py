@@ -106,6 +106,12 @@ def mean_std(values: Sequence[float], digits: int = 4) -> str:
     return plus_minus(statistics.fmean(values), statistics.stdev(values), digits)
 
 
+def value_range(values: Sequence[float]) -> str:
+    """The smallest and the largest value; a dash if there are none."""
+    ends = [humanize.figure(value, 3) for value in (min(values), max(values))] if values else ["–"]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def plus_minus(mean: float, std: float, digits: int = 4) -> str:
     """A mean and its standard deviation."""
     return f"{humanize.figure(mean, digits)} ± {humanize.figure(std, 2)}"

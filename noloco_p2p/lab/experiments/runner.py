@@ -162,11 +162,11 @@ def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
 
 def _report(file: ResultsFile) -> Path:
     experiment, results, out = file.experiment, file.results, file.path.parent
-    blocks = experiment.report(results)
+    answer, *blocks = experiment.report(results)
     for chart in markdown_page.charts(blocks):
         plots.save(chart, out)
     seeds = ", ".join(str(seed) for seed in sorted({one["seed"] for one in results if "seed" in one.case.settings}))
-    quick = "**This is the quick version: fewer and shorter cases than the full one.**"
+    quick = "This is the quick version: fewer and shorter cases than the full one."
     # How it was measured, and how to repeat it.
     made = (
         f"{len(results)} cases{f', seeds {seeds}' if seeds else ''}, each with its settings and figures in"
@@ -174,8 +174,8 @@ def _report(file: ResultsFile) -> Path:
         f" time on {os.cpu_count()} cores. To repeat: `noloco experiment {experiment.name}"
         f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )
-    head = [f"# {experiment.name}", f"**Question.** {experiment.text.question}"]
-    head += [f"**Setting.** {experiment.text.setting}", *([quick] if file.quick else []), "## Results"]
+    head = [f"# {experiment.name}", experiment.text.question, f"**{answer}**", *([quick] if file.quick else [])]
+    head += ["## Setting", experiment.text.setting, "## Results"]
     tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
     (out / REPORT).write_text(markdown_page.markdown([*head, *blocks, *tail]), "utf-8")
     return out / REPORT

@@ -124,7 +124,7 @@ def foreign(result: Result) -> float | None:
 
 
 def report(results: Results) -> list[Block]:
-    """The rules with own and mixed kinds, the cost in words, and how different the kinds are."""
+    """The costs in words, the rules with own and mixed kinds, and how different the kinds are."""
     runs = {(rule, kind): select(results, rule=rule, kind=kind) for rule in RULES for kind in ("own", "mixed")}
     costs = {rule: above(runs[rule, "own"], runs[rule, "mixed"], "validation_loss") for rule in RULES}
     merged = {rule: above(runs[rule, "own"], runs[rule, "mixed"], "merged_loss") for rule in RULES}
@@ -144,7 +144,8 @@ def report(results: Results) -> list[Block]:
     same = runs["sync", "own"]
     caption = f"{same[0]['parameters']:,} parameters, {same[0]['tokens']:,} tokens in each run, {len(same)} seeds."
     words = "; ".join(f"{RULES[rule][0]} {mean_std(cost, 2)}" for rule, cost in costs.items())
-    return [table(columns, RULES, caption), f"Own kinds cost, in nats: {words}.", _alone(results)]
+    answer = f"If every replica reads its own kind of data instead of all kinds, it costs, in nats: {words}."
+    return [answer, table(columns, RULES, caption), _alone(results)]
 
 
 def _alone(results: Results) -> Table:

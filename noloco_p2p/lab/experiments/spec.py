@@ -5,7 +5,7 @@ the results do not show, in Markdown. `{NAME}` stands for a constant of the modu
 
     def cases(quick: bool) -> list[Case]: ...         the cases
     def measure(case: Case) -> Figures: ...           measures one case in a process of its own
-    def report(results: Results) -> list[Block]: ...  the findings in the report
+    def report(results: Results) -> list[Block]: ...  the answer in one sentence, then the other findings
 
     EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
 """
@@ -78,7 +78,8 @@ class Experiment:
     """A function of the case only, at module level, because it runs in newly started processes (one thread each). It
     imports torch and other heavy modules itself."""
     report: Callable[[Results], list[Block]]
-    """The report's findings, from the results and `paper.json` only. It must not fail for any valid figures."""
+    """The report's findings, from the results and `paper.json` only. The first is the answer to the question, in one
+    sentence. It must not fail for any valid figures."""
     further: Callable[[bool, Results], list[Case]] = lambda quick, results: []
     """Cases that depend on the results so far. It is called again until it returns no new ones."""
 

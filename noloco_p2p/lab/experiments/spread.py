@@ -124,12 +124,24 @@ def remaining(series: Series, column: int) -> float:
 
 
 def report(results: Results) -> list[Block]:
-    """The correlations compared with the paper's, how far std and rate fall, and both over the run."""
-    return [
-        _correlations(results),
-        *(_finding(results, arm) for arm in ARMS),
-        *(_plot(results, stage) for stage in STAGES),
-    ]
+    """The answer, the correlations compared with the paper's, how far std and rate fall, and both over the run."""
+    return [_answer(results), _correlations(results), *(_plot(results, stage) for stage in STAGES)]
+
+
+def _answer(results: Results) -> str:
+    def each(arm: str, measure: Callable[[Series], float | None]) -> str:
+        values = [measure(series) for one in select(results, arm=arm) for series in one["spread"] if series]
+        return mean_std([value for value in values if value is not None], 2)
+
+    def left(series: Series) -> float:
+        return remaining(series, 2)
+
+    falling_rate, constant = "m = 10", "constant rate"
+    return (
+        f"With {falling_rate}, std and learning rate correlate with r = {each(falling_rate, pearson)}; at the end the"
+        f" std is at {each(falling_rate, left)} of its largest value, and at {each(constant, left)} if the rate stays"
+        " at its peak."
+    )
 
 
 def _correlations(results: Results) -> Table:
@@ -158,24 +170,6 @@ def _correlations(results: Results) -> Table:
     low, high = published()["pearson_weight_std_vs_lr"]
     rows = [(arm, stage) for arm in ARMS for stage in STAGES]
     return table(columns, rows, "Weight spread and learning rate.", ("paper", "–", "–", f"{low} … {high}", *"––––––"))
-
-
-def _finding(results: Results, arm: str) -> str:
-    """In words: the range of r over seeds and stages compared with the paper's, and how far rate and std fall."""
-    low, high = published()["pearson_weight_std_vs_lr"]
-    every = [series for one in select(results, arm=arm) for series in one["spread"] if series]
-    if not every:
-        return f"{arm}: the weights were never finite at a round."
-    found = [r for r in map(pearson, every) if r is not None]
-    left = [fmean(remaining(series, column) for series in every) for column in (1, 2)]
-    fall = f"At the end the rate is at {left[0]:.2f} of its largest value, the std at {left[1]:.2f}."
-    if not found:
-        return f"{arm}: too few rounds for a correlation. {fall}"
-    return (
-        f"{arm}: r from {min(found):.3f} to {max(found):.3f} over seeds and stages; of {len(found)}, "
-        f"{sum(low <= r <= high for r in found)} are within the paper's {low} … {high} and "
-        f"{sum(r > high for r in found)} above. {fall}"
-    )
 
 
 def _plot(results: Results, stage: int) -> Plot:

@@ -112,9 +112,9 @@ Groups = Mapping[Variant, Results]
 
 
 def report(results: Results) -> list[Block]:
-    """Each variant compared with the baseline, and how loss and spread depend on staleness and lost partners."""
+    """The answer, each variant against the baseline, and how loss and spread depend on staleness and lost partners."""
     groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
-    return [_summary(groups), _table(groups), *_plots(groups), _learning(groups)]
+    return [_answer(groups), _table(groups), *_plots(groups), _learning(groups)]
 
 
 def outer_step(variant: Variant) -> float | None:
@@ -134,33 +134,19 @@ def spread(result: Result, name: str) -> float | None:
     return statistics.fmean(stds[len(stds) // 2 :]) if stds else None
 
 
-def _summary(groups: Groups) -> str:
-    """One line per kind of disturbance."""
+def _answer(groups: Groups) -> str:
     names = {
-        "One-sided random pulls": Variant("random"),
-        "Every snapshot one round old": Variant("matched", 1),
-        "Every snapshot three rounds old": Variant("matched", 3),
-        "Half of the partners lost": Variant("matched", 0, 0.5),
-        "No outer rounds at all": APART,
+        "snapshots that are all one round old": Variant("matched", 1),
+        "random pairs": Variant("random"),
+        "losing half of the partners": Variant("matched", 0, 0.5),
+        "no outer rounds at all": APART,
     }
-    lines = [
-        f"- {name}: validation loss {_signed(above(groups[variant], groups[BASELINE], 'loss'))} nats, weight spread"
-        f" × {mean_std(wider(groups, variant), 3)}."
+    costs = [
+        f"{name} {mean_std(above(groups[variant], groups[BASELINE], 'loss'), 3)}"
         for name, variant in names.items()
         if variant in groups
     ]
-    loss = mean_std(known(groups[BASELINE], "loss"))
-    head = (
-        f"Against matched pairs with fresh snapshots (validation loss {loss}, replicas' mean; differences between runs"
-        " of the same seed, mean ± standard deviation over the seeds):"
-    )
-    return "\n".join([head, "", *lines])
-
-
-def _signed(values: list[float]) -> str:
-    if not values:
-        return "not finite"
-    return f"{'+' if statistics.fmean(values) >= 0 else ''}{mean_std(values, 3)}"
+    return f"Against fresh snapshots of matched pairs, in nats per token: {', '.join(costs)}."
 
 
 def _table(groups: Groups) -> Table:
@@ -169,7 +155,7 @@ def _table(groups: Groups) -> Table:
         "stale by": lambda variant: variant.stale_rounds,
         "lost": lambda variant: f"{variant.lost:.0%}",
         "validation loss": lambda variant: mean_std(known(groups[variant], "loss")),
-        "above the baseline": lambda variant: _signed(above(groups[variant], groups[BASELINE], "loss")),
+        "above the baseline": lambda variant: mean_std(above(groups[variant], groups[BASELINE], "loss"), 3),
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "spread / baseline's": lambda variant: mean_std(wider(groups, variant), 3),
         "with noise alone": lambda variant: mean_std(wider(groups, variant, "noise_spreads"), 3),

@@ -112,18 +112,17 @@ def verdict(differences: Sequence[float]) -> str:
 
 
 def report(results: Results) -> list[Block]:
-    """For each rule and number of replicas, every setting against the default, and the recommendation."""
+    """The recommendation; and for each rule and number of replicas, every setting against the default."""
     blocks: list[Block] = []
+    advice = []
     for rule in TRIED:
-        advice = []
         for replicas in REPLICAS:
             default, *_ = every = settings(rule, replicas)
             runs = {one: _at_best(results, one) for one in every}
             gaps = {one: above(runs[one], runs[default], "validation_loss") for one in runs}
             blocks.append(_table(runs, runs[default], gaps))
-            advice.append(f"{replicas} replicas: {_advice(gaps)}")
-        blocks.append(f"`{rule}`: {'; '.join(advice)}.")
-    return blocks
+            advice.append(f"`{rule}` with {replicas} replicas: {_advice(gaps)}")
+    return [f"Recommended: {'; '.join(advice)}.", *blocks]
 
 
 def _table(runs: Mapping[Setting, Results], default: Results, gaps: Mapping[Setting, list[float]]) -> Table:
