@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from experiment_answer import answer
 from soak import soak
 
 from noloco_p2p.lab.experiments.blocking import EXPERIMENT, ROUNDS, barrier, in_pairs, measure, slowness, swarm
 from noloco_p2p.lab.experiments.bounds import members
 from noloco_p2p.lab.experiments.spec import Case, Result
-from tests.support.experiment_answer import answer
 
 SETTINGS: dict[str, Any] = {
     "policy": "patient",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import pytest
+from experiment_answer import answer
 from soak import soak
 
 from noloco_p2p.lab.experiments import codecs, outer_codecs
@@ -10,7 +11,6 @@ from noloco_p2p.lab.experiments.codecs import WireCase
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.outer_codecs import OuterCase
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
-from tests.support.experiment_answer import answer
 
 
 def case(one: WireCase | OuterCase, seed: int = 0) -> Case:

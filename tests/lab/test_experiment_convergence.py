@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 import pytest
+from experiment_answer import answer
 from soak import soak
 
 from noloco_p2p.core.snapshots import MIN_SAMPLED
@@ -11,7 +12,6 @@ from noloco_p2p.lab.experiments import convergence
 from noloco_p2p.lab.experiments.convergence import FULL, METHODS, REPLICAS, STAGES, cases, further, measure, report
 from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
-from tests.support.experiment_answer import answer
 
 TINY = {"hidden": 16, "layers": 2, "steps": 2}
 SIX = ("parallel", "noloco", "gossip", "gossip-int4", "gossip-int4-2", "apart")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpointed import exported, save_swarm, small_run
+from experiment_answer import answer
 from transformers import AutoModelForCausalLM
 
 from noloco_p2p.config import NodeConfig
@@ -23,7 +24,6 @@ from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.made_tasks import TASKS, TaskItem
 from noloco_p2p.launch.evaluation import run_generate
 from noloco_p2p.launch.finetuning import Recipe, run_finetune
-from tests.support.experiment_answer import answer
 
 TINY = {"hidden": 16, "layers": 2, "steps": 2}
 

@@ -4,13 +4,13 @@ import statistics
 
 import numpy as np
 import pytest
+from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
 from noloco_p2p.lab.experiments.latency import BYTES_PER_S, EXPERIMENT, MODELS, measure, ratio
 from noloco_p2p.lab.experiments.spec import Case, Result, published
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES
-from tests.support.experiment_answer import answer
 
 
 def _measured(regime: str, nodes: int, std_over_mean: float, pairing: str = "matched") -> Result:

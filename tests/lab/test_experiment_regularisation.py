@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import regularisation
 from noloco_p2p.lab.experiments.markdown_page import markdown
@@ -20,7 +21,6 @@ from noloco_p2p.lab.experiments.regularisation import (
 )
 from noloco_p2p.lab.experiments.spec import Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
-from tests.support.experiment_answer import answer
 
 
 def trained(noise: tuple[tuple[tuple[int, float], ...], ...]) -> TrainingSummary:

@@ -5,6 +5,7 @@ from math import exp, log
 from typing import Any
 
 import pytest
+from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import routing_policies, spread
 from noloco_p2p.lab.experiments.markdown_page import charts, markdown
@@ -12,7 +13,6 @@ from noloco_p2p.lab.experiments.shards import corpora
 from noloco_p2p.lab.experiments.spec import Case, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan
 from noloco_p2p.observe.plotting.plots import Plot
-from tests.support.experiment_answer import answer
 
 STEPS = 20
 

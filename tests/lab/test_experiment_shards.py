@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from experiment_answer import answer
 
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
@@ -14,7 +15,6 @@ from noloco_p2p.lab.experiments.real_swarm import DealtStreams
 from noloco_p2p.lab.experiments.shards import ALONE, KINDS, cases, corpora, measure, report
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
-from tests.support.experiment_answer import answer
 
 COUNT = len(KINDS)
 STRIPPED = {"distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "turtledemo", "venv"}

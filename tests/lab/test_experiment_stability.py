@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from experiment_answer import answer
 
 from noloco_p2p.core.outer_update import outer_step, round_vector
 from noloco_p2p.lab.experiments import bounds, markdown_page, stability, staleness
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
-from tests.support.experiment_answer import answer
 
 MATCHINGS_OF_FOUR = ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0])
 

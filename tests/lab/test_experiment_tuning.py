@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+from experiment_answer import answer
 from soak import soak
 
 from noloco_p2p.lab.experiments.markdown_page import markdown
@@ -20,7 +21,6 @@ from noloco_p2p.lab.experiments.tuning import (
     settings,
     verdict,
 )
-from tests.support.experiment_answer import answer
 
 
 def figures_of(loss: float | None) -> Figures:
