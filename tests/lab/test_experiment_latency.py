@@ -87,6 +87,6 @@ def test_the_report_names_what_it_compares() -> None:
     assert "tree (paper)" in page
     assert answer(blocks) == (
         "Compared with the pull of a pair, the quickest all-reduce takes 1 times as long with 4 replicas if "
-        "latency-bound and 1.46 times as long with 4 replicas if bandwidth-bound."
+        "latency-bound and 1.46 times as long with 4 replicas if bandwidth-bound, depending on the spread."
     )
     assert "('bandwidth-bound', 'butterfly', '0 of 1 cases', 1.45" in page.replace("[", "(")

@@ -188,7 +188,8 @@ def _answer(results: Results) -> str:
         nodes = max(one["nodes"] for one in _of(results, regime))
         ratios = [min(_times(one, name, "pair") for name in MODELS) for one in _of(results, regime, nodes=nodes)]
         parts.append(f"{value_range(ratios)} times as long with {nodes} replicas if {title}")
-    return f"Compared with the pull of a pair, the quickest all-reduce takes {' and '.join(parts)}."
+    words = " and ".join(parts)
+    return f"Compared with the pull of a pair, the quickest all-reduce takes {words}, depending on the spread."
 
 
 def _no_spread(results: Results) -> Table:
