@@ -51,7 +51,7 @@ class NodeOptions:
     key: Path | None = None
     """The root key of a members-only run, with which this node admits others."""
     pages: Callable[[Health], Mapping[str, Page]] | None = None
-    """Makes further pages for the HTTP server, or replacements for those that every node has."""
+    """Makes further pages for the HTTP server."""
 
     @property
     def dir(self) -> Path:

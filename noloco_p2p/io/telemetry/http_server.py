@@ -51,12 +51,6 @@ TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 STARTING = "starting: this node is connecting to the others and loading its data"
 """The health of a process whose node does not exist yet."""
-HELP = """\
-/metrics  for Prometheus
-/sd       all nodes that this one knows, for Prometheus' HTTP service discovery
-/health   ok, or 503 with the reason
-/status   what this node is doing and waiting for, as JSON
-"""
 
 logger = logging.getLogger("noloco_p2p")
 
@@ -250,7 +244,6 @@ def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
         "/sd": discovery,
         "/health": health_page,
         "/status": status_page,
-        "/": lambda query, accept: HttpResponse(HELP.encode()),
     }
 
 

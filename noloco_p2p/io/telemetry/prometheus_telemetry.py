@@ -65,8 +65,8 @@ class PrometheusTelemetry(Collector):
         """Answer HTTP requests in separate threads; returns the port (0 picks a free one). Raises LocalError if it is
         in use.
 
-        `more` returns pages, which must not contain addresses, to add to those of every node or to replace them. With
-        `private`, clients at public addresses do not see any node's address.
+        `more` returns further pages, which must not contain addresses. With `private`, clients at public addresses do
+        not see any node's address.
         """
         others = {} if more is None else more(self._health)
         inside = {**pages(self.registry, self._health), **others}
