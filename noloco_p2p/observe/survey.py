@@ -24,11 +24,11 @@ from noloco_p2p.observe.diagnosis.findings import Report, line
 TIMEOUT_S = 2.0
 """Time limit for one node's answer, from opening the connection to the last byte."""
 AT_ONCE = 32
-"""Nodes asked at the same time; each may send up to LIMIT_BYTES."""
+"""Nodes asked at the same time; each may send up to ANSWER_LIMIT_BYTES."""
 NODES_LIMIT = 1024
 """Upper limit on the number of nodes asked."""
-HEAD_LIMIT_BYTES = 16_384
-"""Upper limit on the HTTP headers of an answer."""
+ANSWER_LIMIT_BYTES = LIMIT_BYTES + 16_384
+"""Upper limit on an answer: a status, and the HTTP headers before it."""
 _HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 
@@ -149,45 +149,31 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
 
 
 async def _get_status(base: str) -> bytes:
-    """The body of `/status`, at most LIMIT_BYTES. Raises Unreachable or Violation."""
+    """The body of `/status`. Raises Unreachable or Violation."""
     at = urlsplit(base)
+    answer = bytearray()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=HEAD_LIMIT_BYTES)
+            reader, writer = await asyncio.open_connection(at.hostname, at.port)
             try:
+                # With HTTP/1.0, the end of the connection is the end of the answer.
                 writer.write(f"GET /status HTTP/1.0\r\nHost: {at.netloc}\r\nAccept: application/json\r\n\r\n".encode())
-                return await _body(await reader.readuntil(b"\r\n\r\n"), reader)
+                while len(answer) <= ANSWER_LIMIT_BYTES and (part := await reader.read(1 << 16)):
+                    answer += part
             finally:
                 writer.close()
     except TimeoutError:
         raise Unreachable(f"no answer from {base} within {TIMEOUT_S:g} s") from None
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else "it cannot be reached"
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name has this form
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else "it cannot be reached"
         raise Unreachable(f"no answer from {base}: {reason}") from None
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, UnicodeError):
-        raise Violation(f"the answer of {base} is not HTTP") from None
-
-
-async def _body(head: bytes, reader: asyncio.StreamReader) -> bytes:
-    """The complete body that follows the head: Content-Length bytes, or all until the other side closes."""
-    first, _, rest = head.decode("latin-1").partition("\r\n")
-    found = re.fullmatch(r"HTTP/1\.[01] ([1-5][0-9]{2})(?: .*)?", first)
+    found = re.match(rb"HTTP/1\.[01] ([1-5][0-9]{2})[ \r]", answer)
     if found is None:
-        raise Violation("the answer is not HTTP")
-    if found[1] != "200":
-        raise Violation(f"the answer is a redirect ({found[1]})" if found[1][0] == "3" else f"the answer is {found[1]}")
-    length = re.search(r"^content-length: *([0-9]{1,15}) *$", rest.replace("\r", ""), re.IGNORECASE | re.MULTILINE)
-    if length is not None:
-        wanted = int(length[1])
-        if wanted > LIMIT_BYTES:
-            raise Violation(f"the answer has {wanted} bytes, more than the limit of {LIMIT_BYTES}")
-        try:
-            return await reader.readexactly(wanted)
-        except asyncio.IncompleteReadError as error:
-            raise Violation(f"the answer ended after {len(error.partial)} of {wanted} bytes") from None
-    body = bytearray()
-    while part := await reader.read(1 << 16):
-        body += part
-        if len(body) > LIMIT_BYTES:
-            raise Violation(f"the answer is longer than the limit of {LIMIT_BYTES} bytes")
-    return bytes(body)
+        raise Violation(f"the answer of {base} is not HTTP")
+    code = found[1].decode()
+    if code != "200":
+        raise Violation(f"the answer is a redirect ({code})" if code[0] == "3" else f"the answer is {code}")
+    if len(answer) > ANSWER_LIMIT_BYTES:
+        raise Violation(f"the answer is longer than the limit of {ANSWER_LIMIT_BYTES} bytes")
+    return bytes(answer.partition(b"\r\n\r\n")[2])
