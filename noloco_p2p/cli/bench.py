@@ -87,7 +87,7 @@ def bench_stage(
     from noloco_p2p.launch import settings
 
     manifest = settings.load(config, os.environ, set or ())[0]
-    _report(lambda: stage.run(device, manifest=manifest), as_json)
+    _report(lambda: stage.run(device, manifest), as_json)
 
 
 @bench.command("outer")

@@ -75,7 +75,7 @@ class Slow:
 
 def test_the_cpu_agrees_with_itself_and_everything_takes_time() -> None:
     manifest = make_manifest("llama", 3, dtype="float32")
-    found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=7)
+    found: dict[str, Any] = bench.run("cpu", manifest, repeats=7)
     assert (found["device"], found["stages"], found["tokens"]) == ("cpu", 3, 16)
     assert all(0 < found[phase] < 60 for phase in PHASES)
     assert found["loss_deviation"] <= 1e-6
@@ -126,17 +126,17 @@ def test_one_microbatch_is_timed_by_the_median_of_whole_passes_that_follow_a_fir
 
 def test_a_lossy_codec_shows_in_the_deviation() -> None:
     manifest = make_manifest("llama", 3, dtype="float32", wire={"forward": "bfloat16", "backward": "int8"})
-    found: dict[str, Any] = bench.run("cpu", manifest=manifest, repeats=1)
+    found: dict[str, Any] = bench.run("cpu", manifest, repeats=1)
     assert 1e-4 < found["gradient_deviation"] < 0.2
 
 
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(LocalError, match="cuda:63 not found"):
-        bench.run("cuda:63")
+        bench.run("cuda:63", RunManifest())
 
 
 def test_the_command_measures_the_run_of_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(device: str, *, manifest: RunManifest) -> dict[str, Any]:
+    def run(device: str, manifest: RunManifest) -> dict[str, Any]:
         figures = {"stages": manifest.stages, "length": manifest.sequence_length, "device": device}
         return figures | {"stages_costs": [{"forward_s": 0.5}, {"forward_s": 0.25}]}
 

@@ -63,7 +63,7 @@ class BaselineReplica:
         weight = self._weight(tokens)
         for number, batch in enumerate(batches, 1):
             with self._gathering(last=number == len(batches)):
-                (self._loss(batch) * weight).backward()  # type: ignore[no-untyped-call]
+                (self.loss(batch) * weight).backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(self.model.parameters(), inner.clip_norm)
         self._optimizer.step(learning_rate(step, self._manifest.steps, *schedule))
         self.model.zero_grad()
@@ -73,9 +73,9 @@ class BaselineReplica:
     @torch.no_grad()
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """Nats per token over all of these microbatches. Every process must call it with the same microbatches."""
-        return sum(float(self._loss(batch)) for batch in batches) / sum(_tokens(batch) for batch in batches)
+        return sum(float(self.loss(batch)) for batch in batches) / sum(_tokens(batch) for batch in batches)
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Cross entropy summed over the targets that count, in nats."""
         inputs_BT, targets_BT = (to_torch(each).to(self._device).long() for each in (batch.inputs, batch.targets))
         mask_BT = None if batch.mask is None else to_torch(batch.mask).to(self._device).bool()

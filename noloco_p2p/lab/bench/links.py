@@ -239,7 +239,7 @@ def measure_stages(manifest: RunManifest) -> StageCosts:
     from noloco_p2p.compute.factory import make_torch_stage
     from noloco_p2p.lab.bench import stage
 
-    costs = stage.run("cpu", manifest=manifest)["stages_costs"]
+    costs = stage.run("cpu", manifest)["stages_costs"]
     stages = [make_torch_stage(manifest, index, "bench", device="cpu", self_test=False) for index in range(len(costs))]
     return [{**each, "parameters": made.state.parameters} for each, made in zip(costs, stages, strict=True)]
 

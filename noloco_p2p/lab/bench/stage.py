@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noloco_p2p.compute import host_tensor, model_family
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.hardware import pick_device
-from noloco_p2p.compute.model import make_stage_module
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.compute.stage_timing import random_batch, synchronise
 from noloco_p2p.config import RunManifest, WireSettings
 from noloco_p2p.core.messages import Batch, Gradient, MicrobatchId
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution, StepLabel
+from noloco_p2p.lab.bench.baseline_replica import BaselineReplica
 from noloco_p2p.lab.processes import peak_bytes
 from noloco_p2p.lab.sample_stats import Stopwatch
 
@@ -30,23 +29,22 @@ COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
 """The keys of each stage in the result of `costs`."""
 
 
-def run(device: str = "auto", *, manifest: RunManifest | None = None, repeats: int = 20) -> dict[str, Any]:
-    """Measure the stages of `manifest` (None: the default run), one after the other, on one device.
+def run(device: str, manifest: RunManifest, repeats: int = 20) -> dict[str, Any]:
+    """Measure the stages of a run, one after the other, on one device.
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
     and per inner step of all stages (`step_s`). `stages_costs` has those of each single stage (see `costs`), which is
     what the simulator needs to know about a machine. Deviations are max|a − b| / max|b| against the CPU in float32.
-    Raises
-    ConfigError and LocalError as `make_torch_stage`.
+    Raises ConfigError and LocalError as `make_torch_stage`.
     """
-    manifest = manifest or RunManifest()
     chosen = pick_device(device)
     batch = random_batch(manifest)
     stages = _make_stages(manifest, str(chosen))
     loss, grads = _gradients(stages, batch)
     wide = manifest.model_copy(update={"wire": WireSettings(), "compute_dtype": "float32"})
     expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
-    took = measure(stages, batch, _plain(manifest, chosen, batch), chosen, repeats)
+    whole = BaselineReplica(manifest, chosen)
+    took = measure(stages, batch, lambda: torch.autograd.backward(whole.loss(batch)), chosen, repeats)
     *earlier, last = every = range(manifest.stages)
     seconds = {
         "forward_s": took.median_s(*((stage, "forward_s") for stage in earlier)),
@@ -137,24 +135,6 @@ def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str,
     named = (pair for stage in stages for pair in stage.parameters.items())
     grads = {name: parameter.grad.cpu().clone() for name, parameter in named if parameter.grad is not None}
     return end.loss_sum, grads
-
-
-def _plain(manifest: RunManifest, device: torch.device, batch: Batch) -> Callable[[], None]:
-    """Forward and backward pass of the unsplit model in plain torch."""
-    dtype = host_tensor.DTYPES[manifest.compute_dtype]
-    whole = make_stage_module(model_family.make_config(manifest.model), 0, 1, seed=manifest.seed, dtype=dtype)
-    whole.causal.to(device)
-    inputs_BT, targets_BT = (host_tensor.to_torch(t).long().to(device) for t in (batch.inputs, batch.targets))
-    mixed = device.type == "cuda" and dtype == torch.float32
-
-    def once() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
-            logits_BTV = whole(inputs_BT, None)
-        wide = logits_BTV if dtype == torch.float64 else logits_BTV.float()
-        loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-        torch.autograd.backward(loss)
-
-    return once
 
 
 def _deviation(found: Tensor, expected: Tensor) -> float:
