@@ -5,7 +5,6 @@ import multiprocessing.util
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -99,8 +98,7 @@ def peer_process(serve: Callable[..., Awaitable[None]], *args: Any) -> Iterator[
 
 def peak_bytes() -> int:
     """Peak memory of this process, bytes."""
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _as_a_worker() -> None:

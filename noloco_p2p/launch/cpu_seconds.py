@@ -5,6 +5,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_p2p.errors import LocalError
+
 PROC = Path("/proc")
 
 
@@ -18,15 +20,15 @@ class CpuSeconds:
     """CPU seconds of the live processes that it started (the libp2p daemon)."""
 
 
-def read(pid: int) -> CpuSeconds | None:
-    """CPU seconds of a process; None if there is no /proc or no such process."""
+def read(pid: int) -> CpuSeconds:
+    """CPU seconds of a process. Raises LocalError if it has ended."""
     threads = {}
     try:
         for task in (PROC / str(pid) / "task").iterdir():
             with contextlib.suppress(OSError):  # a thread that has just ended
                 threads[int(task.name)] = _fields(task / "stat")[1]
-    except OSError:
-        return None
+    except OSError as error:
+        raise LocalError(f"process {pid} has ended") from error
     children = 0.0
     for stat in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -43,10 +45,7 @@ def _fields(stat: Path) -> tuple[int, float]:
 
 def machine() -> float | None:
     """CPU seconds of everything on this machine since its start; None if /proc shows other cores than ours."""
-    try:
-        lines = [line.split() for line in (PROC / "stat").read_text().splitlines() if line.startswith("cpu")]
-    except OSError:
-        return None
+    lines = [line.split() for line in (PROC / "stat").read_text().splitlines() if line.startswith("cpu")]
     if len(lines) - 1 != cores():
         return None
     user, nice, system, _, _, irq, softirq, steal = (int(field) for field in lines[0][1:9])
@@ -55,7 +54,7 @@ def machine() -> float | None:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def split(pid: int, before: CpuSeconds, after: CpuSeconds) -> dict[str, float]:

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ ENDPOINTS, SUMMARY = "endpoints.json", "summary.json"
 """Files that a node writes to its directory, once it can be reached and at its end."""
 KEY_LOCK = "identity.key.lock"
 """Locked by the process that runs as this node (io/dht/identity.py)."""
-PROC = Path("/proc")
 PAUSE, RESUME = signal.SIGUSR1, signal.SIGUSR2
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs of nodes. It uses no proxy: that of the environment (`http_proxy`) is for the web."""
@@ -156,11 +154,8 @@ def in_use(node_dir: Path) -> bool:
 
 
 def _holds_lock(pid: int, lock: Path) -> bool:
-    """Whether the process has the lock file open; without /proc, whether its command line mentions noloco."""
-    if PROC.is_dir():
-        try:
-            return any(file.exists() and file.samefile(lock) for file in (PROC / str(pid) / "fd").iterdir())
-        except OSError:
-            return False
-    command = ["ps", "-o", "args=", "-p", str(pid)]
-    return "noloco" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    """Whether the process has the lock file open."""
+    try:
+        return any(file.exists() and file.samefile(lock) for file in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False

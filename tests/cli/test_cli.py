@@ -395,7 +395,7 @@ def test_another_process_may_have_a_name_cut_within_a_character(tmp_path: Path) 
     with subprocess.Popen([program, "60"]) as other:
         try:
             assert b"\xc3" in Path(f"/proc/{other.pid}/stat").read_bytes()
-            assert cpu_seconds.read(os.getpid()) is not None
+            assert cpu_seconds.read(os.getpid()).threads
         finally:
             other.kill()
 

@@ -14,6 +14,7 @@ from noloco_p2p.lab.bench import links, links_page, node_fleet
 from noloco_p2p.lab.bench.links import LinksPlan
 from noloco_p2p.lab.bench.node_fleet import Fleet, InnerStepLine
 from noloco_p2p.lab.bench.pipeline import NodeSample
+from noloco_p2p.launch.cpu_seconds import CpuSeconds
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.sim.scenario import Scenario
@@ -53,7 +54,7 @@ def sample(at: float, **counts: float) -> NodeSample:
             samples.append(("noloco_bytes_total", labels, value))
         else:
             samples.append((f"noloco_{name}_total", {}, value))
-    return NodeSample(NodeEndpoints("P", "R", 1, (), ""), MetricsReading(at, tuple(samples)), None, None)
+    return NodeSample(NodeEndpoints("P", "R", 1, (), ""), MetricsReading(at, tuple(samples)), CpuSeconds({}, 0.0), None)
 
 
 def test_figures_follow_from_the_counts_of_nodes_and_relay() -> None:

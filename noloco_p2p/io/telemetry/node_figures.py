@@ -3,9 +3,7 @@
 import contextlib
 import math
 import os
-import resource
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,12 +81,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is in RAM, bytes; if the system does not say, the largest it has ever been."""
-    try:
-        return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Memory of this process that is in RAM, bytes."""
+    return int(STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_bytes() -> int:

@@ -1,8 +1,7 @@
 """Closes connections that would use up this node: those beyond its limit, which gRPC does not enforce by host, and
 those of callers that do not read, for which gRPC keeps everything received.
 
-gRPC does not expose its sockets, so they are found among the open files of this process, as in `sockets`. On a system
-without /proc this does nothing.
+gRPC does not expose its sockets, so they are found among the open files of this process, as in `sockets`.
 """
 
 import asyncio
@@ -63,7 +62,7 @@ class ConnectionLimit:
     async def watch(self) -> None:
         """Look once a second. One look after connections were unread, their memory is returned to the system."""
         ended = False
-        while OPEN_FILES.is_dir():
+        while True:
             await asyncio.sleep(LOOK_S)
             if ended:
                 await asyncio.to_thread(give_back_freed)

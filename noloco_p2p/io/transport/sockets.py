@@ -46,10 +46,10 @@ T = TypeVar("T")
 def _of_each(found: Callable[[socket.socket], T]) -> dict[int, T]:
     """Inode → what `found` returns, for each TCP socket of this process; `found` raises OSError for other sockets.
 
-    The sockets are only borrowed, neither closed nor kept. Empty on a system without /proc.
+    The sockets are only borrowed, neither closed nor kept.
     """
     all_found = {}
-    for number in map(int, os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ()):
+    for number in map(int, os.listdir(OPEN_FILES)):
         with suppress(OSError), ExitStack() as leaving:  # closed in the meantime, or not a TCP socket
             file = os.stat(number)
             if stat.S_ISSOCK(file.st_mode):

@@ -43,7 +43,7 @@ WAIT = timedelta(minutes=10)
 class BaselineReplica:
     """The whole model and its inner optimizer. A subclass decides when processes communicate, and what they average.
 
-    The default process group must exist. Raises ConfigError if the model cannot be built.
+    Its inner steps need the default process group. Raises ConfigError if the model cannot be built.
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:

@@ -111,7 +111,7 @@ def _busy(sample: pipeline.NodeSample) -> float:
 
 def _cpu_s(pid: int) -> float:
     found = cpu.read(pid)
-    return sum(found.threads.values()) + found.children if found else 0.0
+    return sum(found.threads.values()) + found.children
 
 
 async def _take(ready: Callable[[int], None], cores: float) -> None:

@@ -49,7 +49,7 @@ class NodeSample:
 
     endpoints: node_probe.NodeEndpoints
     metrics: node_probe.MetricsReading
-    cpu: cpu.CpuSeconds | None
+    cpu: cpu.CpuSeconds
     machine: float | None
     """CPU seconds of the whole machine."""
 
@@ -145,14 +145,12 @@ def figures(begin: Samples, end: Samples) -> dict[str, Any]:
     }
 
 
-def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float] | None:
-    """The nodes' CPU seconds as shares of all core-seconds; None if the system does not report them."""
+def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, float]:
+    """The nodes' CPU seconds as shares of all core-seconds."""
     whole = cpu.cores() * seconds
     shares = {"compute": 0.0, "wire": 0.0, "loop": 0.0}
     for name, old in begin.items():
         new = end[name]
-        if old.cpu is None or new.cpu is None:
-            return None
         for kind, spent in cpu.split(new.endpoints.pid, old.cpu, new.cpu).items():
             shares[kind] += spent / whole
     began, ended = (next(iter(samples.values())).machine for samples in (begin, end))
