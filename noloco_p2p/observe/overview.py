@@ -74,19 +74,19 @@ def overview(reports: Sequence[Report]) -> Overview:
 
 
 def _stage(stage: int, nodes: Sequence[Row]) -> Row:
-    states = Counter(node["state"] if node["answers"] and node["state"] else "silent" for node in nodes)
+    states = Counter(node["state"] if node["answers"] else "silent" for node in nodes)
     rate = sum(finite(node["tokens_per_s"]) for node in nodes if node["state"] == "training")
     return {"stage": stage, "replicas": len(nodes), "states": dict(sorted(states.items())), "tokens_per_s": rate}
 
 
 def _node(report: Report) -> Row:
     advert, status = report.newest, report.status
-    at = endpoint(advert.metrics) if advert is not None else None
+    at = endpoint(advert.metrics)
     return {
         "peer": report.peer,
         "host": at[0] if at is not None else None,
-        "stage": advert.stage if advert is not None and advert.stage >= 0 else None,
-        "state": advert.state if advert is not None else None,
+        "stage": advert.stage if advert.stage >= 0 else None,
+        "state": advert.state,
         "answers": status is not None,
         "failure": report.failure if status is None else "",
         **{name: None if status is None else figure(status) for name, figure in NODE_FIGURES.items()},

@@ -90,7 +90,7 @@ def from_url(url: str) -> Readings:
             found = await survey.by_adverts(adverts)
             if not any(report.status is not None for report in found):
                 raise
-        adverts[:] = [report.advert for report in found if report.advert is not None]
+        adverts[:] = [report.advert for report in found]
         return found
 
     return read
@@ -170,7 +170,7 @@ def _nodes_table(nodes: Sequence[Row], hosts: bool) -> Table:
 
 def cells(node: Row) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    stage, state = node["stage"], line(node["state"] or DASH)
+    stage, state = node["stage"], line(node["state"])
     place = (short_id(node["peer"]), DASH if stage is None else str(stage), state)
     if not node["answers"]:
         return *place, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node['failure'])}"

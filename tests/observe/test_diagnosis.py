@@ -17,7 +17,7 @@ from diagnosed import (
     with_status,
 )
 
-from noloco_p2p.core.status import AnyReplica, Resource
+from noloco_p2p.core.status import AnyReplica, Resource, Trouble
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report, line
 
@@ -89,11 +89,40 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
             lambda r: with_status(waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1))), step_took_s=5.0),
         ),
     ),
-    "trouble with the disk": (
+    "device, its deadline unknown": (
+        "device",
+        "error",
+        "its device has been stuck in backward for 12 s",
+        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 1e300, why(1)))),
+        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 9.0, 1e300, why(1)))),
+    ),
+    "device, before the first step": (
+        "device",
+        "error",
+        "its device has been stuck in backward for 70 s",
+        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 70.0, 60.0, why(1)))),
+        _set(
+            "S1R0",
+            lambda r: with_status(waiting(r, wait("backward", Resource.DEVICE, 50.0, 60.0, why(1))), step_took_s=None),
+        ),
+    ),
+    "device, for what holds nothing up": (
+        "device",
+        "error",
+        "its device has been stuck in forward for 12 s",
+        _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 12.0))),
+        _set("S1R0", lambda r: waiting(r, wait("place for an evaluation", Resource.DEVICE, 12.0, idle=True))),
+    ),
+    "trouble with the disk, which is full": (
         "disk",
         "error",
         "no checkpoint of outer round 12: No space left on device",
-        _set("S1R0", lambda r: troubled(r, "disk", "no checkpoint of outer round 12: No space left on device")),
+        _set(
+            "S1R0",
+            lambda r: with_figures(
+                troubled(r, "disk", "no checkpoint of outer round 12: No space left on device"), disk_free_bytes=0
+            ),
+        ),
         _set("S1R0", lambda r: with_status(r, troubles=())),
     ),
     "libp2p": (
@@ -131,6 +160,20 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 500})),
         _set("S1R0", lambda r: with_figures(r, microbatches={"done": 1000, "nonfinite": 50})),
     ),
+    "few, but a tenth not finite": (
+        "nonfinite",
+        "warning",
+        "3 of 30 microbatches were not finite",
+        _set("S1R0", lambda r: with_figures(r, microbatches={"done": 27, "nonfinite": 3})),
+        _set("S1R0", lambda r: with_figures(r, microbatches={"done": 0, "nonfinite": 2})),
+    ),
+    "many refused vectors": (
+        "distrusted",
+        "warning",
+        "refused 3 vectors of peers in 3 outer rounds",
+        _set("S1R0", lambda r: with_figures(r, distrusted={"refused": 3}, rounds={"partner": 1, "alone": 2})),
+        _set("S1R0", lambda r: with_figures(r, distrusted={"refused": 2}, rounds={"partner": 1, "alone": 2})),
+    ),
     "refused vectors": (
         "distrusted",
         "warning",
@@ -159,6 +202,13 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", silent),
         _set("S1R0", lambda r: silent(with_advert(r, state="left"))),
     ),
+    "no status, with the address in the reason": (
+        "unreachable",
+        "warning",
+        "does not return its status: no answer from http://192.0.2.1:9101; it announced itself 7.0 s ago",
+        _set("S1R0", lambda r: replace(silent(r, "no answer from http://192.0.2.1:9101"), age_s=7.0)),
+        _set("S1R0", lambda r: silent(with_advert(r, state="draining"))),
+    ),
     "another run": (
         "run",
         "error",
@@ -169,16 +219,37 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "another version": (
         "version",
         "warning",
-        "version 0.2.0, the others have 0.1.0",
+        "12D3…xS1R0: version 0.2.0, the others have 0.1.0",
         _set("S1R0", lambda r: with_advert(r, version="0.2.0")),
+        _set("S1R0", lambda r: r),
+    ),
+    "a version of any length": (
+        "version",
+        "warning",
+        f"version {'2' * 40}, the others",
+        _set("S1R0", lambda r: with_advert(r, version="2" * 50)),
+        _set("S1R0", lambda r: r),
+    ),
+    "no version": (
+        "version",
+        "warning",
+        "version unknown, the others have 0.1.0",
+        _set("S1R0", lambda r: with_advert(r, version="")),
         _set("S1R0", lambda r: r),
     ),
     "slow": (
         "slow-node",
         "warning",
-        "node 12D3…xS1R0 is 3.1× slower than its stage's median and holds back stage 1",
-        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=10 / 3.1)),
+        "node 12D3…xS1R0 is 2.1× slower than its stage's median and holds back stage 1",
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=10 / 2.1)),
         _set("S1R0", lambda r: with_advert(r, microbatches_per_s=10 / 1.9)),
+    ),
+    "very slow": (
+        "slow-node",
+        "warning",
+        "node 12D3…xS1R0 is 9999.0× slower than",
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=1e-9)),
+        _set("S1R0", lambda r: with_advert(r, microbatches_per_s=0.0)),
     ),
     "slow, not in training": (
         "slow-node",
@@ -248,9 +319,15 @@ def test_a_slow_replica_of_two_is_compared_with_the_other() -> None:
     assert "5.0× slower" in diagnose(list(nodes.values())).sentence
 
 
+def test_a_stage_that_does_less_than_the_others_is_not_slow() -> None:
+    nodes = swarm()
+    for name in ("S0R0", "S0R1", "S0R2"):
+        nodes[name] = with_advert(nodes[name], microbatches_per_s=100.0)
+    assert _found(nodes) == []
+
+
 def test_the_only_replica_of_a_stage_is_compared_with_other_stages() -> None:
-    nodes = swarm(2, 2)
-    del nodes["S0R1"]
+    nodes = swarm(2, 1)
     nodes["S0R0"] = with_advert(nodes["S0R0"], microbatches_per_s=2.0)
     found = [f for f in _found(nodes) if f.name == "slow-node"]
     assert [f.peer for f in found] == [peer(0, 0)]
@@ -287,6 +364,40 @@ def test_a_stage_without_a_replica_is_named() -> None:
     assert diagnose(list(nodes.values())).sentence == found[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("state", "replicas", "why", "advice"),
+    [
+        ("starting", 1, ": 12D3…xS1R0 is starting", "wait for it"),
+        ("paused", 1, ": 12D3…xS1R0 is paused", "noloco resume"),
+        ("paused", 2, ": 12D3…xS1R0 and 12D3…xS1R1 are paused", "until 07:00 or 22:00, when"),
+    ],
+)
+def test_replicas_that_are_paused_or_starting_are_named(state: str, replicas: int, why: str, advice: str) -> None:
+    nodes = swarm(2, replicas)
+    for name, begins in (("S1R1", "07:00"), ("S1R0", "22:00")):
+        if name in nodes:
+            nodes[name] = with_advert(nodes[name], state=state)
+            nodes[name] = with_status(nodes[name], closed_until=begins if replicas > 1 else None)
+    found = _found(nodes)[0]
+    assert (found.name, found.peer) == ("stage-empty", peer(1, 0) if state == "paused" and replicas == 1 else None)
+    assert found.sentence == f"stage 1 has no replica{why}"
+    assert advice in found.advice
+
+
+def test_a_paused_replica_that_does_not_answer_is_named_as_paused() -> None:
+    nodes = swarm(2, 1)
+    nodes["S1R0"] = silent(with_advert(nodes["S1R0"], state="paused"))
+    assert [(f.name, f.sentence) for f in _found(nodes) if f.severity == "error"] == [
+        ("stage-empty", "stage 1 has no replica: 12D3…xS1R0 is paused")
+    ]
+
+
+def test_a_stage_with_a_replica_that_answers_is_not_empty_whatever_one_node_says() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
+    assert "stage-empty" not in _names(nodes)
+
+
 def test_a_stage_whose_only_replica_is_paused_is_named_with_the_command_to_resume() -> None:
     nodes = swarm(2, 1)
     nodes["S1R0"] = with_advert(nodes["S1R0"], state="paused")
@@ -305,7 +416,7 @@ def _announced(report: Report, age_s: float) -> Report:
 
 
 def test_if_no_node_answers_each_is_reported_unreachable() -> None:
-    nodes = {name: silent(report) for name, report in swarm(2, 1).items()}
+    nodes = {name: replace(silent(report), age_s=20.0) for name, report in swarm(2, 1).items()}
     assert [(f.severity, f.name) for f in _found(nodes)] == [("error", "unreachable")] * 2
     assert diagnose(list(nodes.values())).progress == "no status of 2 nodes"
 
@@ -321,7 +432,8 @@ def test_a_stage_whose_replicas_do_not_answer_is_named_once_their_adverts_are_ol
     nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
     found = _found(nodes)
     assert [f.name for f in found] == ["stage-empty"], "the finding about the stage mentions that they do not answer"
-    assert "12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer" in found[0].sentence
+    assert found[0].sentence.endswith("12D3…xS1R0, 12D3…xS1R1 and 12D3…xS1R2 do not answer")
+    assert found[0].advice == "restart it, or start another node in its place; Connection refused"
 
 
 def test_a_stage_with_one_replica_is_a_warning() -> None:
@@ -333,6 +445,14 @@ def test_a_stage_with_one_replica_is_a_warning() -> None:
     assert [(f.severity, f.name) for f in found] == [("warning", "stage-thin")]
     assert found[0].sentence == "stage 1 has one replica: the run stops without it"
     assert diagnose(list(nodes.values())).sentence.startswith("training: "), "a warning does not replace the progress"
+
+
+@pytest.mark.parametrize(
+    ("stages", "which"), [(2, "stages 0, 1"), (12, "stages 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"), (13, "13 stages")]
+)
+def test_stages_with_one_replica_are_listed_or_counted(stages: int, which: str) -> None:
+    (found,) = _found(swarm(stages, 1))
+    assert found.sentence == f"{which} have one replica each: the run stops without it"
 
 
 def test_after_the_end_of_a_run_no_replica_is_missing() -> None:
@@ -381,6 +501,13 @@ def test_texts_of_strangers_become_one_bounded_printable_line() -> None:
     assert found.name.isprintable()
     assert len(found.sentence) <= LINE_CHARACTERS
     assert "a b" in found.sentence
+
+
+def test_a_stranger_cannot_fill_the_screen_with_troubles() -> None:
+    nodes = swarm()
+    troubles = tuple(Trouble(f"t{number}", "it rains", 1.0) for number in range(9))
+    nodes["S1R0"] = with_status(nodes["S1R0"], troubles=troubles)
+    assert _names(nodes) == [f"t{number}" for number in range(8)]
 
 
 def test_white_space_in_a_line_is_collapsed() -> None:

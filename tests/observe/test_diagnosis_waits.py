@@ -195,7 +195,7 @@ REPORTS = st.lists(
     st.builds(
         Report,
         st.sampled_from(PEERS),
-        st.none() | ADVERTS,
+        ADVERTS,
         st.none() | STATUSES,
         TEXTS,
         clock_ahead_s=st.none() | NUMBERS,

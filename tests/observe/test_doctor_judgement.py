@@ -37,6 +37,13 @@ def test_the_one_node_whose_clock_is_off_is_named() -> None:
     assert (found.peer, found.severity) == ("b", "error"), "this machine agrees with node a"
 
 
+def test_if_no_clocks_agree_one_counts_as_right_whatever_the_order() -> None:
+    found = judged(c=300.0, b=200.0, a=100.0)
+    assert [f.peer for f in found] == ["a", "b", "c"]
+    assert found[0].sentence == "the clocks of node a and of this machine are 100.0 s apart"
+    assert found[2].sentence == "the clock of node c is 200.0 s ahead of the others'"
+
+
 # --- expectations -------------------------------------------------------------------------------------------------
 
 MEGABYTE = 1_000_000

@@ -112,7 +112,7 @@ class WaitPaths:
         """Follow one call: does the called node exist, has the call arrived, and what does that node wait for?"""
         theirs = self.swarm.statuses.get(other)
         if theirs is None:
-            if other not in self.swarm.by_peer and wait.since_s > PATIENCE_S:
+            if other not in self.swarm.adverts and wait.since_s > PATIENCE_S:
                 self.gone[other] = peer
             self.ends.add(other)
         elif not isinstance(wait.why, ForMicrobatch):
@@ -169,10 +169,10 @@ def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mappi
 def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
     """The training nodes that a training node calls for its microbatches, and whether it has set them aside."""
     for seen in status.seen if status.advert.state == "training" else ():
-        theirs = swarm.adverts.get(seen.advert.peer_id) if seen.advert.peer_id in swarm.statuses else None
-        if theirs is not None and theirs.state == "training" and theirs.stage == status.advert.stage + 1:
-            deserted = status.deserted.get(theirs.stage, 0.0) > ASIDE_S
-            yield theirs.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
+        theirs = swarm.statuses.get(seen.advert.peer_id)
+        if theirs is not None and theirs.advert.state == "training" and theirs.advert.stage == status.advert.stage + 1:
+            deserted = status.deserted.get(theirs.advert.stage, 0.0) > ASIDE_S
+            yield seen.advert.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
 
 
 def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:

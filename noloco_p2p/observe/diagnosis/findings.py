@@ -22,8 +22,8 @@ class Report:
     """One node as found by an observer."""
 
     peer: PeerId
-    advert: Advert | None
-    """Its advert from the directory; None if the directory has none or was not asked."""
+    advert: Advert
+    """Its advert from the directory; if that was not asked, the one in its status."""
     status: Status | None
     """Its own status; None if it did not answer."""
     failure: str = ""
@@ -34,7 +34,7 @@ class Report:
     """Age of the advert, seconds."""
 
     @property
-    def newest(self) -> Advert | None:
+    def newest(self) -> Advert:
         """The advert in its own status if it answered, otherwise the directory's copy."""
         return self.advert if self.status is None else self.status.advert
 

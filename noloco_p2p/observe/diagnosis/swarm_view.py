@@ -30,13 +30,12 @@ class SwarmView:
                 by_peer[report.peer] = report
         self.everybody: list[Report] = [_with_finite_numbers(by_peer[peer]) for peer in sorted(by_peer)]
         """All nodes, including those of other runs."""
-        self.run_id: str | None = most_common(a.run_id for r in self.everybody if (a := r.newest) is not None)
+        self.run_id = most_common(r.newest.run_id for r in self.everybody) or ""
         """The run that most of them work on."""
-        self.reports = [r for r in self.everybody if r.newest is None or r.newest.run_id == self.run_id]
-        """The nodes of that run, and those whose run is unknown."""
-        self.by_peer = {report.peer: report for report in self.reports}
+        self.reports = [r for r in self.everybody if r.newest.run_id == self.run_id]
+        """The nodes of that run."""
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
-        self.adverts = {r.peer: r.newest for r in self.reports if r.newest is not None}
+        self.adverts = {r.peer: r.newest for r in self.reports}
         self.stages = self._count_stages()
 
     def _count_stages(self) -> int:
@@ -47,7 +46,7 @@ class SwarmView:
 
     def of_stage(self, stage: int, states: Collection[str]) -> list[Report]:
         """The nodes of a stage whose last known state is one of `states`."""
-        return [self.by_peer[peer] for peer, a in self.adverts.items() if a.stage == stage and a.state in states]
+        return [r for r in self.reports if r.newest.stage == stage and r.newest.state in states]
 
     def name(self, peer: PeerId) -> str:
         """`node 12D3…Qx7Qf of stage 1`."""
@@ -62,7 +61,7 @@ class SwarmView:
     @property
     def step(self) -> float:
         """Median step of the stage-0 nodes that train; if none does, of those that may again; 0.0 if there are none."""
-        others = [r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"}) if r.newest]
+        others = [r.newest.step for r in self.of_stage(0, IN_ROUNDS | {"paused"})]
         return median([status.advert.step for status in self._training(0)] or others) or 0.0
 
     def mean(self, figure: str, stage: int = 0) -> float | None:

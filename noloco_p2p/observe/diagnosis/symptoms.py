@@ -60,7 +60,7 @@ def stuck(status: Status) -> Wait | None:
     """The longest wait of a node for its own device that has taken too long to be expected to end; None: none has."""
     step_s = status.step_took_s or 0.0
     longest_s = max(STUCK_STEPS * step_s, STUCK_FLOOR_S) if step_s > 0 else float("inf")
-    for wait in sorted(status.waits, key=lambda wait: -wait.since_s):
+    for wait in status.waits:
         late = wait.since_s > longest_s or (wait.deadline_s is not None and wait.since_s > wait.deadline_s > 0)
         if late and wait.whom == Resource.DEVICE and not wait.idle:
             return wait
@@ -171,20 +171,19 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
     advice = "if its process is gone, restart it; otherwise its listen.metrics_port must be open to this machine"
     for report in swarm.reports:
         advert = report.advert
-        if report.status is not None or (advert is not None and advert.state in ("draining", "left")):
+        if report.status is not None or advert.state in ("draining", "left"):
             continue
-        failure = report.failure or "it announces no status address"
-        address = "" if advert is None else advert.metrics.removesuffix("/metrics")
-        at = f" at {address}" if address not in failure else ""
-        age = "" if advert is None else f"; it announced itself {elapsed(report.age_s)} ago"
-        sentence = f"{swarm.name(report.peer)} does not return its status{at}: {failure}{age}"
+        address = advert.metrics.removesuffix("/metrics")
+        at = f" at {address}" if address not in report.failure else ""
+        age = f"it announced itself {elapsed(report.age_s)} ago"
+        sentence = f"{swarm.name(report.peer)} does not return its status{at}: {report.failure}; {age}"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
 
 
 def _of_another_run(swarm: SwarmView) -> Iterator[Cause]:
     for report in swarm.everybody:
-        if report.newest is not None and report.newest.run_id != swarm.run_id:
-            other, mine = line(report.newest.run_id)[:12], (swarm.run_id or "")[:12]
+        if report.newest.run_id != swarm.run_id:
+            other, mine = line(report.newest.run_id)[:12], swarm.run_id[:12]
             sentence = f"node {short_id(report.peer)} works on another run: {other}, not {mine}"
             advice = "start it with the join address of this run (and --run to be sure)"
             yield at_node("error", "run", report.peer, sentence, advice)
@@ -226,14 +225,14 @@ def _stages(swarm: SwarmView) -> Iterator[Cause]:
         replicas = swarm.of_stage(stage, IN_ROUNDS)
         answering = sum(report.status is not None for report in replicas)
         # A replica that has just announced itself may be training, with only its status port closed to the observer.
-        old = all(report.advert is None or report.age_s > ADVERT_OLD_S for report in replicas)
+        old = all(report.age_s > ADVERT_OLD_S for report in replicas)
         if not answering and (swarm.deserted_s(stage) > 0 or old):
             yield _empty_stage(swarm, stage, replicas)
         elif answering == 1:
             thin.append(stage)
     if thin:
-        numbers = ", ".join(map(str, thin)) if len(thin) <= 12 else plural(len(thin), "stage")
-        which = f"stages {numbers} have one replica each" if len(thin) > 1 else f"stage {thin[0]} has one replica"
+        which = f"stages {', '.join(map(str, thin))}" if len(thin) <= 12 else plural(len(thin), "stage")
+        which = f"{which} have one replica each" if len(thin) > 1 else f"stage {thin[0]} has one replica"
         advice = "start one more node: it takes the stage that needs it most"
         yield at_node("warning", "stage-thin", None, f"{which}: the run stops without it", advice)
 
@@ -250,13 +249,13 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
     blamed = [report.peer for report in silent] or paused
     if silent:
         why = f": {named(blamed)} {'does' if len(silent) == 1 else 'do'} not answer"
-        advice = f"restart it, or start another node in its place; {silent[0].failure}" if silent[0].failure else advice
+        advice = f"restart it, or start another node in its place; {silent[0].failure}"
     elif paused or starting:
         state = "paused" if paused else "starting"
         why = f": {named(paused or starting)} {'is' if len(paused or starting) == 1 else 'are'} {state}"
         begins = [report.status.closed_until for report in swarm.of_stage(stage, {"paused"}) if report.status]
-        if times := sorted(time for time in begins if time is not None):
-            advice = f"wait until {times[0]}, when its owner's hours begin, or start another node"
+        if times := sorted({time for time in begins if time is not None}):
+            advice = f"wait until {' or '.join(times)}, when its owner's hours begin, or start another node"
         else:
             advice = "noloco resume --dir DIR on its machine, or start another node" if paused else "wait for it"
     peer = blamed[0] if len(blamed) == 1 else None
@@ -265,13 +264,13 @@ def _empty_stage(swarm: SwarmView, stage: int, silent: list[Report]) -> Cause:
 
 def _start(swarm: SwarmView) -> Iterator[Cause]:
     """If the run has not begun: the replicas that are still missing."""
-    if swarm.begun or not swarm.statuses:
+    if swarm.begun:
         return
     needed = most_common(status.start_replicas for status in swarm.statuses.values()) or 0
     lacks = {stage: needed - len(swarm.of_stage(stage, PRESENT)) for stage in range(swarm.stages)}
     words = [f"{plural(lack, 'more replica')} of stage {stage}" for stage, lack in lacks.items() if lack > 0]
     # A node without a stage will take one that lacks a replica.
-    undecided = sum(report.newest is None or report.newest.stage < 0 for report in swarm.reports)
+    undecided = sum(advert.stage < 0 for advert in swarm.adverts.values())
     if sum(lack for lack in lacks.values() if lack > 0) > undecided:
         some = ", ".join(words[:3]) + (f" and of {plural(len(words) - 3, 'other stage')}" if len(words) > 3 else "")
         waits = (wait for status in swarm.statuses.values() for wait in status.waits)
