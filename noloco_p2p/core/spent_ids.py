@@ -3,29 +3,37 @@
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from noloco_p2p.core.messages import MicrobatchId
+from noloco_p2p.core.messages import MicrobatchId, PeerId
 
 SPENT_STEPS = 8
 SPENT_IDS = 4096
 """Counted ids are remembered for at least SPENT_STEPS inner steps, and the newest SPENT_IDS in any case."""
+ORIGINS = 1024
+"""For so many processes that give ids, it is remembered up to which counter ids were forgotten."""
 
 
 class SpentIds:
-    """Ids that were counted. They are forgotten after `SPENT_STEPS` inner steps, except for the newest `SPENT_IDS`."""
+    """Ids that were counted. They are forgotten after `SPENT_STEPS` inner steps, except for the newest `SPENT_IDS`.
+
+    For each process that gave ids, the highest counter that was forgotten is kept: an id up to that may have been
+    counted, and is taken as counted.
+    """
 
     def __init__(self) -> None:
         self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
+        self._forgotten: OrderedDict[tuple[PeerId, int], int] = OrderedDict()
         self._steps = 0
 
     def __contains__(self, microbatch: MicrobatchId) -> bool:
-        return microbatch in self._step_of
+        peer, incarnation, counter = microbatch
+        return microbatch in self._step_of or counter <= self._forgotten.get((peer, incarnation), -1)
 
     def __len__(self) -> int:
         return len(self._step_of)
 
     def spend(self, microbatch: MicrobatchId) -> bool:
-        """Record an id. Returns True if it was not recorded already."""
-        if microbatch in self._step_of:
+        """Record an id. Returns True if it was certainly not recorded before."""
+        if microbatch in self:
             return False
         self._step_of[microbatch] = self._steps
         return True
@@ -35,7 +43,7 @@ class SpentIds:
         return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
 
     def refill(self, ended: Iterable[MicrobatchId]) -> None:
-        """Remember exactly these ids, given oldest first, as if the step that has just ended had counted them."""
+        """Remember these ids and no others, given oldest first, as if the step that has just ended had counted them."""
         self._step_of.clear()
         for microbatch in ended:
             self.spend(microbatch)
@@ -49,3 +57,7 @@ class SpentIds:
             if step > self._steps - SPENT_STEPS:
                 break
             del self._step_of[oldest]
+            origin = (oldest.peer, oldest.incarnation)
+            self._forgotten[origin] = max(oldest.counter, self._forgotten.pop(origin, -1))
+            if len(self._forgotten) > ORIGINS:
+                self._forgotten.popitem(last=False)

@@ -200,11 +200,25 @@ def test_spent_ids_are_kept_for_eight_steps_and_at_least_4096() -> None:
         assert numbered[0] in spent, step
         spent.end_step()
     assert len(spent) == SPENT_IDS
-    assert first not in spent
+    assert first not in spent.ended()
 
 
-def test_an_id_is_served_for_its_reply_only_as_long_as_it_is_known_to_be_spent() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+def test_an_id_that_was_forgotten_cannot_be_spent_again_nor_can_an_older_one_of_the_same_process() -> None:
+    spent = SpentIds()
+    for number in range(1, SPENT_IDS + 2):
+        spent.spend(MicrobatchId("p", 1, number))
+    for _ in range(SPENT_STEPS):
+        spent.end_step()
+    assert len(spent) == SPENT_IDS
+    assert not spent.spend(MicrobatchId("p", 1, 1)), "counted long ago"
+    assert not spent.spend(MicrobatchId("p", 1, 0)), "it may have been"
+    assert spent.spend(MicrobatchId("p", 1, SPENT_IDS + 2))
+    assert spent.spend(MicrobatchId("p", 2, 0)), "another incarnation"
+    assert spent.spend(MicrobatchId("q", 1, 0)), "another peer"
+
+
+def test_an_id_that_may_be_spent_is_served_for_its_reply_only_however_late_it_comes() -> None:
+    intake: Intake[str] = Intake(lambda: 2)
     intake.open(0, target=SPENT_IDS + 1)
     for number in range(SPENT_IDS + 1):
         intake.offer(key("a", number), Origin("a", 0, number))
@@ -212,7 +226,9 @@ def test_an_id_is_served_for_its_reply_only_as_long_as_it_is_known_to_be_spent()
     for step in range(1, SPENT_STEPS + 1):
         intake.seal()
         intake.open(step, target=0)
-    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.WAIT
+    late = SPENT_IDS + 1
+    assert intake.offer(key("a", late), Origin("a", 0, late)).answer is Admission.WAIT, "it would count"
+    assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.ADMIT
 
 

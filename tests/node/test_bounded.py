@@ -89,6 +89,7 @@ def outside(swarm: SimSwarm, process: SimProcess) -> Iterator[object]:
 def test_hundreds_of_joins_and_departures_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     # A fixed number of these is always kept; it must not hide what grows.
     monkeypatch.setattr(spent_ids, "SPENT_IDS", 64)
+    monkeypatch.setattr(spent_ids, "ORIGINS", 4)
     monkeypatch.setattr(line_rate, "PEERS", 16)
     monkeypatch.setattr(log, "MAX_KEYS", 16)
     manifest = RunManifest(
