@@ -144,11 +144,7 @@ class HivemindDirectory:
 
         Raises LocalError if there is no daemon, or the file of known peers cannot be written.
         """
-        missing = self._known.unlinked(await self._libp2p.links(), DIALS_PER_REJOIN)
-        results = await asyncio.gather(*(self._libp2p.dial(address) for address in missing), return_exceptions=True)
-        for result in results:
-            if result is not None and not isinstance(result, PeerError | ConfigError):
-                raise result
+        await self._libp2p.dial_all(self._known.unlinked(await self._libp2p.links(), DIALS_PER_REJOIN))
         linked = await self._libp2p.links()
         await self._ping(linked)
         await self._ask_directly(sorted(linked))

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,12 +85,12 @@ class Libp2pDaemon:
         metrics_port: int | None = None,
         router: HomeRouter | None = None,
     ) -> "Libp2pDaemon":
-        """Start the daemon on (host, port), where port 0 picks a free one, and dial the addresses to join.
+        """Start the daemon on (host, port), where port 0 picks a free one, and dial the addresses to join, of which one
+        has to answer.
 
         With `metrics_port` (0 again picks one) the daemon serves its own metrics there. At a private IPv4 address,
-        `router` is asked to map the port. It is enough if one of the join addresses answers. Raises LocalError (port in
-        use, daemon does not start), ConfigError (malformed address, another peer there) or Unreachable (no answer
-        within DIAL_TIMEOUT_S).
+        `router` is asked to map the port. Raises LocalError (port in use, daemon does not start), ConfigError
+        (malformed address, another peer there) or Unreachable (no answer).
         """
         targets = [JoinAddress.parse(text) for text in join]
         others = [target for target in targets if target.peer_id != identity.peer_id]
@@ -142,9 +142,15 @@ class Libp2pDaemon:
         except Unreachable as error:
             reason = str(error)
         if reason:
-            raise Unreachable(
-                f"join address {target}: nobody answers ({reason}); check that the node is running and its port is open"
-            )
+            advice = "check that the node is running and its port is open"
+            raise Unreachable(f"join address {target}: nobody answers ({reason}); {advice}")
+
+    async def dial_all(self, targets: Iterable[JoinAddress]) -> list[ConfigError | PeerError | None]:
+        """Open links to several peers. Returns why each could not be opened, None if it was. Raises LocalError."""
+        failures: list[Any] = await asyncio.gather(*map(self.dial, targets), return_exceptions=True)
+        for other in (one for one in failures if not isinstance(one, ConfigError | PeerError | None)):
+            raise other
+        return failures
 
     async def links(self) -> set[PeerId]:
         """The peers to which there is a link at the moment. Raises LocalError."""
@@ -176,18 +182,15 @@ class Libp2pDaemon:
         from hivemind.p2p import PeerID
         from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
-        message = BytesValue(value=request)
-        calling = self.p2p.call_protobuf_handler(PeerID.from_base58(peer_id), name, message, BytesValue)
+        reply = self.p2p.call_protobuf_handler(PeerID.from_base58(peer_id), name, BytesValue(value=request), BytesValue)
         try:
-            answer = bytes((await self.guard(calling, timeout_s, f"peer {peer_id}: an answer to {name}")).value)
+            answer = bytes((await self.guard(reply, timeout_s, f"peer {peer_id}: an answer to {name}")).value)
         except P2PHandlerError as error:
             raise Declined(f"peer {peer_id} failed to answer {name}: {str(error)[:200]!r}") from error
         except P2PDaemonError as error:
             if "protocols not supported" in str(error):
-                raise Declined(
-                    f"peer {peer_id} does not answer {name}: it is still starting, or runs another version of noloco: "
-                    "use equal versions"
-                ) from error
+                why = "it is still starting, or runs another version of noloco: use equal versions"
+                raise Declined(f"peer {peer_id} does not answer {name}: {why}") from error
             raise Unreachable(f"peer {peer_id} cannot be reached: {str(error)[:200]!r}") from error
         except (DecodeError, TypeError) as error:  # TypeError: the answer is empty
             raise Violation(f"peer {peer_id} answered {name} with something that cannot be read") from error
@@ -288,13 +291,10 @@ class Libp2pDaemon:
             self.failed.exception()  # marks it as retrieved, because perhaps nobody ever awaits it
 
     async def _join(self, targets: Sequence[JoinAddress]) -> tuple[JoinAddress, ...]:
-        results = await asyncio.gather(*(self.dial(target) for target in targets), return_exceptions=True)
-        errors = [result for result in results if result is not None]
-        for error in errors:
-            if not isinstance(error, ConfigError | Unreachable):
-                raise error
+        failures = await self.dial_all(targets)
+        errors = list(filter(None, failures))
         if len(errors) == len(targets):
             raise errors[0]
         for error in errors:
             log.warning("%s", error)
-        return tuple(target for target, result in zip(targets, results, strict=True) if result is None)
+        return tuple(target for target, failure in zip(targets, failures, strict=True) if failure is None)

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 
 from noloco_p2p.core.messages import STREAM, PeerId
-from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
+from noloco_p2p.errors import LocalError, PeerError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.port_mapping import RENEW_S, HomeRouter
@@ -134,11 +134,7 @@ class WaysIn:
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public
         wanted = sorted(public, key=self._place)[:MAX_LINKS]
-        missing = [public[peer] for peer in wanted if peer not in linked][:DIALS]
-        failures = await asyncio.gather(*map(self._libp2p.dial, missing), return_exceptions=True)
-        for failure in failures:
-            if failure is not None and not isinstance(failure, PeerError | ConfigError):
-                raise failure
+        await self._libp2p.dial_all([public[peer] for peer in wanted if peer not in linked][:DIALS])
 
     def _place(self, peer: PeerId) -> bytes:
         """Sort key of a member. Each node has its own order, so that they do not all choose the same relays."""
