@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -135,9 +135,9 @@ def bench_flood(
     as_json: Json = False,
 ) -> None:
     """Measure what flooding one node costs the swarm. Kinds: connections, handshakes, calls, slow bodies."""
-    from noloco_p2p.lab.bench import flood
+    from noloco_p2p.lab.bench import flood, floods
 
-    plan = flood.FloodPlan.of(kinds, pairs, seconds)
+    plan = flood.FloodPlan(_names("--kinds", kinds, floods.KINDS), pairs, seconds)
     least_s = 2 * pairs * len(plan.kinds) * (seconds + flood.SETTLE_S)
     _report(lambda: flood.run(plan), as_json, least_s)
 
@@ -197,16 +197,17 @@ def bench_links(
     lines = links.QUICK_LINES if quick else links.LINES
     mbit = lines[0] if rates is None else links.numbers("--rates", rates)
     ms = lines[1] if delays is None else links.numbers("--delays", delays)
-    plan = links.LinksPlan(mbit, ms, _codecs(codecs), shape_of(nodes), seconds, out, tuple(set or ()))
+    named = _names("--codecs", codecs, get_args(WireCodec))
+    plan = links.LinksPlan(mbit, ms, named, shape_of(nodes), seconds, out, tuple(set or ()))
     plan.check()
-    _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(plan.codecs), says=True)
+    _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(named), says=True)
 
 
-def _codecs(text: str) -> tuple[str, ...]:
-    """Parse --codecs. Raises ConfigError if one is not a codec."""
-    found, known = tuple(text.split(",")), get_args(WireCodec)
+def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """Parse names separated by commas. Raises ConfigError if one is not known."""
+    found = tuple(text.split(","))
     if not set(found) <= set(known):
-        raise ConfigError(f"--codecs {text}: name some of {', '.join(known)}")
+        raise ConfigError(f"{option} {text}: name some of {', '.join(known)}")
     return found
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH
 from noloco_p2p.lab.bench import floods, pipeline
 from noloco_p2p.lab.bench.node_fleet import Fleet
@@ -41,14 +40,6 @@ class FloodPlan:
     """Number of windows with the flood, each followed by one without."""
     seconds: float
     """Length of a window, seconds."""
-
-    @classmethod
-    def of(cls, kinds: str, pairs: int, seconds: float) -> "FloodPlan":
-        """A plan with the kinds of `--kinds`, separated by commas. Raises ConfigError if there is no such kind."""
-        named = tuple(kinds.split(","))
-        if not set(named) <= floods.KINDS.keys():
-            raise ConfigError(f"--kinds {kinds}: name some of {', '.join(floods.KINDS)}")
-        return cls(named, pairs, seconds)
 
 
 def run(plan: FloodPlan) -> dict[str, Any]:
