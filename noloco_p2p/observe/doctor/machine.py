@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -58,14 +57,10 @@ def check_python(report: DoctorReport) -> None:
 
 
 def declared() -> tuple[str, list[str]]:
-    """(Python versions, requirements without extras), from the installed package or from a source checkout."""
-    try:
-        about = importlib.metadata.metadata(PACKAGE)
-        python, wanted = about["Requires-Python"], about.get_all("Requires-Dist") or []
-    except importlib.metadata.PackageNotFoundError:
-        found = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        python, wanted = found["requires-python"], found["dependencies"]
-    return str(python), [one for one in wanted if "extra ==" not in one]
+    """(Python versions, requirements without extras) of the installed package."""
+    about = importlib.metadata.metadata(PACKAGE)
+    wanted = about.get_all("Requires-Dist") or []
+    return str(about["Requires-Python"]), [one for one in wanted if "extra ==" not in one]
 
 
 def _package_fault(wanted: Requirement) -> str | None:
