@@ -1,5 +1,8 @@
 """Following waits from node to node to their cause, and the diagnosis of arbitrary statuses."""
 
+from collections.abc import Callable
+
+import pytest
 from diagnosed import (
     aside,
     gradient_of,
@@ -59,6 +62,127 @@ def test_a_chain_of_waits_leads_to_the_stuck_device() -> None:
     assert found[0].sentence.endswith("its device has been stuck in backward for 19 s; that holds back 3 nodes")
 
 
+def _stuck(report: Report) -> Report:
+    """The same node, with an event loop that is stuck."""
+    return with_figures(report, loop_silent_s=70.0)
+
+
+def _called(nodes: dict[str, Report], caller: str, callee: str, counter: int, since_s: float) -> dict[str, Report]:
+    """Have a node call another one for a microbatch, in addition to what the two do already."""
+    for name, changes in (
+        (caller, {"waits": gradient_of(int(callee[1]), int(callee[3]), counter, since_s)}),
+        (callee, {"serving": (Serving(peer(int(caller[1]), int(caller[3])), why(counter), since_s),)}),
+    ):
+        status = nodes[name].status
+        assert status is not None
+        nodes[name] = with_status(nodes[name], **{key: getattr(status, key) + more for key, more in changes.items()})
+    return nodes
+
+
+HOLDS_BACK: dict[str, tuple[Callable[[dict[str, Report]], object], int]] = {
+    "a call that waits, for a silent loop": (lambda nodes: _called(nodes, "S0R0", "S2R2", 5, 9.0), 1),
+    "a call that has not arrived there": (
+        lambda nodes: nodes.update(S1R0=waiting(nodes["S1R0"], wait("gradient", peer(2, 2), 9.0, 60.0, why(5)))),
+        1,
+    ),
+    "a call that has just begun": (lambda nodes: _called(nodes, "S1R0", "S2R2", 5, 0.5), 0),
+    "a retried call of an old microbatch": (
+        lambda nodes: nodes.update(
+            S1R0=waiting(
+                nodes["S1R0"],
+                wait("gradient", AnyReplica(2), 20.0, None, why(5)),
+                wait("gradient", peer(2, 2), 0.5, 60.0, why(5)),
+            )
+        ),
+        1,
+    ),
+    "another microbatch of the called node": (
+        lambda nodes: _called(_called(nodes, "S0R0", "S1R1", 5, 9.0), "S1R1", "S2R2", 6, 9.0),
+        1,
+    ),
+    "the same microbatch of the called node": (
+        lambda nodes: _called(_called(nodes, "S0R0", "S1R1", 5, 9.0), "S1R1", "S2R2", 5, 8.9),
+        2,
+    ),
+    "another replica than the one that is called": (lambda nodes: _called(nodes, "S1R0", "S2R1", 5, 9.0), 0),
+    "microbatches from any replica of its stage, some of which are not known": (
+        lambda nodes: nodes.update(
+            S0R0=waiting(nodes["S0R0"], wait("microbatches", AnyReplica(2), 9.0)), S2R1=silent(nodes["S2R1"])
+        ),
+        1,
+    ),
+    "a duty that holds nothing up": (
+        lambda nodes: nodes.update(S0R0=waiting(nodes["S0R0"], wait("description", peer(2, 2), 60.0, idle=True))),
+        0,
+    ),
+    "a snapshot": (
+        lambda nodes: nodes.update(S0R0=waiting(nodes["S0R0"], wait("snapshot", peer(2, 2), 9.0, 60.0, ForRound(12)))),
+        1,
+    ),
+    "more than is followed": (
+        lambda nodes: nodes.update(
+            S0R0=waiting(
+                nodes["S0R0"],
+                *(wait(f"batch {number}", Resource.DATA, 9.0, why=why(number)) for number in range(64)),
+                wait("snapshot", peer(2, 2), 9.0, 60.0, ForRound(12)),
+            )
+        ),
+        0,
+    ),
+    "a circle of others": (
+        lambda nodes: nodes.update(
+            S0R0=waiting(nodes["S0R0"], wait("snapshot", peer(0, 1), 3.0, 60.0, ForRound(12))),
+            S0R1=waiting(nodes["S0R1"], wait("snapshot", peer(0, 2), 3.0, 60.0, ForRound(12))),
+            S0R2=waiting(
+                nodes["S0R2"],
+                wait("snapshot", peer(0, 1), 3.0, 60.0, ForRound(12)),
+                wait("weights", peer(2, 2), 3.0, 60.0, ForRound(12)),
+            ),
+        ),
+        3,
+    ),
+    "a wait of a node whose own loop is stuck": (
+        lambda nodes: nodes.update(
+            S2R2=waiting(nodes["S2R2"], wait("snapshot", peer(0, 0), 9.0, 60.0, ForRound(12))),
+            S0R0=with_advert(nodes["S0R0"], microbatches_per_s=1.0),
+        ),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOLDS_BACK)
+def test_a_stuck_node_holds_back_those_whose_waits_lead_to_it(case: str) -> None:
+    plant, held = HOLDS_BACK[case]
+    nodes = swarm()
+    plant(nodes)
+    nodes["S2R2"] = _stuck(nodes["S2R2"])
+    found = [finding for finding in _found(nodes) if finding.severity == "error" and finding.name != "unreachable"]
+    assert [(f.name, f.peer) for f in found] == [("loop", peer(2, 2))]
+    assert (
+        found[0].sentence.partition("; ")[2]
+        == {
+            0: "",
+            1: "that holds back 1 node",
+            2: "that holds back 2 nodes",
+            3: "that holds back 3 nodes",
+        }[held]
+    )
+
+
+def test_a_stall_is_blamed_on_the_oldest_wait_that_leads_to_no_other_node() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = with_status(nodes["S0R0"], waits=(), since_step_s=40.0)
+    _called(nodes, "S0R0", "S1R0", 5, 39.5)
+    nodes["S1R0"] = with_status(
+        nodes["S1R0"],
+        waits=(wait("data", Resource.DATA, 39.0, None, why(5)), wait("checkpoint", Resource.DISK, 20.0, None, why(5))),
+    )
+    found = _found(nodes)
+    assert [(f.name, f.peer) for f in found] == [("stall", peer(1, 0))]
+    assert "no inner step for 40 s: node 12D3…xS1R0 of stage 1 has waited 39 s for data from data" in found[0].sentence
+
+
 def test_a_call_waiting_for_admission_waits_for_whatever_its_callee_waits_for() -> None:
     """A microbatch of S0R0 waits for admission at S1R0, whose inner step waits for a gradient of S2R0, now dead."""
     nodes = swarm()
@@ -78,7 +202,14 @@ def test_a_call_that_has_not_arrived_means_a_half_open_link() -> None:
     found = _found(nodes)
     assert [(f.severity, f.name, f.peer) for f in found] == [("error", "half-open-link", peer(1, 1))]
     assert "node 12D3…xS0R0 of stage 0 cannot reach node 12D3…xS1R1 of stage 1 at 192.0.2.2:4101" in found[0].sentence
-    nodes["S1R1"] = waiting(nodes["S1R1"], serving=[Serving(peer(0, 0), why(5), 9.0)])
+    assert found[0].sentence.endswith(
+        "(a call has been under way for 9.0 s and has not arrived); that holds back 1 node"
+    )
+    nodes["S1R1"] = with_advert(nodes["S1R1"], addresses=())
+    assert "cannot reach node 12D3…xS1R1 of stage 1, although" in _found(nodes)[0].sentence
+    nodes["S1R1"] = with_advert(swarm()["S1R1"], state="paused")
+    assert _names(nodes) == ["paused"], "it need not answer"
+    nodes["S1R1"] = waiting(swarm()["S1R1"], serving=[Serving(peer(0, 0), why(5), 9.0)])
     assert _found(nodes) == [], "the call has arrived"
     nodes["S1R1"] = swarm()["S1R1"]
     nodes["S0R0"] = with_status(nodes["S0R0"], step_took_s=5.0)
@@ -89,6 +220,27 @@ def test_a_call_that_has_not_arrived_means_a_half_open_link() -> None:
     assert [f.name for f in _found(nodes)] == ["half-open-link"]
 
 
+def test_a_call_whose_activation_does_not_arrive_means_a_half_open_link() -> None:
+    nodes = swarm()
+    _called(nodes, "S0R0", "S1R1", 5, 9.5)
+    _called(nodes, "S1R1", "S2R0", 5, 9.2)
+    nodes["S2R0"] = with_status(nodes["S2R0"], waits=(wait("activation", peer(1, 1), 9.0, 60.0, why(5)),))
+    found = _found(nodes)
+    assert [(f.severity, f.name, f.peer) for f in found] == [("error", "half-open-link", peer(2, 0))]
+    assert found[0].sentence.startswith("node 12D3…xS1R1 of stage 1 cannot reach node 12D3…xS2R0 of stage 2")
+    assert found[0].sentence.endswith("that holds back 3 nodes")
+
+
+def test_a_node_that_waits_for_the_activation_of_a_stuck_caller_is_not_to_blame() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = _stuck(nodes["S0R0"])
+    late = waiting(nodes["S1R1"], wait("activation", peer(0, 0), 40.0, 60.0, why(5)))
+    nodes["S1R1"] = with_status(late, since_step_s=40.0)
+    found = _found(nodes)
+    assert [f.name for f in found] == ["loop"]
+    assert found[0].sentence.endswith("that holds back 1 node")
+
+
 def test_a_healthy_peer_set_aside_by_one_node_means_a_half_open_link() -> None:
     nodes = swarm()
     nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 1): 7.5})
@@ -96,6 +248,26 @@ def test_a_healthy_peer_set_aside_by_one_node_means_a_half_open_link() -> None:
     assert [(f.severity, f.name, f.peer) for f in found] == [("warning", "half-open-link", peer(1, 1))]
     nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 1): 0.5})
     assert _found(nodes) == [], "a single failure is not a finding"
+    nodes["S0R0"] = _stuck(aside(nodes["S0R0"], {peer(1, 1): 7.5}))
+    assert _names(nodes) == ["loop"], "its own loop is blocked, which explains that it reaches nobody"
+
+
+@pytest.mark.parametrize("name", ["S0R0", "S1R1"])
+def test_a_node_that_does_not_train_need_not_be_reached(name: str) -> None:
+    nodes = swarm()
+    nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 1): 7.5})
+    nodes[name] = with_advert(nodes[name], state="paused")
+    assert _names(nodes) == ["paused"]
+
+
+def test_a_node_that_reaches_no_replica_of_the_next_stage_has_half_open_links_to_all() -> None:
+    nodes = swarm()
+    nodes["S0R0"] = with_status(nodes["S0R0"], deserted={1: 3.0})
+    expected = [("error", "half-open-link", peer(1, replica)) for replica in range(3)]
+    assert [(f.severity, f.name, f.peer) for f in _found(nodes)] == expected
+    nodes = swarm(2, 1)
+    nodes["S0R0"] = aside(nodes["S0R0"], {peer(1, 0): 7.5})
+    assert "half-open-link" in _names(nodes), "one caller does not show that a port is closed"
 
 
 def test_a_healthy_peer_set_aside_by_all_means_a_closed_port() -> None:
@@ -104,7 +276,9 @@ def test_a_healthy_peer_set_aside_by_all_means_a_closed_port() -> None:
         nodes[name] = aside(nodes[name], {peer(1, 1): 7.5})
     found = _found(nodes)
     assert [(f.severity, f.name, f.peer) for f in found] == [("error", "port", peer(1, 1))]
-    assert "at 192.0.2.2:4101 cannot be reached by" in found[0].sentence
+    assert "at 192.0.2.2:4101 cannot be reached by 12D3…xS0R0, 12D3…xS0R1 and 12D3…xS0R2, alth" in found[0].sentence
+    some = {**nodes, "S0R2": swarm()["S0R2"]}
+    assert _names(some) == ["half-open-link"] * 2, "the third node reaches it"
     nodes["S1R1"] = with_figures(nodes["S1R1"], loop_silent_s=30.0)
     assert _names(nodes) == ["loop"], "its event loop is blocked, which explains that it cannot be reached"
 
@@ -115,6 +289,9 @@ def test_a_node_without_an_advert_that_others_wait_for_is_named() -> None:
     del nodes["S1R1"]
     found = _found(nodes)
     assert [(f.name, f.peer) for f in found] == [("unreachable", peer(1, 1))]
+    waits = wait("gradient", AnyReplica(1), 9.0, None, why(5)), wait("gradient", peer(1, 1), 0.5, 60.0, why(5))
+    nodes["S0R0"] = waiting(nodes["S0R0"], *waits)
+    assert _found(nodes) == [], "the directory may not have it yet"
 
 
 def test_consequences_of_a_blocked_loop_are_not_reported_separately() -> None:

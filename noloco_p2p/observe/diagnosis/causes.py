@@ -86,8 +86,7 @@ class WaitPaths:
         if why is not None:
             mine = [wait for wait in waits if wait.why == why]
             # A microbatch that waits for the inner step to end is held up by whatever holds up that step.
-            for_step = any(wait.whom == Resource.INNER_STEP for wait in mine)
-            waits = [wait for wait in waits if wait.why != why] if for_step else mine
+            waits = waits if any(wait.whom == Resource.INNER_STEP for wait in mine) else mine
         yield from self.step(peer, status, waits)
 
     def step(self, peer: PeerId, status: Status, waits: Sequence[Wait]) -> Iterator[Hop]:
@@ -130,7 +129,7 @@ class WaitPaths:
             if not arrived and at_work and wait.since_s > patience_s:
                 self.links[link] = wait
                 self.ends.add(link)
-            elif not receives:
+            else:
                 yield other, wait.why
 
 
@@ -153,16 +152,16 @@ def broken_links(swarm: SwarmView, ill: Collection[Place | None], missing: Mappi
             callers[callee] += 1
             if aside:
                 failing.setdefault(callee, {})[peer] = None
-    for link in sorted(missing):
-        failing.setdefault(link.callee, {})[link.caller] = missing[link]
-    for callee in sorted(failing.keys() - set(ill)):
+    for link, wait in missing.items():
+        failing.setdefault(link.callee, {})[link.caller] = wait
+    for callee in sorted(failing.keys() - ill):
         waits = failing[callee]
         if len(waits) > 1 and len(waits) >= callers[callee]:
             others = named(sorted(waits))
             sentence = f"{_where(swarm, callee)} cannot be reached by {others}, although its status can"
             yield at_node("error", "port", callee, sentence, _ADVICE)
         else:
-            for caller in sorted(waits.keys() - set(ill)):
+            for caller in sorted(waits.keys() - ill):
                 yield _half_open(swarm, CallLink(caller, callee), waits[caller])
 
 
@@ -180,14 +179,12 @@ def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:
     sentence = f"{caller} cannot reach {callee}, although both answer: half-open link"
     if wait is not None:
         sentence += f" (a call has been under way for {elapsed(wait.since_s)} and has not arrived)"
-    alone = link.caller in swarm.statuses and bool(swarm.statuses[link.caller].deserted)
-    severity: Severity = "error" if alone or wait is not None else "warning"
+    severity: Severity = "error" if swarm.statuses[link.caller].deserted or wait is not None else "warning"
     advice = f"something between {short_id(link.caller)} and {short_id(link.callee)} drops what they send; {_ADVICE}"
     return Cause(Finding(severity, "half-open-link", link.callee, sentence, advice), link)
 
 
 def _where(swarm: SwarmView, peer: PeerId) -> str:
     """`node 12D3…Qx7Qf of stage 1 at 192.0.2.7:4100`."""
-    advert = swarm.adverts.get(peer)
-    at = f" at {line(advert.addresses[0])}" if advert is not None and advert.addresses else ""
-    return swarm.name(peer) + at
+    addresses = swarm.adverts[peer].addresses
+    return swarm.name(peer) + (f" at {line(addresses[0])}" if addresses else "")
