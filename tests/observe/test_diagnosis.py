@@ -17,7 +17,7 @@ from diagnosed import (
     with_status,
 )
 
-from noloco_p2p.core.status import AnyReplica, Resource, Trouble
+from noloco_p2p.core.status import AnyReplica, ForRound, Resource, Trouble
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import LINE_CHARACTERS, Finding, Report, line
 
@@ -51,7 +51,16 @@ def test_progress_is_that_of_the_nodes_that_train(state: str) -> None:
     assert diagnose(list(nodes.values())).progress == expected
     for name in ("S0R1", "S1R1"):
         nodes[name] = with_advert(nodes[name], state="paused")
-    assert "step 24 of 5,000" in diagnose(list(nodes.values())).progress, "none trains: the last step is known"
+    progress = diagnose(list(nodes.values())).progress
+    assert progress.startswith("not training: step 24 of 5,000 (0 %)"), "the last step is known"
+
+
+def test_progress_beyond_all_bounds_is_cut_off() -> None:
+    nodes = swarm(1, 2)
+    for name in nodes:
+        nodes[name] = with_figures(with_advert(nodes[name], step=5003.0), loss=1e9)
+    assert diagnose(list(nodes.values())).progress.startswith("training: step 5,003 of 5,000 (100 %)")
+    assert diagnose(list(nodes.values())).progress.endswith("loss 9999.00")
 
 
 # --- one node ---------------------------------------------------------------------------------------------------------
@@ -286,6 +295,27 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 39.0)), since_step_s=40.0)),
         _set("S1R0", lambda r: with_status(waiting(r, wait("checkpoint", Resource.DISK, 4.0)), since_step_s=4.5)),
     ),
+    "stalled, waiting for nothing": (
+        "stall",
+        "error",
+        "no inner step for 40 s: node 12D3…xS1R0 of stage 1 waits for nothing",
+        _set("S1R0", lambda r: with_status(r, since_step_s=40.0)),
+        _set("S1R0", lambda r: with_status(r, since_step_s=4.5)),
+    ),
+    "a wait for another node that has outlived its deadline": (
+        "overdue",
+        "warning",
+        "node 12D3…xS1R0 of stage 1 has waited 20 s for snapshot from node 12D3…xS1R1, longer than it should take",
+        _set(
+            "S1R0",
+            lambda r: waiting(
+                r,
+                wait("answer", peer(1, 2), 30.0, 60.0, ForRound(12)),
+                wait("snapshot", peer(1, 1), 20.0, 10.0, ForRound(12)),
+            ),
+        ),
+        _set("S1R0", lambda r: waiting(r, wait("snapshot", peer(1, 1), 10.5, 10.0, ForRound(12)))),
+    ),
     "a wait that has outlived its deadline": (
         "overdue",
         "warning",
@@ -406,8 +436,8 @@ def test_a_stage_whose_only_replica_is_paused_is_named_with_the_command_to_resum
     assert "12D3…xS1R0 is paused" in found.sentence
     assert "noloco resume --dir DIR" in found.advice, "the advice is the command to type"
     assert "noloco resume --dir DIR" in next(f.advice for f in _found(nodes) if f.name == "paused")
-    nodes["S1R0"] = with_status(nodes["S1R0"], closed_until="22:00")
-    assert "until 22:00" in _found(nodes)[0].advice
+    nodes["S1R0"] = with_status(nodes["S1R0"], closed_until="22:\x1b00")
+    assert _found(nodes)[0].advice.isprintable()
 
 
 def _announced(report: Report, age_s: float) -> Report:
@@ -491,6 +521,16 @@ def test_the_worst_finding_comes_first() -> None:
     nodes["S1R0"] = replace(nodes["S1R0"], clock_ahead_s=120.0)
     nodes["S2R0"] = with_figures(nodes["S2R0"], loop_silent_s=42.0)
     assert _names(nodes) == ["loop", "clock", "slow-node", "paused"]
+
+
+def test_a_node_with_a_known_trouble_is_not_also_reported_as_stalled() -> None:
+    nodes = swarm()
+    waits = (wait("checkpoint", Resource.DISK, 39.0),)
+    nodes["S1R0"] = with_status(troubled(nodes["S1R0"], "clouds", "it rains"), since_step_s=40.0, waits=waits)
+    assert _names(nodes) == ["clouds"]
+    nodes["S1R0"] = with_status(nodes["S1R0"], troubles=())
+    nodes["S1R0"] = with_advert(nodes["S1R0"], state="draining")
+    assert _names(nodes) == ["stall", "draining"], "that it leaves is no trouble"
 
 
 def test_texts_of_strangers_become_one_bounded_printable_line() -> None:

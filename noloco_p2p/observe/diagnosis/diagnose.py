@@ -129,10 +129,12 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
         # node itself.
         last = max(paths[peer].last, key=lambda end: end[1].since_s, default=None)
         at, wait = (peer, overdue or health.longest_wait(status)) if last is None else last
-        if at in known or at in found or wait is None:
+        if at in found:
             continue
-        whom = f"node {short_id(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
-        waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
+        waits = f"{swarm.name(at)} waits for nothing"
+        if wait is not None:
+            whom = f"node {short_id(wait.whom)}" if isinstance(wait.whom, str) else wait.whom
+            waits = f"{swarm.name(at)} has waited {elapsed(wait.since_s)} for {wait.what} from {whom}"
         advice = "check the log of that node"
         if late_s is not None:
             advice += "; restarting it costs one outer round"
@@ -145,7 +147,7 @@ def _unexplained(swarm: SwarmView, shown: Sequence[Cause], paths: Mapping[PeerId
 def _with_held(each: Cause, paths: Mapping[PeerId, WaitPaths]) -> Finding:
     """The finding, with the number of nodes that wait for it added to its sentence; its texts are single lines."""
     found, text, severity = each.finding, each.finding.sentence, each.finding.severity
-    held = sum(each.at in path.ends for peer, path in paths.items() if peer != each.at)
+    held = sum(each.at in path.ends for path in paths.values())
     if held and found.name in HOLDERS:
         text = f"{text}; that holds back {plural(held, 'node')}"
         severity = "error" if found.name == "unreachable" else severity

@@ -21,14 +21,10 @@ NUMBER_LIMIT = 2.0**63
 
 
 class SwarmView:
-    """The reports of one observation, one per peer, sorted by peer id, with finite numbers only."""
+    """The reports of one observation, at most one of a peer, sorted by peer id, with finite numbers only."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        by_peer: dict[PeerId, Report] = {}
-        for report in reports:
-            if report.peer not in by_peer or by_peer[report.peer].status is None:
-                by_peer[report.peer] = report
-        self.everybody: list[Report] = [_with_finite_numbers(by_peer[peer]) for peer in sorted(by_peer)]
+        self.everybody: list[Report] = [_with_finite_numbers(r) for r in sorted(reports, key=lambda r: r.peer)]
         """All nodes, including those of other runs."""
         self.run_id = most_common(r.newest.run_id for r in self.everybody) or ""
         """The run that most of them work on."""
