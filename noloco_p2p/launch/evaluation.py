@@ -43,6 +43,8 @@ def run_eval(
     manifest, replicas = read_record(out)
     silence_transformers()
     batches = _batches(manifest, out, data, held_out, microbatches)
+    if not batches:
+        raise ConfigError(f"{', '.join(data)}: no text to evaluate on")
     with counted("evaluating", len(batches) * (1 + replicas)) as done:
         merged, tokens = _loss(out, batches, device, done)
         single = [_loss(out / REPLICAS / str(i), batches, device, done)[0] for i in range(replicas)]
