@@ -103,6 +103,20 @@ def test_for_a_full_line_better_settings_are_advised() -> None:
     )
 
 
+@pytest.mark.parametrize("per_step", [40, 100])
+def test_a_step_is_not_advised_to_grow_beyond_its_limit(per_step: int) -> None:
+    [found] = advice(homes(in_use=0.2, per_step=per_step))
+    assert "int8 would raise that" in found.sentence
+    assert found.advice == "in the configuration of the next run: wire.forward: int8, wire.backward: int8"
+
+
+def test_each_direction_gets_the_next_smaller_codec() -> None:
+    size = MicrobatchSize(32, 18_000_000, 36_000_000, "int8", "float32")
+    [found] = advice(measured(swarm(2, 4), size, device_s=0.3, mbit_per_s=200.0, in_use=0.15, round_trip_s=0.05))
+    assert "; int4 forward, int8 backward would raise that to about 52 %" in found.sentence
+    assert found.advice == "in the configuration of the next run: wire.forward: int4, wire.backward: int8"
+
+
 def test_the_promise_is_scaled_by_the_present_share_of_the_estimate() -> None:
     """If the swarm reaches two thirds of the estimate, two thirds are promised."""
     whole, part = advice(homes(in_use=0.2))[0].sentence, advice(homes(in_use=0.16))[0].sentence
@@ -152,6 +166,12 @@ def test_for_long_round_trips_more_microbatches_and_no_codec_are_advised() -> No
 
 NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
     "devices at work": lambda nodes: homes(in_use=0.7),
+    "devices at work for half of the time": lambda nodes: homes(in_use=0.55),
+    "the devices of one stage at work": lambda nodes: nodes | {k: v for k, v in homes(0.7).items() if k[1] == "1"},
+    "no better settings": lambda nodes: {
+        name: with_status(report, microbatch=MicrobatchSize(64, 27_000_000, 27_000_000, "int4", "int4"))
+        for name, report in nodes.items()
+    },
     "another bottleneck": lambda nodes: homes(in_use=0.02),
     "lines that have not been measured": lambda nodes: {
         name: with_figures(report, upload_bytes_per_s=None) for name, report in nodes.items()
@@ -163,7 +183,12 @@ NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
     "too early": lambda nodes: {name: with_status(report, inner_steps=2) for name, report in nodes.items()},
     "no sizes": lambda nodes: {name: with_status(report, microbatch=None) for name, report in nodes.items()},
     "an unknown codec": lambda nodes: {
-        name: with_status(report, microbatch=MicrobatchSize(4, 1, 1, "int3", "int8")) for name, report in nodes.items()
+        name: with_status(report, microbatch=MicrobatchSize(4, 27_000_000, 27_000_000, "int3", "int8"))
+        for name, report in nodes.items()
+    },
+    "a negative size": lambda nodes: {
+        name: with_status(report, microbatch=MicrobatchSize(4, 27_000_000, -1, "float32", "float32"))
+        for name, report in nodes.items()
     },
     "impossible sizes": lambda nodes: {
         name: with_status(report, microbatch=MicrobatchSize(0, -1, 0, "int8", "int8")) for name, report in nodes.items()
@@ -182,6 +207,15 @@ NO_ADVICE: dict[str, Callable[[Nodes], Nodes]] = {
 def test_cases_without_advice(case: str) -> None:
     assert advice(homes(in_use=0.2))
     assert not advice(NO_ADVICE[case](homes(in_use=0.2)))
+
+
+def test_nodes_that_do_not_train_or_lack_weights_do_not_count() -> None:
+    nodes = homes(in_use=0.2)
+    expected = advice(nodes)
+    nodes["S0R0"] = with_status(nodes["S0R0"], microbatch=None)
+    for name in ("S1R0", "S1R1", "S1R2"):
+        nodes[name] = with_advert(homes(in_use=0.9)[name], state="paused")
+    assert [found.sentence[:50] for found in advice(nodes)] == [found.sentence[:50] for found in expected]
 
 
 claims = st.floats(0, allow_infinity=False) | st.sampled_from((5e-324, 1e-310, 1.0, 1e308, 0.0, -1.0))
@@ -216,6 +250,19 @@ def test_a_node_that_lacks_memory_takes_precedence() -> None:
     assert (found.name, found.peer) == ("places", nodes["S0R1"].peer)
     assert found.sentence.endswith("of stage 0 has room for 3 of the 4 microbatches of a step")
     assert found.advice.startswith("set compute.recompute there")
+
+
+def test_the_places_of_a_node_are_compared_with_its_share_of_a_step() -> None:
+    """The only replica of a middle stage needs places for the microbatches of both origins; the last stage is not
+    asked, because what it lacks holds up nobody but its callers."""
+    size = MicrobatchSize(4, 27_000_000, 27_000_000, "float32", "float32")
+    nodes = measured(swarm(3, 2), size, device_s=0.3, mbit_per_s=200.0, in_use=0.2, round_trip_s=0.05)
+    del nodes["S1R1"]
+    for name, places in ("S0R0", 4), ("S1R0", 7), ("S2R0", 1):
+        nodes[name] = with_status(nodes[name], places=places)
+    found = [f for f in diagnose(list(nodes.values())).findings if f.name == "places"]
+    assert [f.peer for f in found] == [nodes["S1R0"].peer]
+    assert "has room for 7 of the 8 microbatches" in found[0].sentence
 
 
 def test_top_shows_the_advice_below_the_progress() -> None:
