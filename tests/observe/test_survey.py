@@ -73,11 +73,13 @@ def _asked(answering: Answering) -> str:
 # --- one node ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_status_is_read_and_its_clock_compared() -> None:
+@pytest.mark.parametrize("length", [b"Content-Length", b"Age"], ids=["its length said", "until the end"])
+def test_a_status_is_read_and_its_clock_compared(length: bytes) -> None:
     report = swarm()["S1R0"]
 
     async def go() -> Report:
-        async with _server(_saying(_page(report, time.time() + 120.0))) as url:
+        page = _page(report, time.time() + 120.0).replace(b"Content-Length", length)
+        async with _server(_saying(page)) as url:
             return await survey.ask(survey.base_url(url))
 
     answer = asyncio.run(go())
@@ -191,6 +193,8 @@ def test_a_refused_connection_is_unreachable() -> None:
 def test_malformed_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="not of the form http://HOST:PORT"):
         survey.base_url(url)
+    with pytest.raises(ConfigError, match=f"malformed address '{'x' * 100}'"):
+        survey.base_url("x" * 101)
 
 
 def test_base_urls() -> None:

@@ -56,7 +56,7 @@ class Attempts:
 
 
 class Choice(NamedTuple):
-    """The replicas to ask now; none if all have just answered Busy or failed."""
+    """The replicas to ask now, possibly one twice; none if all have just answered Busy or failed."""
 
     replicas: list[Advert]
     header_first: bool = False
@@ -110,7 +110,7 @@ class ReplicaChoice:
         if not (header_first and others):
             return Choice([first], header_first, patient)
         second = pair[1] if len(pair) > 1 else self._draw(origin, attempts, others)
-        return Choice([first] if second == first else [first, second], header_first, patient)
+        return Choice([first, second], header_first, patient)
 
     def expected(self, origin: Origin) -> list[Advert]:
         """The replicas that may get a microbatch, if that is known before its output is ready; otherwise none."""
