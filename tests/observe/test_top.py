@@ -1,10 +1,11 @@
 """`noloco top`: its contents, its width, and how it ends; the nodes are invented and served over HTTP."""
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def test_stages_without_nodes_and_nodes_without_a_stage_are_shown() -> None:
     assert ["1", "0", "0", "none"] in drawn
     silents = _overview({name: silent(report) for name, report in swarm(2, 1).items()})
     assert (silents.name, [stage["states"] for stage in silents.stages]) == ("", [{"silent": 1}, {"silent": 1}])
+    assert "no status of 2 nodes" in _drawn(silents), "without the name of the run"
 
 
 def test_a_swarm_that_trains_is_well_even_if_a_finding_warns_of_something() -> None:
@@ -318,11 +320,25 @@ def test_the_directory_is_read_again_each_time() -> None:
     assert asyncio.run(twice()) == [1, 2]
 
 
+@pytest.mark.parametrize("live", [True, False])
+def test_ctrl_c_ends_the_live_view_well_and_anything_else_as_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, live: bool
+) -> None:
+    async def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "show", interrupted)
+    for once, as_json in [(False, False)] if live else [(True, False), (False, True)]:
+        with nullcontext() if live else pytest.raises(KeyboardInterrupt):
+            top.run_top((), "http://127.0.0.1:1", once=once, as_json=as_json, interval_s=1.0)
+
+
 def test_while_no_node_answers_the_last_view_stays_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three reads: success, no answer, Ctrl-C."""
     notes: list[str] = []
     sentences: list[str] = []
-    render = top.render
+    drawn_at: list[float] = []
+    render, screen = top.render, io.StringIO()
 
     async def read() -> list[Report]:
         if len(notes) < 2:
@@ -332,12 +348,19 @@ def test_while_no_node_answers_the_last_view_stays_with_a_note(monkeypatch: pyte
     def noted(found: Overview, height: int | None, note: str, width: int) -> Any:
         notes.append(note)
         sentences.append(found.sentence)
+        drawn_at.append(time.monotonic())
         return render(found, height, note, width)
 
     monkeypatch.setattr(top, "render", noted)
+    console = Console(file=screen, force_terminal=True, color_system=None, width=120, height=40)
+    monkeypatch.setattr(terminal, "console", lambda: console)
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(top._live(read, _overview(swarm()), 0.01))
+        asyncio.run(top._live(read, _overview(swarm()), 0.2))
     assert notes[0] == ""
     assert notes[1].endswith(" s ago: no answer from http://127.0.0.1:1: Connection refused")
     assert sentences[0] == sentences[1]
     assert _drawn(_overview(swarm()), 40, notes[1])[1] == notes[1]
+    assert drawn_at[1] - drawn_at[0] > 0.19
+    before, _, after = screen.getvalue().partition("\x1b[?1049h")
+    assert before == "", "nothing is drawn outside of the alternate screen"
+    assert notes[1] in after
