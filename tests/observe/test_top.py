@@ -352,7 +352,7 @@ def test_while_no_node_answers_the_last_view_stays_with_a_note(monkeypatch: pyte
         return render(found, height, note, width)
 
     monkeypatch.setattr(top, "render", noted)
-    console = Console(file=screen, force_terminal=True, color_system=None, width=120, height=40)
+    console = Console(file=screen, force_terminal=True, color_system=None, width=120, height=40, _environ={})
     monkeypatch.setattr(terminal, "console", lambda: console)
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(top._live(read, _overview(swarm()), 0.2))
