@@ -47,8 +47,8 @@ def bench_transport(as_json: Json = False) -> None:
 @bench.command("baseline")
 def bench_baseline(
     kind: Annotated[
-        Literal["ddp", "fsdp", "diloco", "opendiloco", "opendiloco-nowait"],
-        typer.Option(metavar="KIND", help="ddp, fsdp, diloco, opendiloco or opendiloco-nowait."),
+        Literal["ddp", "fsdp", "diloco", "opendiloco"],
+        typer.Option(metavar="KIND", help="ddp, fsdp, diloco or opendiloco."),
     ] = "ddp",
     replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Processes, and nodes in the swarm.")] = 4,
     config: ConfigFile = None,

@@ -132,7 +132,7 @@ DEFINITIONS = {
     "loss_above": "validation_loss of the swarm minus that of the baseline. The swarm clips gradients over each stage, "
     "the baseline over the whole model",
     "kind": "ddp: DistributedDataParallel; fsdp: fully_shard (FSDP2); diloco: an outer step every outer.inner_steps; "
-    "opendiloco: the same by hivemind's averager in float16, -nowait: over the processes present in time",
+    "opendiloco: the same by hivemind's averager in float16",
 }
 
 

@@ -175,10 +175,6 @@ class OpenDilocoBaseline(DilocoBaseline):
     processes' weights differ by its rounding. hivemind forks processes for the DHT and the averager.
     """
 
-    waits_for_all = True
-    """Whether each mean is over all processes. Otherwise it is over those present within MATCHMAKING_S, and a process
-    that finds no other continues alone."""
-
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
         super().__init__(manifest, device)
         from hivemind.averaging.averager import DecentralizedAverager
@@ -198,7 +194,7 @@ class OpenDilocoBaseline(DilocoBaseline):
             start=True,
             prefix=manifest.run_id,
             target_group_size=count,
-            min_group_size=count if self.waits_for_all else 2,
+            min_group_size=count,
             min_matchmaking_time=MATCHMAKING_S,
             request_timeout=REQUEST_S,
             compression=Float16Compression(),
@@ -216,19 +212,11 @@ class OpenDilocoBaseline(DilocoBaseline):
         with self._averager.get_tensors() as (shared,):
             shared.copy_(gradient)
         try:
-            self._averager.step(timeout=WAIT.total_seconds() if self.waits_for_all else 2 * MATCHMAKING_S)
+            self._averager.step(timeout=WAIT.total_seconds())
         except (AllreduceException, MatchmakingException) as error:
-            if self.waits_for_all:
-                raise LocalError(f"hivemind did not average over all processes within {WAIT}: {error}") from error
-            return
+            raise LocalError(f"hivemind did not average over all processes within {WAIT}: {error}") from error
         with self._averager.get_tensors() as (shared,):
             gradient.copy_(shared)
-
-
-class OpenDilocoWithoutWaiting(OpenDilocoBaseline):
-    """The same, but averaged over the processes that are present in time."""
-
-    waits_for_all = False
 
 
 KINDS: dict[str, type[BaselineReplica]] = {
@@ -236,7 +224,6 @@ KINDS: dict[str, type[BaselineReplica]] = {
     "fsdp": Fsdp,
     "diloco": DilocoBaseline,
     "opendiloco": OpenDilocoBaseline,
-    "opendiloco-nowait": OpenDilocoWithoutWaiting,
 }
 
 
