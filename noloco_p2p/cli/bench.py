@@ -38,7 +38,7 @@ def bench_pipeline(
 
 @bench.command("transport")
 def bench_transport(as_json: Json = False) -> None:
-    """Measure the transport against raw TCP and gloo. The figures are MiB/s, and the latency of a small call."""
+    """Measure the transport against raw TCP. The figures are MiB/s, and the latency of a small call."""
     from noloco_p2p.lab.bench import transport
 
     _report(transport.run, as_json)

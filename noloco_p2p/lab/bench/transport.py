@@ -2,21 +2,18 @@
 
 Two processes on loopback. The real transport carries an activation and its gradient, a snapshot, and the full state of
 a replica, with digests checked, into torch tensors. The bytes of an activation also travel both ways over a bare TCP
-connection; these four take turns, so that they see the machine in the same state. Before that, gloo sends them both
-ways. Figures are MiB per second of tensor bytes.
+connection; these four take turns, so that they see the machine in the same state. Figures are MiB per second of tensor
+bytes.
 """
 
 import asyncio
 import hashlib
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -25,12 +22,12 @@ from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.core import messages
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Progress, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
-from noloco_p2p.errors import Declined, LocalError
+from noloco_p2p.errors import Declined
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import open_links
-from noloco_p2p.lab.processes import peer_process, workers
+from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry
 from noloco_p2p.ports import Body
@@ -141,7 +138,7 @@ async def serve(ready: Callable[[tuple[Advert, int]], None]) -> None:
 
 
 async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[str, float]:
-    """All figures except gloo's, measured against a far process at these addresses (gRPC, port of bare TCP)."""
+    """All rates and latencies, measured against a far process at these addresses (gRPC, port of bare TCP)."""
     mine = make_transport(NEAR, 2 * TENSOR_BYTES)
     far, port = places
     view = tensor_bytes(TENSOR_BYTES)
@@ -172,22 +169,20 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[s
     return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
 
 
-def run(rounds: int = 8, calls: int = 1000) -> dict[str, float | None]:
+def run(rounds: int = 8, calls: int = 1000) -> dict[str, float]:
     """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of propagate and snapshot, over
     bare TCP) with `target`.
 
     `state_ratio` is the state's rate divided by the faster of propagate's and the snapshot's, with `state_target`.
 
-    Takes about twenty seconds. Raises LocalError if the far process does not start.
+    Raises LocalError if the far process does not start.
     """
-    gloo = gloo_mib_per_s(TENSOR_BYTES, rounds + 1)
     tune_allocator()
     with peer_process(serve) as places:
         figures = uvloop.run(asyncio.wait_for(measure(places, rounds, calls), 4 * WAIT_S))
     ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
     return {
         **figures,
-        "gloo_mib_per_s": gloo,
         "ratio": ours[0] / figures["tcp_mib_per_s"],
         "target": TARGET,
         "state_ratio": figures["state_mib_per_s"] / ours[-1],
@@ -224,34 +219,3 @@ async def echo(listener: socket.socket, size: int) -> None:
         connection.setblocking(False)
         while await receive(connection, view):
             await loop.sock_sendall(connection, view)
-
-
-def gloo_mib_per_s(size: int, rounds: int) -> float | None:
-    """MiB/s of a tensor that gloo sends both ways between two processes; None if gloo is missing or fails."""
-    if not torch.distributed.is_gloo_available():
-        return None
-    try:
-        with tempfile.TemporaryDirectory() as folder, workers(2, GLOO_SOCKET_IFNAME="lo") as pool:
-            ranks = [pool.submit(_gloo_rank, Path(folder) / "store", rank, size, rounds) for rank in range(2)]
-            rate, _ = (rank.result(2 * WAIT_S) for rank in ranks)
-            return rate
-    except (RuntimeError, TimeoutError, LocalError):
-        return None
-
-
-def _gloo_rank(store: Path, rank: int, size: int, rounds: int) -> float:
-    """One of the two processes of `gloo_mib_per_s`. Returns its rate."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=store.as_uri(), rank=rank, world_size=2, timeout=timedelta(seconds=WAIT_S)
-    )
-    tensor = torch.ones(size // 4)
-    watch = Stopwatch()
-    for _ in range(rounds):
-        with watch.timed("both ways"):
-            for sender in (0, 1):
-                if rank == sender:
-                    torch.distributed.send(tensor, 1 - rank)
-                else:
-                    torch.distributed.recv(tensor, 1 - rank)
-    torch.distributed.destroy_process_group()
-    return 2 * size / MIB / watch.median_s("both ways")
