@@ -170,6 +170,10 @@ class Batch:
     mask: HostTensor | None = None
 
 
+STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number", "fresh_round")
+"""The fields of `ReplicaState` that are numbers. They have the same names on the wire and in checkpoints."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
     """The complete state of a replica, frozen between two operations of its device.

@@ -21,15 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from noloco_p2p.core.messages import Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.core.messages import STATE_NUMBERS, Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import NO_JSON, LocalError
 from noloco_p2p.io.durable_files import MOUNT_POINT, settle
 
 FORMAT, READABLE = 3, (1, 2, 3)
 """The format written, and those that can be read. FORMAT goes up when older programs can no longer read the manifest.
 Format 1 had no `returned_norms`, format 2 no `fresh_round`."""
-STATE_NUMBERS = ("stage", "round", "step", "inner_steps", "adam_steps", "number", "fresh_round")
-"""Fields of `ReplicaState` that the manifest has under the same names."""
 DTYPES = {"float64": "<f8", "float32": "<f4"}
 """Element types that a replica's state may have → numpy's names for them."""
 MANIFEST_LIMIT_BYTES = 64 << 20

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from noloco_p2p.core import wire
 from noloco_p2p.core.agreement import LARGEST_GROUP, GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
-from noloco_p2p.core.messages import Advert, HostTensor, ReplicaState, TensorSpec, is_peer_id
+from noloco_p2p.core.messages import STATE_NUMBERS, Advert, HostTensor, ReplicaState, TensorSpec, is_peer_id
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.io.transport import message_codec
@@ -57,15 +57,9 @@ def to_state(state: ReplicaState, tensor: int, offset: int, message_bytes: int =
         raise Violation(f"a state of {len(state.tensors)} tensors has no byte {offset} of tensor {tensor}")
     header = pb.StateHeader(
         peer=state.peer,
-        number=state.number,
-        stage=state.stage,
-        round=state.round,
-        step=state.step,
-        inner_steps=state.inner_steps,
-        adam_steps=state.adam_steps,
-        fresh_round=state.fresh_round,
         specs=[message_codec.to_spec(one.spec) for one in state.tensors],
         spent=[pb.MicrobatchId(**one._asdict()) for one in state.spent[-MAX_SPENT:]],
+        **{name: getattr(state, name) for name in STATE_NUMBERS},
     )
     rest = state.tensors[tensor:]
     digests = (message_codec.digest(one.data) for one in rest)
@@ -184,6 +178,6 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
     def _finish(self, tensors: tuple[HostTensor, ...]) -> ReplicaState:
         head = self._head
         assert head is not None
-        counts = (head.stage, head.round, head.step, head.inner_steps, head.adam_steps)
+        numbers = {name: getattr(head, name) for name in STATE_NUMBERS}
         spent = tuple(map(message_codec.from_microbatch, head.spent))
-        return ReplicaState(head.peer, *counts, tensors, head.number, spent, fresh_round=head.fresh_round)
+        return ReplicaState(head.peer, tensors=tensors, spent=spent, **numbers)
