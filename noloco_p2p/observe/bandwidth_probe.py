@@ -81,8 +81,7 @@ class LinkProbe:
                         message = await call.read()
                     if message is not grpc.aio.EOF:
                         head, _ = unpacked(message, pb.SnapshotMessage)
-                        if head.HasField("refusal"):
-                            raise message_codec.to_error(head.refusal)
+                        message_codec.check_served(head)
                     began = ended = clock()
                     async with asyncio.timeout(limit_s):
                         while (message := await call.read()) is not grpc.aio.EOF:

@@ -79,6 +79,12 @@ def to_error(refusal: pb.Refusal) -> PeerError:
     return Busy(message) if refusal.kind == pb.Refusal.KIND_BUSY else Declined(message)
 
 
+def check_served(reply: pb.Reply | pb.SnapshotMessage | pb.StateMessage | pb.ProgressReply | pb.DescribeReply) -> None:
+    """Raises the error of a refusal, if the reply is one."""
+    if reply.HasField("refusal"):
+        raise to_error(reply.refusal)
+
+
 def to_spec(spec: TensorSpec) -> pb.TensorSpec:
     """A declared tensor."""
     return pb.TensorSpec(name=spec.name, dtype=spec.dtype, shape=spec.shape)
@@ -247,8 +253,7 @@ def to_progress(reports: Iterable[Progress | None]) -> pb.ProgressReply:
 
 def from_progress(reply: pb.ProgressReply, count: int) -> list[Progress | None]:
     """How far a peer is with `count` microbatches. Raises the error of a refusal, or Violation for nonsense."""
-    if reply.HasField("refusal"):
-        raise to_error(reply.refusal)
+    check_served(reply)
     if len(reply.progress) != count or not all(isfinite(one.stuck_s) and one.stuck_s >= 0 for one in reply.progress):
         raise Violation(f"{len(reply.progress)} progress reports instead of {count}, or a time that makes no sense")
     return [Progress(one.events, one.stuck_s) if one.known else None for one in reply.progress]
@@ -273,8 +278,7 @@ def to_description(d: NodeDescription) -> pb.Description:
 
 def from_description(reply: pb.DescribeReply) -> NodeDescription:
     """A peer's description of itself. Raises the error of a refusal, or Violation if there is no valid description."""
-    if reply.HasField("refusal"):
-        raise to_error(reply.refusal)
+    check_served(reply)
     if not reply.HasField("description"):
         raise Violation("the peer's description of itself is missing")
     d = reply.description
@@ -288,8 +292,7 @@ def from_description(reply: pb.DescribeReply) -> NodeDescription:
 def from_loss(raw: bytes, targets: TensorSpec) -> LossSum:
     """The loss in the reply to an evaluation. Raises the error of a refusal, or Violation for any other reply."""
     reply, _ = unpacked(raw, pb.Reply)
-    if reply.HasField("refusal"):
-        raise to_error(reply.refusal)
+    check_served(reply)
     if not reply.HasField("loss"):
         raise Violation("the reply to an evaluation is not a loss")
     check_loss(reply.loss.loss_sum, reply.loss.tokens, targets)

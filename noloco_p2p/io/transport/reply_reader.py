@@ -31,8 +31,7 @@ class ReplyReader(Generic[ReplyMessage, V]):
         Violation unless the reply is as expected."""
         message, frames = unpacked(raw, self._kind)
         if self._header_due:
-            if message.HasField("refusal"):
-                raise message_codec.to_error(message.refusal)
+            message_codec.check_served(message)
             specs = self._begin(message)
             self._assembler = self._assembler or message_codec.assembler(specs)
             self._header_due = False
