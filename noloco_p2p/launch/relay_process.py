@@ -54,12 +54,6 @@ class RelayProcess:
         """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        """The process id; the process must have been started."""
-        assert self._process is not None
-        return self._process.pid
-
     def counts(self) -> dict[str, Any]:
         """`lines`: bytes sent and received by each node, by name; `cpu_s`: the relay's CPU time. Raises LocalError."""
         found = self._ask("counts", ANSWER_S)

@@ -1,9 +1,7 @@
 """The relay with real sockets: which lines a connection uses, its ends, back-pressure, and the process."""
 
 import asyncio
-import os
 import random
-import signal
 import socket
 import struct
 import subprocess
@@ -325,7 +323,8 @@ def test_a_dead_relay_is_reported() -> None:
     relay = RelayProcess("100mbit,1ms", ["0-0"], seed=0)
     relay.start(())
     try:
-        os.kill(relay.pid, signal.SIGKILL)
+        assert relay._process is not None
+        relay._process.kill()
         wait_until(lambda: not relay.running, "its end")
         with pytest.raises(LocalError, match="relay"):
             relay.counts()
@@ -349,7 +348,8 @@ def test_a_malformed_link_starts_no_relay() -> None:
 def test_the_relay_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
     script = (
         "import time; from noloco_p2p.launch.relay_process import RelayProcess\n"
-        "relay = RelayProcess('100mbit', ['0-0'], 0); relay.start(()); print(relay.pid, flush=True); time.sleep(600)"
+        "relay = RelayProcess('100mbit', ['0-0'], 0); relay.start(())\n"
+        "print(relay._process.pid, flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert launcher.stdout is not None

@@ -364,7 +364,8 @@ def test_a_relay_that_dies_after_the_last_step_loses_only_its_counts(
     def start(swarm: LocalSwarm) -> None:
         assert swarm._relay is not None
         swarm._relay.start(swarm._nodes)
-        os.kill(swarm._relay.pid, signal.SIGKILL)
+        assert swarm._relay._process is not None
+        swarm._relay._process.kill()
 
     monkeypatch.setattr(LocalSwarm, "_start", start)
     monkeypatch.setattr(LocalSwarm, "_leave", lambda swarm: None)

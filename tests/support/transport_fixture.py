@@ -40,6 +40,7 @@ from noloco_p2p.io.security import certificates
 from noloco_p2p.io.security.certificates import Role, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport import message_codec
+from noloco_p2p.io.transport.callers import Callers
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links, Options
 from noloco_p2p.ports import Body
@@ -106,9 +107,14 @@ class Events:
         return nullcontext()
 
 
+def hold_nothing(callers: Callers) -> bool:
+    """Whether no caller holds anything of a node."""
+    return not callers._held and not callers._patience
+
+
 async def all_have_ended(server: GrpcTransport) -> None:
     """Wait until all calls have ended, which is after their callers have the reply."""
-    while not server._servicer.callers.holds_nothing:  # noqa: ASYNC110
+    while not hold_nothing(server._servicer.callers):  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 

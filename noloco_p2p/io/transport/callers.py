@@ -135,11 +135,6 @@ class Callers:
         """Connections (as from `connection_of`) with calls whose caller does not read, and how many such calls. They
         must be closed, because gRPC keeps what such a call has brought and what it should accept."""
 
-    @property
-    def holds_nothing(self) -> bool:
-        """Whether no caller holds anything."""
-        return not self._held and not self._patience
-
     @contextmanager
     def holding(self, share: Share, caller: Caller) -> Iterator[None]:
         """Within the context the caller holds one more of this share. Raises Busy if it has used up the share."""

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 from machine import at_most
-from transport_fixture import Node, Pair, activation, alive, echo, is_far, pair, run, tensor, watched_buffers
+from transport_fixture import (
+    Node,
+    Pair,
+    activation,
+    alive,
+    echo,
+    hold_nothing,
+    is_far,
+    pair,
+    run,
+    tensor,
+    watched_buffers,
+)
 
 from noloco_p2p.core.messages import Gradient, Header, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -149,7 +161,7 @@ def test_a_call_cancelled_at_any_point_leaves_nothing(
                 cancels.cancelled.clear()
                 await cancel(both)
                 async with asyncio.timeout(at_most(ENDED_S)):
-                    while ours() - before or not served.callers.holds_nothing or alive(buffers):  # noqa: ASYNC110
+                    while ours() - before or not hold_nothing(served.callers) or alive(buffers):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 for left in (served._replies, served._striped._known, served._striped._waiting):
                     assert not left

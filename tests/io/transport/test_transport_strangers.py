@@ -25,6 +25,7 @@ from transport_fixture import (
     bare,
     echo,
     hang,
+    hold_nothing,
     logged,
     pair,
     run,
@@ -160,7 +161,7 @@ def test_512_anonymous_calls_end_and_others_are_served_meanwhile(hasty: None) ->
             assert (await soon(both.a.propagate(both.peer, sent))).grad.data == sent.hidden.data
             codes = await soon(asyncio.gather(*(call.code() for call in calls)))
             assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-            assert both.b._servicer.callers.holds_nothing
+            assert hold_nothing(both.b._servicer.callers)
 
     run(scenario())
 
@@ -172,7 +173,7 @@ def test_a_silent_call_ends(method: str, hasty: None) -> None:
             call = getattr(stub, method)(timeout=60.0, metadata=ME)
             assert await soon(call.code()) in (grpc.StatusCode.OK, grpc.StatusCode.ABORTED)
         # The caller receives its status slightly before the server's side of the call has ended.
-        assert both.b._servicer.callers.holds_nothing
+        assert hold_nothing(both.b._servicer.callers)
 
     run(scenario())
 
@@ -536,7 +537,7 @@ def test_a_body_may_wait_for_earlier_bodies_of_its_own_caller_only() -> None:
             assert len(await behind) == 1 << 20
             with pytest.raises(Unreachable):
                 await stranger
-        assert here.holds_nothing
+        assert hold_nothing(here)
         assert now() == pytest.approx(60.0)
 
     virtual_time.run(scenario(), limit_s=10_000)
@@ -621,7 +622,7 @@ def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None
         assert given["A"] == 0
         assert given["Y"] == pytest.approx(1 / LATE_PER_S)
         assert [given[f"X{at}"] for at in range(40)] == pytest.approx([(1 + at) / LATE_PER_S for at in range(40)])
-        assert here.holds_nothing
+        assert hold_nothing(here)
         assert not here._late
 
     virtual_time.run(scenario(), limit_s=10_000)
@@ -638,7 +639,7 @@ def test_late_refusals_beyond_the_limit_are_sent_at_once() -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert here.holds_nothing
+        assert hold_nothing(here)
         assert not here._late
 
     virtual_time.run(scenario(), limit_s=10_000)
@@ -743,7 +744,7 @@ def test_a_caller_through_a_relay_gets_at_most_a_quarter_of_the_relays_calls() -
 
         assert [most(Caller("relay/R", name)) for name in "ABCDE"] == [CALLS.of_host // 4] * 4 + [0]
         assert most(Caller("10.0.0.1", "R")) == CALLS.of_caller, "the relay's own calls have a separate share"
-    assert held.holds_nothing
+    assert hold_nothing(held)
 
 
 # --- lengths and counts, before anything is parsed or kept -----------------------------------------------------------
