@@ -5,7 +5,11 @@ A file's name is on disk only after its directory has been flushed, and a new di
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from noloco_p2p.errors import LocalError
 
 MOUNT_POINT = "lost+found"
 """A folder at the top of every ext file system that only root may read: a volume with only this and hidden files is
@@ -48,3 +52,25 @@ def make_folders(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for one in missing:
         flush(one.parent)
+
+
+# --- errors as the package's own --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(place: object) -> Iterator[None]:
+    """Inside the `with`, turn an OSError into a LocalError that names the place that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise LocalError(f"{place} cannot be written: {error.strerror or error}") from error
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """The content of a file; None if it does not exist. Raises LocalError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LocalError(f"{path} cannot be read: {error.strerror or error}") from error

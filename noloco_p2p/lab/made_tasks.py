@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from noloco_p2p.core.seeds import generator
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.homes import Home
-from noloco_p2p.launch.run_files import writing
 
 CHOICES, MAX_BYTES = 4, 64
 TRAIN = "train.jsonl"

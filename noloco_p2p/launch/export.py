@@ -13,6 +13,7 @@ from noloco_p2p import __version__
 from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import NO_JSON, ConfigError, Violation
 from noloco_p2p.io.data.tokenizers import Tokenizer, load_tokenizer
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.model_card import CARD, model_card
@@ -171,7 +172,7 @@ def replaced(out: Path) -> Iterator[Path]:
     """
     there, unique = out.is_dir(), secrets.token_hex(4)
     fresh = out / f".{unique}.new" if there else out.with_name(f".{out.name}.{unique}.new")
-    with run_files.writing(out), contextlib.ExitStack() as closing:
+    with writing(out), contextlib.ExitStack() as closing:
         closing.callback(shutil.rmtree, fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         yield fresh

@@ -10,7 +10,6 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from noloco_p2p.humanize import plural
 from noloco_p2p.io import durable_files
 from noloco_p2p.io.dht.addresses import from_here, reserve_port
 from noloco_p2p.io.dht.identity import KEY, Identity
+from noloco_p2p.io.durable_files import read_if_there, writing
 from noloco_p2p.launch import homes, node_probe, settings
 from noloco_p2p.launch.cpu_seconds import cores
 from noloco_p2p.launch.homes import Home
@@ -71,15 +71,12 @@ def stored_run(directory: Path) -> tuple[str, RunManifest] | None:
     Raises LocalError (unreadable, damaged).
     """
     path = directory / MANIFEST
-    try:
-        data = path.read_bytes()
-        return hashlib.sha256(data).hexdigest(), settings.manifest_from_json(data)
-    except FileNotFoundError:
+    if (data := read_if_there(path)) is None:
         return None
+    try:
+        return hashlib.sha256(data).hexdigest(), settings.manifest_from_json(data)
     except Violation as error:
         raise LocalError(f"{path} is damaged, or another version wrote it: name another directory") from error
-    except OSError as error:
-        raise LocalError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def refuse_other_run(directory: Path, manifest: RunManifest) -> None:
@@ -230,15 +227,6 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
     """
     with writing(path):
         durable_files.write_whole(path, content, mode)
-
-
-@contextmanager
-def writing(place: object) -> Iterator[None]:
-    """Inside the `with`, turn an OSError into a LocalError that names the place that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise LocalError(f"{place} cannot be written: {error.strerror or error}") from error
 
 
 def machine() -> str:

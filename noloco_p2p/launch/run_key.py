@@ -1,6 +1,7 @@
 """The root key of a members-only run, and who may do what: admit a node, invite others, revoke members, observe."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.durable_files import make_folders
+from noloco_p2p.io.durable_files import make_folders, read_if_there
 from noloco_p2p.io.security import admission, certificates, revocations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
@@ -270,15 +271,14 @@ async def of_observer(identity: Identity, manifest: RunManifest, libp2p: Libp2pD
 
 def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocations) -> Issuer | None:
     """The issuer with which this node admits others; None if it may not, or no longer."""
+    if (certificate := read_if_there(home / ISSUER)) is None:
+        return None
     try:
-        certificate = (home / ISSUER).read_bytes()
         trust.membership(
             certificates.member_chain(certificate, identity.key, trust, identity.peer_id, "member", dht_time())
         )
-    except (FileNotFoundError, Violation, ValueError):
+    except (Violation, ValueError):
         return None
-    except OSError as error:
-        raise LocalError(f"{home / ISSUER} cannot be read: {error.strerror}") from error
     return Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time, revoked)
 
 
@@ -291,10 +291,7 @@ def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) 
 
 def _certified(home: Path, trust: RunTrust) -> tuple[bytes, CertifiedPeer] | None:
     """The certificate chain in a node's directory, valid or not, and its contents."""
-    try:
-        chain = (home / CERTIFICATE).read_bytes()
-        return chain, trust.membership(chain)
-    except (FileNotFoundError, Violation):
-        return None
-    except OSError as error:
-        raise LocalError(f"{home / CERTIFICATE} cannot be read: {error.strerror}") from error
+    chain = read_if_there(home / CERTIFICATE)
+    with suppress(Violation):
+        return None if chain is None else (chain, trust.membership(chain))
+    return None

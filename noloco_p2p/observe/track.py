@@ -21,8 +21,8 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.humanize import plural
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes, node_probe
-from noloco_p2p.launch.run_files import writing
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import Report
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView

@@ -16,7 +16,7 @@ from pathlib import Path
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import public_key_of
-from noloco_p2p.io.durable_files import make_folders, write_whole
+from noloco_p2p.io.durable_files import make_folders, read_if_there, write_whole, writing
 
 _FORM = re.compile(
     r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)(?:/invite/([1-9A-Za-z]{1,256}))?"
@@ -24,7 +24,6 @@ _FORM = re.compile(
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 PEERS_LIMIT = 64
 """Most known peers; beyond that, the one that was seen longest ago is forgotten first."""
-_FILE_LIMIT_BYTES = 65_536
 _NOWHERE = "192.0.2.1"
 """An address reserved for documentation (RFC 5737). The route to it is the default route; nothing is sent there."""
 
@@ -180,12 +179,9 @@ class KnownPeers:
         Raises LocalError if the file exists but cannot be read.
         """
         try:
-            with open(self._path, "rb") as file:
-                entries = json.loads(file.read(_FILE_LIMIT_BYTES))
-        except (FileNotFoundError, ValueError):
+            entries = json.loads(read_if_there(self._path) or b"[]")
+        except ValueError:
             return
-        except OSError as error:
-            raise LocalError(f"known peers {self._path}: {error.strerror}") from error
         for entry in entries if isinstance(entries, list) else []:
             with contextlib.suppress(ConfigError):
                 self._put(JoinAddress.parse(str(entry)))
@@ -202,11 +198,9 @@ class KnownPeers:
         if set(self._addresses.values()) == before:
             return
         text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
-        try:
+        with writing(self._path):
             make_folders(self._path.parent)
             write_whole(self._path, text.encode())
-        except OSError as error:
-            raise LocalError(f"known peers {self._path}: {error.strerror}") from error
 
     def unlinked(self, linked: set[PeerId], limit: int) -> list[JoinAddress]:
         """Addresses to be dialled: up to `limit` known peers without a link, different ones at each call, and all

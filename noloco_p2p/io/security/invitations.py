@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError
-from noloco_p2p.io.durable_files import write_whole
+from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
 from noloco_p2p.io.security.certificates import RunTrust
 
 MAX_USES = 10_000
@@ -82,12 +82,12 @@ class UseBook:
         self._path = path
         self._used: dict[str, tuple[int, list[PeerId]]] = {}
         """Number of an invitation → when it expires, and which peers have used it."""
+        if (data := read_if_there(path)) is None:
+            return
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(data)
             self._used = {number: (int(until), list(map(str, peers))) for number, (until, peers) in found.items()}
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise LocalError(f"{path}, the book of invitations, cannot be read: {error}") from error
 
     def use(self, invitation: Invitation, peer: PeerId, now: float) -> None:
@@ -100,8 +100,6 @@ class UseBook:
         if len(peers) >= invitation.uses:
             raise Declined(f"the invitation is used up ({len(peers)} of {invitation.uses}): {ANOTHER}")
         used = {n: one for n, one in self._used.items() if one[0] > now} | {number: (invitation.until, [*peers, peer])}
-        try:
+        with writing(self._path):
             write_whole(self._path, json.dumps(used).encode(), 0o600)
-        except OSError as error:
-            raise LocalError(f"{self._path} cannot be written: {error.strerror}") from error
         self._used = used

@@ -21,7 +21,7 @@ from noloco_p2p.errors import ConfigError, LocalError, PeerError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of, public_key_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.durable_files import write_whole
+from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
 from noloco_p2p.io.security.certificates import RunTrust
 
 MAX_REVOKED = 1024
@@ -112,12 +112,7 @@ class Revocations:
     def look(self) -> None:
         """Adopt a list that `noloco revoke` has written to the file, and write an adopted list that could not be
         written before. Raises Violation, LocalError."""
-        try:
-            data = self._path.read_bytes() if self._path is not None else b""
-        except FileNotFoundError:
-            data = b""
-        except OSError as error:
-            raise LocalError(f"{self._path} cannot be read: {error.strerror}") from error
+        data = read_if_there(self._path) if self._path is not None else None
         if data and data != self._held.signed:
             self.adopt(data)
         self._store()
@@ -137,10 +132,8 @@ class Revocations:
     def _store(self) -> None:
         if self._path is None or self._is_stored:
             return
-        try:
+        with writing(self._path):
             write_whole(self._path, self._held.signed)
-        except OSError as error:
-            raise LocalError(f"{self._path} cannot be written: {error.strerror}") from error
         self._is_stored = True
 
 

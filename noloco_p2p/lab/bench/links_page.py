@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_p2p.errors import LocalError
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.lab.experiments.markdown_page import Block, Table, markdown
 from noloco_p2p.observe.plotting.plots import Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import LineStyle
@@ -59,9 +59,7 @@ def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> Non
             curves.append(Curve.through(f"{rate:g} Mbit/s, {codec}, {side}", points, STYLES[side]))
     plot = Plot("tokens", f"{nodes} nodes behind lines", ("ms one way", "tokens/s"), curves, from_zero=True)
     blocks: list[Block] = ["# links", Table(COLUMNS, rows, DESCRIPTION.format(nodes=nodes)), plot]
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         save(plot, out)
         (out / PAGE).write_text(markdown(blocks), "utf-8")
-    except OSError as error:
-        raise LocalError(f"{out}: {error.strerror}") from error
