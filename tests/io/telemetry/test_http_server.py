@@ -178,7 +178,7 @@ def test_status_reads_back(telemetry: PrometheusTelemetry, asker: Asker, tmp_pat
 
 def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: PrometheusTelemetry) -> None:
     seen = (
-        SeenPeer(advert(1, libp2p_metrics="http://192.168.100.1:41004/debug/metrics/prometheus")),
+        SeenPeer(advert(1, libp2p_metrics="http://192.168.100.1:41004/metrics")),
         SeenPeer(advert(2, state="left")),
         SeenPeer(advert(3, stage=-1, metrics="http://[fd00::3]:41003/metrics"), aside_s=9.0),
         SeenPeer(advert(4, metrics="")),
@@ -190,17 +190,14 @@ def test_discovery_has_one_target_for_each_live_node(asker: Asker, telemetry: Pr
     assert (code, headers["Content-Type"]) == (200, "application/json")
     found = json.loads(body)
 
-    def labels(number: int, stage: str, kind: str = "node", **more: str) -> dict[str, str]:
+    def labels(number: int, stage: str, kind: str = "node") -> dict[str, str]:
         meta = {"peer_id": advert(number).peer_id, "stage": stage, "run_id": RUN, "version": "0.1.0", "kind": kind}
-        return {f"__meta_noloco_{name}": value for name, value in meta.items()} | more
+        return {f"__meta_noloco_{name}": value for name, value in meta.items()}
 
     assert found == [
         {"targets": ["192.168.100.0:41003"], "labels": labels(0, "0")},
         {"targets": ["192.168.100.1:41003"], "labels": labels(1, "1")},
-        {
-            "targets": ["192.168.100.1:41004"],
-            "labels": labels(1, "1", "libp2p", __metrics_path__="/debug/metrics/prometheus"),
-        },
+        {"targets": ["192.168.100.1:41004"], "labels": labels(1, "1", "libp2p")},
         {"targets": ["[fd00::3]:41003"], "labels": labels(3, "")},
     ]
 
