@@ -17,7 +17,7 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import short_id
-from noloco_p2p.io.dht.reach import Reach, endpoint
+from noloco_p2p.io.dht.reach import Reach, endpoint, joined
 from noloco_p2p.io.telemetry.status_json import LIMIT_BYTES, decode
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -29,19 +29,13 @@ NODES_LIMIT = 1024
 """Upper limit on the number of nodes asked."""
 ANSWER_LIMIT_BYTES = LIMIT_BYTES + 16_384
 """Upper limit on an answer: a status, and the HTTP headers before it."""
-_HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 
 
 def base_url(url: str) -> str:
     """`http://HOST:PORT` of a URL with any path. Raises ConfigError, quoting the URL, if it is malformed."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError:
-        host, port = "", None
-    if port is None or parts.scheme != "http" or "@" in parts.netloc or not _HOST.fullmatch(host):
+    if (at := endpoint(url)) is None:
         raise ConfigError(f"malformed address {line(url)[:100]!r}: it is not of the form http://HOST:PORT")
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{joined(*at)}"
 
 
 async def ask(base: str) -> Report:

@@ -149,7 +149,7 @@ def test_only_the_path_of_the_status_is_requested() -> None:
 
     async def go() -> None:
         async with _server(note) as url:
-            await survey.by_adverts([replace(advert(1, 0), metrics=f"{url}/shutdown?now=1")])
+            await survey.by_adverts([replace(advert(1, 0), metrics=f"{url}/shutdown")])
 
     asyncio.run(go())
     assert asked == [b"GET /status HTTP/1.0"]
@@ -179,7 +179,6 @@ def test_a_refused_connection_is_unreachable() -> None:
     "url",
     [
         "",
-        "127.0.0.1:80",
         "https://127.0.0.1:80",
         "file:///etc/passwd",
         "http://127.0.0.1",
@@ -200,6 +199,7 @@ def test_malformed_addresses_are_refused(url: str) -> None:
 def test_base_urls() -> None:
     assert survey.base_url("http://10.0.0.1:9100/metrics") == "http://10.0.0.1:9100"
     assert survey.base_url("http://[::1]:9100") == "http://[::1]:9100"
+    assert survey.base_url("10.0.0.1:9100") == "http://10.0.0.1:9100"
 
 
 # --- a swarm ----------------------------------------------------------------------------------------------------------
