@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -30,6 +29,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import plain
+from noloco_p2p.io.dht.reach import scope
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH, targets
 
@@ -197,7 +197,8 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
 
     def _response(self) -> HttpResponse:
         where = urlsplit(self.path)
-        page = (self.server.outside if _is_public(self.client_address[0]) else self.server.pages).get(where.path)
+        is_outside = scope(self.client_address[0]) == "public"
+        page = (self.server.outside if is_outside else self.server.pages).get(where.path)
         if page is None:
             return HttpResponse(f"404 no such page; the pages are: {' '.join(self.server.pages)}\n".encode(), code=404)
         try:
@@ -270,11 +271,6 @@ def _is_cut_off_within(seconds: float, request: Any) -> bool:
     poll = select.poll()
     poll.register(request, 0)
     return seconds > 0 and bool(poll.poll(1e3 * seconds))
-
-
-def _is_public(host: str) -> bool:
-    ip = ip_address(host.partition("%")[0])
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_global
 
 
 def _line(text: str, code: int) -> HttpResponse:

@@ -19,6 +19,7 @@ from processes import wait_until
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import Resource, SeenPeer, Status, Trouble, Unknown, Wait
 from noloco_p2p.errors import LocalError
+from noloco_p2p.io.dht.reach import scope
 from noloco_p2p.io.telemetry import http_server, scrape_targets, status_json
 from noloco_p2p.io.telemetry.http_server import REQUESTS_LIMIT, HttpResponse, HttpServer
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -143,7 +144,7 @@ def test_clients_outside_a_members_only_run_see_no_addresses(
     everything = {path: asker.ask(path)[2].decode() for path in PAGES}
     assert "192.168.100.1:41002" in everything["/status"]
     assert "192.168.100.1:41003" in everything["/sd"]
-    monkeypatch.setattr(http_server, "_is_public", lambda host: True)
+    monkeypatch.setattr(http_server, "scope", lambda host: "public")
     told = {path: asker.ask(path)[2].decode() for path in PAGES}
     for path, text in told.items():
         assert not re.search(r"192\.(0|168)\.|far\.example|2001:|tcp/41", text), path
@@ -160,7 +161,7 @@ def test_clients_outside_a_members_only_run_see_no_addresses(
     ("8.8.8.8", True), ("2606:4700::1", True), ("::ffff:8.8.8.8", True),
 ])  # fmt: skip
 def test_a_client_with_a_public_address_is_outside(host: str, public: bool) -> None:
-    assert http_server._is_public(host) is public
+    assert (scope(host) == "public") is public
 
 
 def test_status_reads_back(telemetry: PrometheusTelemetry, asker: Asker, tmp_path: Path) -> None:
