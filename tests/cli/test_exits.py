@@ -16,20 +16,68 @@ import typer
 import uvloop
 
 from noloco_p2p.cli.exits import ended_by_signals, run_app
+from noloco_p2p.errors import ConfigError
 
 
-def test_a_file_of_another_user_is_no_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """noloco report called the unreadable folder of a node a bug."""
+def _os_error(number: int, *filename: str) -> OSError:
+    return OSError(number, os.strerror(number), *filename)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        # noloco report called the unreadable folder of a node a bug.
+        (_os_error(errno.EACCES, "run/events.jsonl"), 2, "error: run/events.jsonl: Permission denied\n"),
+        (
+            _os_error(errno.EACCES),
+            1,
+            "error: PermissionError: [Errno 13] Permission denied (a bug; --debug shows where)\n",
+        ),
+        (
+            _os_error(errno.ENOENT, "x"),
+            1,
+            "error: FileNotFoundError: [Errno 2] No such file or directory: 'x' (a bug; ",
+        ),
+        (_os_error(errno.ENOSPC, "x"), 2, "error: x cannot be written: No space left on device; free some space\n"),
+        (_os_error(errno.EDQUOT), 2, "error: the output cannot be written: Disk quota exceeded; free some space\n"),
+        (ConfigError("it is\x1b wrong\nand long"), 2, "error: it is  wrong\nand long\n"),
+        (typer.BadParameter("it is\nwrong."), 2, "error: Invalid value: it is wrong; see noloco --help\n"),
+        (typer.Exit(3), 3, ""),
+        (typer.Abort(), 130, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(7), 7, ""),
+        (BrokenPipeError(), 141, ""),
+    ],
+    ids=repr,
+)
+def test_a_command_ends_with_a_code_and_at_most_an_error_without_traceback(
+    raised: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     app = typer.Typer()
 
     @app.command()
-    def read() -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "run/0-0/events.jsonl")
+    def fails() -> None:
+        raise raised
 
     monkeypatch.setattr("sys.argv", ["noloco"])
     with pytest.raises(SystemExit) as end:
         run_app(app, "noloco")
-    assert (end.value.code, capsys.readouterr().err) == (2, "error: run/0-0/events.jsonl: Permission denied\n")
+    shown = capsys.readouterr()
+    assert (end.value.code, shown.out) == (code, "")
+    assert shown.err[: len(said) or None] == said
+
+
+@pytest.mark.parametrize("raised", [ConfigError("it is wrong"), ValueError("odd")])
+def test_with_debug_an_error_is_raised(raised: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def fails() -> None:
+        raise raised
+
+    monkeypatch.setattr("sys.argv", ["noloco", "--debug"])
+    with pytest.raises(type(raised), match=str(raised)):
+        run_app(app, "noloco")
 
 
 def started(command: str, instead: str, folder: Path, **environment: str) -> tuple[int, str, str]:
