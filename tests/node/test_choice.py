@@ -1,12 +1,16 @@
-"""Which replicas a microbatch is offered to under `random`."""
+"""Which replicas a microbatch is offered to."""
 
 import random
 from collections import Counter
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
+from noloco_p2p.core.routing import StepView
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
 
 PER_STEP = 6
@@ -16,15 +20,27 @@ ROUND_TRIPS_S = {"far": 20 * FAR_S, "further": 21 * FAR_S, "farthest": 22 * FAR_
 class Chooser:
     """The choice of a node of some stage. The next stage has the replicas of ROUND_TRIPS_S."""
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, policy: str = "random") -> None:
         self.gone: set[PeerId] = set()
+        self.events: list[tuple[str, dict[str, object]]] = []
         adverts = {peer: Advert(peer, "run", index + 1, ()) for peer in ROUND_TRIPS_S}
-        members = SimpleNamespace(
-            usable=lambda stage, now, without: sorted(adverts.keys() - self.gone - {*without}), get=adverts.get
+
+        def usable(stage: int, now: float, without: Collection[PeerId]) -> list[PeerId]:
+            assert stage == index + 1
+            return sorted(adverts.keys() - self.gone - {*without})
+
+        members = SimpleNamespace(usable=usable, get=adverts.get)
+        shares = dict.fromkeys(ROUND_TRIPS_S, 0.2)
+        view = StepView("me", ("me",), ("me",), tuple(sorted(adverts)), shares)
+        manifest = SimpleNamespace(routing=policy, seed=1, microbatches_per_step=PER_STEP)
+        node = SimpleNamespace(
+            index=index,
+            manifest=manifest,
+            me="me",
+            rng=random.Random(3),
+            now=lambda: 0.0,
+            event=lambda name, **fields: self.events.append((name, fields)),
         )
-        view = SimpleNamespace(origins=(), mates=(), following=(), shares={})
-        manifest = SimpleNamespace(routing="random", seed=1, microbatches_per_step=PER_STEP)
-        node = SimpleNamespace(index=index, manifest=manifest, me="me", rng=random.Random(3), now=lambda: 0.0)
         line = MeasuredLine()
         for peer, seconds in ROUND_TRIPS_S.items():
             line.answered(peer, seconds)
@@ -39,8 +55,10 @@ class Chooser:
         busy: tuple[PeerId, ...] = (),
         busy_at: float | None = None,
         way: Sending = Sending.ASKED,
+        avoid: tuple[PeerId, ...] = (),
+        attempts: Attempts | None = None,
     ) -> Choice:
-        attempts = Attempts(True, frozenset(), busy=set(busy), busy_at=busy_at)
+        attempts = attempts or Attempts(True, frozenset(avoid), busy=set(busy), busy_at=busy_at)
         return self._of.by_policy(Origin("me", step, index), attempts, lambda advert: way)
 
     def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
@@ -98,3 +116,48 @@ def test_a_later_stage_draws_for_each() -> None:
     chooser = Chooser(1)
     pairs = {tuple(chooser.pair(0, 0)) for _ in range(50)}
     assert len(pairs) > 10
+
+
+def test_a_replica_that_the_origin_distrusts_is_asked_only_if_there_is_no_other() -> None:
+    chooser = Chooser(1)
+    asked = {peer for _ in range(50) for peer in chooser.pair(0, 0, avoid=("far", "near"))}
+    assert asked == {"farthest", "further", "nearby"}
+    chooser.gone = asked
+    assert {peer for _ in range(50) for peer in chooser.pair(0, 0, avoid=("far", "near"))} == {"far", "near"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"), [("random", ["far"]), ("weighted", ["far", "far"]), ("balanced", ["far"])]
+)
+def test_if_only_one_replica_is_left_it_is_asked_and_may_queue_any_body(policy: str, asked: list[PeerId]) -> None:
+    chooser = Chooser(1, policy)
+    chooser.gone = {*ROUND_TRIPS_S} - {"far"}
+    assert chooser.pair(0, 0) == asked
+    assert chooser.choose(0, 0, way=Sending.WHOLE).patient
+
+
+@pytest.mark.parametrize("policy", ["balanced", "fixed"])
+def test_a_policy_that_names_a_replica_waits_for_it_while_it_is_busy(policy: str) -> None:
+    chooser = Chooser(0, policy)
+    chosen = chooser.choose(0, 0)
+    [named] = chosen.replicas
+    assert (chosen.header_first, chosen.patient) == (True, True)
+    assert chooser.pair(0, 0, busy=(named.peer_id,)) == []
+    chosen = chooser.choose(0, 0, way=Sending.WHOLE)
+    assert (chosen.replicas, chosen.header_first, chosen.patient) == ([named], False, True)
+    assert chooser.events == []
+    chooser.gone = {named.peer_id}
+    attempts = Attempts(True, frozenset())
+    for _ in range(2):
+        [other] = chooser.choose(0, 0, attempts=attempts).replicas
+        assert other != named
+    [(event, fields)] = chooser.events
+    assert (event, fields["reason"]) == ("reroute", "fallback"), "it is reported once"
+    assert fields["peer"] in {*ROUND_TRIPS_S} - {named.peer_id}
+
+
+def test_under_weighted_two_are_drawn_from_all() -> None:
+    chooser = Chooser(0, "weighted")
+    pairs = [chooser.pair(0, 0) for _ in range(50)]
+    assert {len(pair) for pair in pairs} == {2}
+    assert {len({*pair}) for pair in pairs} == {1, 2}, "the second may be the first"

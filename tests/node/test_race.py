@@ -58,6 +58,12 @@ def test_the_first_to_grant_gets_the_body_and_the_other_is_let_go() -> None:
     assert (peers.sent, peers.cancelled, peers.noted) == (["b"], ["a"], [])
 
 
+def test_a_single_replica_gets_the_body() -> None:
+    peers = Peers()
+    assert peers.ask(a=peers.call("a", 0.01)) == ("a", "reply of a")
+    assert (peers.sent, peers.cancelled, peers.noted) == (["a"], [], [])
+
+
 def test_grants_at_the_same_moment_send_one_body() -> None:
     peers = Peers()
     assert peers.ask(a=peers.call("a", 0.0), b=peers.call("b", 0.0)) is not None
