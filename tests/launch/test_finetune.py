@@ -28,7 +28,7 @@ from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch.evaluation import run_eval, run_generate
 from noloco_p2p.launch.examples import example, padded, read_examples
 from noloco_p2p.launch.export import read_record
-from noloco_p2p.launch.finetuning import Recipe, run_finetune
+from noloco_p2p.launch.finetuning import Recipe, _split, run_finetune
 
 ANSWERS = {"a=": "x1", "b=": "y2", "c=": "z3"}
 
@@ -102,6 +102,32 @@ def test_a_step_is_adamw_with_the_mean_gradient_of_the_completions(tmp_path: Pat
     found = load_file(out / "model.safetensors")
     for name, theta in causal.named_parameters():
         torch.testing.assert_close(found[name], theta.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("optimizer", "last"), [("adamw", "5.00e-05"), ("muon", "1.00e-05")])
+def test_the_default_peak_is_a_tenth_of_the_runs_or_after_muon_of_the_usual_one(
+    tmp_path: Path, model: Path, optimizer: str, last: str
+) -> None:
+    """The last step's rate is a tenth of the peak."""
+    start, said = shutil.copytree(model, tmp_path / "start"), list[str]()
+    record = json.loads((start / "noloco.json").read_text())
+    record["manifest"]["inner"] |= {"optimizer": optimizer, "peak_learning_rate": 5e-3}
+    (start / "noloco.json").write_text(json.dumps(record))
+    tuned(start, written(tmp_path / "data.jsonl"), tmp_path / "out", said, steps=1)
+    assert said[-1].endswith(f"rate {last}")
+
+
+def test_the_seed_determines_which_examples_are_held_out() -> None:
+    examples = [example(BYTES, f"{number}=", "x") for number in range(20)]
+
+    def held_out(seed: int) -> list[bytes]:
+        trained, held, too_long = _split(examples, small_run(), Recipe(seed=seed, held_out=0.2))
+        everybody = sorted(one.ids.tobytes() for one in trained + held)
+        assert everybody == sorted(one.ids.tobytes() for one in examples)
+        assert (len(held), too_long) == (4, 0)
+        return sorted(one.ids.tobytes() for one in held)
+
+    assert held_out(1) == held_out(1) != held_out(2)
 
 
 def test_prompts_and_padding_do_not_count() -> None:
