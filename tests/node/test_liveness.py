@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Activation, Advert, Gradient, MicrobatchId, Progress
-from noloco_p2p.errors import Stalled
+from noloco_p2p.errors import Busy, PeerError, Stalled, Unreachable
 from noloco_p2p.node.pipeline.liveness import Liveness
 from noloco_p2p.node.waits import Waits
 from noloco_p2p.ports import ALONE, Claim
@@ -271,3 +272,120 @@ def test_a_call_that_is_just_ending_leaves_the_others_what_their_peer_has_said()
     ended, gradient = run(main())
     assert isinstance(ended, Stalled)
     assert gradient == "gradient"
+
+
+FLOOR_S = 2.0
+"""A peer is asked every second."""
+Answer = Callable[[str, int, float], Progress | None]
+"""What a peer says at a time about the microbatch with this counter."""
+
+
+class _Peers:
+    """Peers that answer at once, and note what they were asked."""
+
+    def __init__(self, answer: Answer, *, takes_s: float = 0.0) -> None:
+        self._answer, self._takes_s = answer, takes_s
+        self.asked: list[tuple[float, str, list[int]]] = []
+
+    async def progress(self, peer: Advert, microbatches: list[MicrobatchId], timeout_s: float) -> list[Progress | None]:
+        now = asyncio.get_running_loop().time()
+        counters = [microbatch.counter for microbatch in microbatches]
+        self.asked.append((round(now, 3), peer.peer_id, counters))
+        await asyncio.sleep(self._takes_s)
+        return [self._answer(peer.peer_id, counter, now) for counter in counters]
+
+
+Watched = tuple[str, float, float, float]
+"""(peer, when a call begins, its longest time without progress, when its reply comes)."""
+
+
+def ends(peers: _Peers, *calls: Watched, rate: float = 1.0, then_s: float = 0.0) -> list[tuple[str, float]]:
+    """How each call ends, and when; the microbatches are numbered in this order."""
+
+    async def main() -> list[tuple[str, float]]:
+        now = asyncio.get_running_loop().time
+        config = NodeConfig(limits=LimitSettings(patience_floor_s=FLOOR_S))
+        node: Any = SimpleNamespace(now=now, config=config, waits=Waits())
+        transport: Any = peers
+        liveness = Liveness(node, transport)
+
+        async def one(counter: int, peer: str, begins_s: float, longest_s: float, reply_s: float) -> tuple[str, float]:
+            advert = Advert(peer, "run", 1, (peer,), microbatches_per_s=rate)
+            await asyncio.sleep(begins_s)
+            reply, id = asyncio.sleep(reply_s - now(), "gradient"), MicrobatchId("s0r0", 1, counter)
+            try:
+                return await liveness.watched(advert, id, longest_s, reply, lambda: None), round(now(), 3)
+            except PeerError as error:
+                return str(error), round(now(), 3)
+
+        found = await asyncio.gather(*(one(counter, *call) for counter, call in enumerate(calls)))
+        await asyncio.sleep(then_s)
+        return list(found)
+
+    return run(main())
+
+
+def _says(progress: Progress | None) -> Answer:
+    return lambda *_: progress
+
+
+def _fails(error: PeerError) -> Answer:
+    def answer(*_: object) -> Progress:
+        raise error
+
+    return answer
+
+
+GETS_ON: Answer = lambda peer, counter, now: Progress(int(now), 0.0)  # noqa: E731
+SILENT = "s1r0 does not report progress: gone"
+LOST = "s1r0 does not have microbatch 0"
+STALLED = "s1r0 made no progress for 40 s", 40.0
+STUCK = "the device of s1r0 has completed nothing for 12 s"
+
+
+@pytest.mark.parametrize(
+    ("answer", "rate", "ended"),
+    [
+        (GETS_ON, 1.0, ("gradient", 60.0)),
+        (_says(Progress(7, 0.0)), 1.0, STALLED),
+        (_says(Progress(7, 12.0)), 100.0, (STUCK, 1.0)),
+        (_says(Progress(7, 9.5)), 100.0, STALLED),
+        (_says(Progress(7, 12.0)), 1.0, STALLED),
+        (_says(Progress(7, 12.0)), 0.0, STALLED),
+        (_says(None), 1.0, (LOST, 32.0)),
+        (lambda peer, counter, now: Progress(int(now), 0.0) if 20 < now < 22 else None, 1.0, STALLED),
+        (_fails(Unreachable("gone")), 1.0, (SILENT, 1.0)),
+        (_fails(Busy("full")), 1.0, STALLED),
+    ],
+    ids=["gets on", "stands still", "stuck", "slow", "slow device", "speed unknown", "lost", "late", "silent", "busy"],
+)
+def test_a_call_lasts_as_long_as_its_peer_makes_progress(answer: Answer, rate: float, ended: tuple[str, float]) -> None:
+    longest_s = 40.0
+    assert ends(_Peers(answer), ("s1r0", 0.0, longest_s, 60.0), rate=rate) == [ended]
+
+
+def test_a_header_behind_calls_that_make_progress_is_not_lost() -> None:
+    behind = lambda peer, counter, now: None if counter else Progress(int(now), 0.0)  # noqa: E731
+    calls = [("s1r0", 0.0, 10.0, 60.0), ("s1r0", 0.0, 10.0, 60.0)]
+    assert ends(_Peers(behind), *calls) == [("gradient", 60.0)] * 2
+    stands = lambda peer, counter, now: None if counter else Progress(7, 0.0)  # noqa: E731
+    assert [found for found, _ in ends(_Peers(stands), *calls)] == ["s1r0 made no progress for 10 s"] * 2
+
+
+def test_each_peer_is_asked_about_its_own_calls_that_have_lasted_for_a_while() -> None:
+    peers = _Peers(GETS_ON)
+    calls = [("s1r0", 0.0, 9.0, 3.5), ("s1r1", 0.7, 9.0, 3.5), ("s1r0", 1.5, 9.0, 2.5)]
+    assert [found for found, _ in ends(peers, *calls, then_s=9.0)] == ["gradient"] * 3
+    assert peers.asked == [
+        (1.0, "s1r0", [0]),
+        (2.0, "s1r0", [0, 2]),
+        (2.0, "s1r1", [1]),
+        (3.0, "s1r0", [0]),
+        (3.0, "s1r1", [1]),
+    ], "and nobody is asked after the last call has ended"
+
+
+def test_a_peer_is_not_asked_again_before_it_has_answered() -> None:
+    peers = _Peers(GETS_ON, takes_s=1.4)
+    ends(peers, ("s1r0", 0.0, 9.0, 6.5))
+    assert [at_s for at_s, _, _ in peers.asked] == [1.0, 3.0, 5.0]
