@@ -286,11 +286,13 @@ class _Peers:
     def __init__(self, answer: Answer, *, takes_s: float = 0.0) -> None:
         self._answer, self._takes_s = answer, takes_s
         self.asked: list[tuple[float, str, list[int]]] = []
+        self.limits_s: list[float] = []
 
     async def progress(self, peer: Advert, microbatches: list[MicrobatchId], timeout_s: float) -> list[Progress | None]:
         now = asyncio.get_running_loop().time()
         counters = [microbatch.counter for microbatch in microbatches]
         self.asked.append((round(now, 3), peer.peer_id, counters))
+        self.limits_s.append(timeout_s)
         await asyncio.sleep(self._takes_s)
         return [self._answer(peer.peer_id, counter, now) for counter in counters]
 
@@ -320,6 +322,7 @@ def ends(peers: _Peers, *calls: Watched, rate: float = 1.0, then_s: float = 0.0)
 
         found = await asyncio.gather(*(one(counter, *call) for counter, call in enumerate(calls)))
         await asyncio.sleep(then_s)
+        assert liveness._tick is None, "no timer is left"
         return list(found)
 
     return run(main())
@@ -387,5 +390,7 @@ def test_each_peer_is_asked_about_its_own_calls_that_have_lasted_for_a_while() -
 
 def test_a_peer_is_not_asked_again_before_it_has_answered() -> None:
     peers = _Peers(GETS_ON, takes_s=1.4)
-    ends(peers, ("s1r0", 0.0, 9.0, 6.5))
-    assert [at_s for at_s, _, _ in peers.asked] == [1.0, 3.0, 5.0]
+    ends(peers, ("s1r0", 0.0, 9.0, 60.5))
+    assert [at_s for at_s, _, _ in peers.asked] == [float(second) for second in range(1, 60, 2)]
+    assert peers.limits_s[0] == FLOOR_S
+    assert peers.limits_s[-1] > FLOOR_S, "it is known that answers take long"

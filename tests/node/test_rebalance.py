@@ -1,8 +1,12 @@
 """Nodes that move to another stage while they train, under virtual time."""
 
 import asyncio
+import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from elastic import COSTS, config_for, manifest_for, plan_of
@@ -12,6 +16,7 @@ from soak import soak
 from noloco_p2p.core.messages import Activation, Advert, Holding, HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError, Unreachable
+from noloco_p2p.node.rebalance import Rebalancer
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.linear_stage import LinearStage
@@ -274,3 +279,111 @@ def test_a_mover_whose_disk_cannot_be_read_goes_on_without_its_checkpoints() -> 
     outcome = check(swarm)
     assert outcome.nodes[peer].stage == 1
     assert "stale file handle" in str([event.get("message") for event in outcome.trace.of("warning", peer)])
+
+
+# --- one decision after another ---------------------------------------------------------------------------------------
+
+
+class Decisions:
+    """A node of stage 0 with three mates and one replica of stage 1, all equally fast: the node is the one to move. It
+    reads the membership every ten seconds."""
+
+    def __init__(self) -> None:
+        self.others = {
+            peer: Advert(peer, "run", stage, (), state="training", microbatches_per_s=10.0)
+            for peer, stage in (("b", 0), ("c", 0), ("d", 0), ("e", 1))
+        }
+        self.silent: set[str] = set()
+        self.stale: set[str] = set()
+        """Peers whose last answer is from before the last reading."""
+        self.asked: list[list[str]] = []
+        self.since: list[float] = []
+        self.moves: list[int] = []
+        self._now = 0.0
+        node: Any = SimpleNamespace(
+            advert=Advert("a", "run", 0, (), state="training", microbatches_per_s=10.0),
+            manifest=SimpleNamespace(steps=1000, stages=2, outer=SimpleNamespace(inner_steps=10)),
+            index=0,
+            draining=False,
+            rng=random.Random(1),
+            now=lambda: self._now,
+            event=lambda *_, **__: None,
+            publish=self._publish,
+            drain=lambda _, next_stage: self.moves.append(next_stage),
+        )
+        self.node = node
+        inquiry = SimpleNamespace(
+            is_silent=self.silent.__contains__,
+            ask=lambda adverts, _: self.asked.append([one.peer_id for one in adverts]),
+            answering=lambda adverts, _: [one for one in adverts if one.peer_id not in self.silent],
+            unknown=self._unknown,
+        )
+        members = SimpleNamespace(all=lambda: list(self.others.values()))
+        swarm: Any = SimpleNamespace(members=members, inquiry=inquiry)
+        self._rebalancer = Rebalancer(node, swarm)
+
+    def _publish(self, moving_to: int | None) -> None:
+        self.node.advert = replace(self.node.advert, moving_to=moving_to)
+
+    def _unknown(self, adverts: Sequence[Advert], since: float) -> list[Advert]:
+        self.since.append(since)
+        return [one for one in adverts if one.peer_id in self.stale]
+
+    def change(self, peer: str, **fields: Any) -> None:
+        self.others[peer] = replace(self.others[peer], **fields)
+
+    def reading(self) -> tuple[int | None, list[int]]:
+        """Read the membership and decide: the move that is announced, and the moves that were begun."""
+        self._now += 10.0
+        self._rebalancer.consider()
+        return self.node.advert.moving_to, self.moves
+
+
+def test_a_move_begins_two_readings_after_it_was_announced() -> None:
+    decisions = Decisions()
+    assert [(at, list(moves)) for at, moves in (decisions.reading() for _ in range(3))] == [(1, []), (1, []), (1, [1])]
+    assert decisions.asked == [["b", "c", "d"]] * 3
+    assert decisions.since == [20.0], "answers to what was asked at the reading before count"
+
+
+def test_a_move_that_was_withdrawn_is_announced_for_two_readings_again() -> None:
+    decisions = Decisions()
+    assert [decisions.reading()[0] for _ in range(2)] == [1, 1]
+    decisions.change("e", microbatches_per_s=100.0)
+    assert decisions.reading() == (None, [])
+    decisions.change("e", microbatches_per_s=10.0)
+    assert [decisions.reading() for _ in range(2)] == [(1, [])] * 2
+    assert decisions.reading() == (1, [1])
+
+
+def test_no_move_begins_before_the_mates_have_answered_since_the_last_reading() -> None:
+    decisions = Decisions()
+    decisions.stale.add("c")
+    assert [decisions.reading() for _ in range(5)] == [(1, [])] * 5
+    decisions.stale.clear()
+    assert decisions.reading() == (1, [1])
+
+
+@pytest.mark.parametrize(("silent", "announced"), [("b", 1), ("bc", None)])
+def test_silent_mates_do_not_count(silent: str, announced: int | None) -> None:
+    decisions = Decisions()
+    decisions.silent.update(silent)
+    assert decisions.reading() == (announced, [])
+    assert decisions.asked == ([["c", "d"]] if announced else [])
+
+
+def test_a_paused_mate_is_not_asked() -> None:
+    decisions = Decisions()
+    decisions.change("d", state="paused")
+    assert decisions.reading() == (1, [])
+    assert decisions.asked == [["b", "c"]]
+
+
+@pytest.mark.parametrize("change", [{"stays": True}, {"state": "paused"}])
+def test_a_node_that_stays_or_does_not_train_announces_nothing(change: dict[str, Any]) -> None:
+    decisions = Decisions()
+    decisions.node.advert = replace(decisions.node.advert, **change)
+    assert decisions.reading() == (None, [])
+    decisions = Decisions()
+    decisions.node.draining = True
+    assert decisions.reading() == (None, [])
