@@ -1,9 +1,8 @@
 """Nodes behind NAT gateways join a members-only run by its address alone, and train: real processes in namespaces.
 
-One case runs with all tests; `NOLOCO_GATEWAYS=all` adds the others.
+One case runs with all tests; `pytest -m soak` runs the others.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,7 +107,7 @@ def test_nodes_behind_three_kinds_of_gateways_and_a_public_one_train(tmp_path: P
     trains(tmp_path, symmetric_and_carrier_grade_without_udp)
 
 
-@pytest.mark.skipif(os.environ.get("NOLOCO_GATEWAYS") != "all", reason="NOLOCO_GATEWAYS=all asks for them")
+@pytest.mark.soak
 @pytest.mark.parametrize("build", [port_restricted, full_cone, symmetric, udp_blocked, both_carrier_grade, ipv6_only])
 def test_nodes_behind_other_kinds_of_gateways_train(tmp_path: Path, build: Callable[[Internet], Hosts]) -> None:
     trains(tmp_path, build, *(settings(listen__host="'::'") if build is ipv6_only else ()))
