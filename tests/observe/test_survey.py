@@ -1,6 +1,7 @@
 """Requests for the status of nodes, to servers that are slow, send too much, redirect, or are no nodes at all."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -175,6 +176,16 @@ def test_a_refused_connection_is_unreachable() -> None:
         asyncio.run(survey.ask("http://127.0.0.1:1"))
 
 
+@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "no such name"), OSError("two failed")])
+def test_a_host_that_cannot_be_reached_is_unreachable(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(asyncio, "open_connection", fails)
+    with pytest.raises(Unreachable, match="no answer from http://nowhere:1: it cannot be reached"):
+        asyncio.run(survey.ask("http://nowhere:1"))
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -185,6 +196,7 @@ def test_a_refused_connection_is_unreachable() -> None:
         "http://user:word@127.0.0.1:80",
         "http://127.0.0.1:99999",
         "http://a b:80",
+        "http://:80",
         "http://[::1:80",
         "http://xn\u00e9:80",
     ],
@@ -234,13 +246,28 @@ def _url(report: Report) -> str:
     return report.advert.metrics
 
 
-def test_one_url_leads_to_all_nodes() -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where nodes have been asked for their status."""
+    found: list[str] = []
+    ask = survey.ask
+
+    async def noted(base: str) -> Report:
+        found.append(base)
+        return await ask(base)
+
+    monkeypatch.setattr(survey, "ask", noted)
+    return found
+
+
+def test_one_url_leads_to_all_nodes(asked: list[str]) -> None:
     async def go() -> list[Report]:
         async with _swarm(swarm()) as nodes:
             return await survey.by_url(_url(nodes["S1R1"]))
 
     found = asyncio.run(go())
     assert [report.peer for report in found] == sorted(peer(s, r) for s in range(3) for r in range(3))
+    assert len(asked) == len({*asked}) == 9, "each is asked once"
     assert all(report.status is not None and report.advert is not None and not report.failure for report in found)
     assert all(report.clock_ahead_s is not None and abs(report.clock_ahead_s) < 5.0 for report in found)
 
@@ -254,6 +281,45 @@ def test_a_node_missing_in_the_adverts_but_known_to_most_is_asked_too() -> None:
     found = asyncio.run(go())
     assert [report.peer for report in found] == sorted(peer(s, r) for s in range(2) for r in range(2))
     assert all(report.status is not None for report in found)
+
+
+def test_the_node_at_the_url_is_listed_although_no_other_knows_it_and_leads_only_to_networks_like_its_own(
+    asked: list[str],
+) -> None:
+    """A stranger's advert cannot make the observer connect to hosts in its own private network."""
+    there = replace(advert(0, 1), metrics="http://10.0.0.1:9100/metrics")
+
+    async def go() -> list[Report]:
+        mine = with_advert(swarm()["S0R0"], addresses=("127.0.0.1:4100",))
+        async with _server(_saying(_page(with_status(mine, seen=(SeenPeer(there, 7.0),))))) as url:
+            return await survey.by_url(url)
+
+    first, other = asyncio.run(go())
+    assert (first.peer, first.status is not None) == (peer(0, 0), True)
+    assert (other.peer, other.failure) == (peer(0, 1), "it announces no metrics address")
+    assert other.age_s == pytest.approx(7.0, abs=1.0)
+    assert len(asked) == 1
+
+
+def test_of_what_others_know_of_a_node_the_newest_is_used() -> None:
+    async def go() -> list[str]:
+        ages = {"S0R0": 9.0, "S0R1": 1.0, "S0R2": 5.0}
+        known = {
+            name: with_status(swarm()[name], seen=(SeenPeer(replace(advert(1, 0), metrics=name), age_s),))
+            for name, age_s in ages.items()
+        }
+        return [one.metrics for one in survey._known_to_most(known)]
+
+    assert asyncio.run(go()) == ["S0R1"]
+
+
+def test_what_half_of_the_nodes_know_is_not_known_to_most() -> None:
+    async def go(others: int) -> int:
+        known = {name: with_status(swarm()[name], seen=(SeenPeer(advert(1, 0)),)) for name in ("S0R0", "S0R1")}
+        known |= {f"S2R{other}": with_status(swarm()[f"S2R{other}"], seen=()) for other in range(others)}
+        return len(survey._known_to_most(known))
+
+    assert [asyncio.run(go(others)) for others in (1, 2)] == [1, 0]
 
 
 def test_a_node_known_to_few_is_not_asked() -> None:
@@ -309,9 +375,11 @@ def test_slow_nodes_are_waited_for_in_parallel(monkeypatch: pytest.MonkeyPatch) 
     assert in_time(took_s, 2.5)
 
 
-def test_no_more_nodes_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_nodes_than_the_limit_are_asked(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     monkeypatch.setattr(survey, "NODES_LIMIT", 1)
-    found = asyncio.run(survey.by_adverts([replace(advert(0, r), metrics="http://127.0.0.1:1") for r in range(2)]))
+    adverts = [replace(advert(0, replica), metrics="http://127.0.0.1:1") for replica in (1, 0)]
+    found = asyncio.run(survey.by_adverts(adverts))
+    assert len(asked) == 1
     assert [report.failure[:9] for report in found] == ["no answer", "not asked"]
 
 
