@@ -27,7 +27,7 @@ class Rebalancer:
     def consider(self) -> None:
         """Announce a move, withdraw it, or start it."""
         node, manifest = self._node, self._node.manifest
-        if node.advert.stays or node.advert.state != "training" or node.draining:
+        if node.advert.state != "training" or node.draining:
             return
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
@@ -40,7 +40,7 @@ class Rebalancer:
             node.publish(moving_to=target)
             return
         self._readings += 1
-        if target is None or self._readings < READINGS_BEFORE or not balance.may_move(node.advert, others):
+        if target is None or self._readings < READINGS_BEFORE:
             return
         if self._have_answered(since, balance.others_left(others, target)):
             node.event("moved", stage=target, reason=reason)
