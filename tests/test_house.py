@@ -43,7 +43,6 @@ BROAD: dict[str, str] = {
 COLLECTIVES = {
     "lab/bench/baseline.py": "what users would otherwise run",
     "lab/bench/baseline_replica.py": "the same",
-    "lab/bench/transport.py": "gloo's send and receive, which the transport is compared with",
 }
 """Files that may use torch.distributed; a node makes no collective call."""
 SAME_NAME = {
