@@ -19,6 +19,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("syncing", "synced"): "training",
     ("training", "end"): "finished",
     ("training", "pause"): "paused",
+    ("training", "stand still"): "syncing",
     ("paused", "resume"): "training",
     ("draining", "move"): "syncing",
     **{(state, "drain"): "draining" for state in STATES if state not in ("draining", "left")},

@@ -29,6 +29,7 @@ REST = 20.0
 LONGER = 4.0
 """Longest pull, in multiples of `outer.deadline_s`: bfloat16 is four times what a round sends in the smallest codec."""
 NEVER = (-inf, -inf)
+LEAVING = ("draining", "paused")
 EVERY_STEPS, EVERY_S = 25, 60.0
 """Weights are pulled again after EVERY_STEPS of this node's clock, or after EVERY_S seconds if the steps take longer. A
 stage that dies loses no more than that, as far as the line allows. Without this limit, rounds at every step doubled the
@@ -118,7 +119,7 @@ class Guardian:
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
         """Whether none of these replicas keeps training. The last one to stop has frozen its weights."""
-        return bool(replicas) and all(a.state in ("draining", "paused") for a in replicas)
+        return bool(replicas) and all(a.state in LEAVING for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class Guardian:
         return goal if goal > have and self._last_asked.get(stage) != signs else None
 
     def _in_turn(self, stage: int, replicas: Sequence[Advert], round: int) -> list[Advert]:
-        """The order in which to ask: first replicas that stay and are not set aside. Rounds and guardians take turns.
+        """The order in which to ask: first replicas that train and are not set aside. Rounds and guardians take turns.
 
         If no replica keeps training, the one that got furthest comes first, because it has the last weights.
         """
@@ -205,7 +206,7 @@ class Guardian:
         mine = node.advert
         return sorted(
             turned,
-            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state == "draining", mine.needs_relay(a)),
+            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state in LEAVING, mine.needs_relay(a)),
         )
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:

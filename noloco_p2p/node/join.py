@@ -2,10 +2,10 @@
 "Joining")."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from noloco_p2p.core import agreement, balance, resume
 from noloco_p2p.core import members as membership
+from noloco_p2p.core.guardians import WITH_WEIGHTS
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import Resource
 from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
@@ -121,25 +121,43 @@ class Joining:
 
         The network may be down at first, so silent replicas are asked again for a while. Returns whether it copied.
         """
-        node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
-        inquiry.forget()
-        living: list[Advert] = []
-        while not (living or node.draining):
-            await self._membership_loop.next_reading()
-            mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
-            answering = await inquiry.answering_now(mates, membership.TRAINED)
-            living = [a for mate in answering if (a := inquiry.with_answer(mate))]
-            if not mates or node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL:
+        node, failed = self._node, set[PeerId]()
+        self._swarm.inquiry.forget()
+        while not node.draining:
+            living = [a for a in await self._living_mates() if a.peer_id not in failed]
+            ahead = list(filter(self._is_ahead, living))
+            if living:
+                await (
+                    self._know_the_clock()
+                )  # from all stages, because some of this stage may have been cut off as well
+            sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
+            for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
+                if await self._weights.restore(source):
+                    return True
+            if not ahead:
                 break
-        ahead = [a for a in living if resume.age(a) - resume.age(node.advert) > resume.NEAR_ROUNDS]
-        if living:
-            await self._know_the_clock()  # from all stages, because some of this stage may have been cut off as well
-        sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
-        for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
-            if await self._weights.restore(source):
-                return True
+            failed.update(a.peer_id for a in ahead)
         self._weights.keep_up()
         return False
+
+    async def _living_mates(self) -> list[Advert]:
+        """The replicas of this stage that answer. While there are none, silent ones are asked again, and so are those
+        ahead that leave, because they hand their weights over first, or that have stood still; but not for long."""
+        node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
+        states, said = WITH_WEIGHTS | {"syncing"}, list[Advert]()
+        while not node.draining:
+            await self._membership_loop.next_reading()
+            mates = self._swarm.members.of_stage(node.index, states)
+            answering = await inquiry.answering_now(mates, states)
+            said = [a for mate in answering if (a := inquiry.with_answer(mate))]
+            late = node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL
+            pending = len(said) < len(mates) or any(map(self._is_ahead, said))
+            if late or not pending or any(a.state in membership.TRAINED for a in said):
+                break
+        return [a for a in said if a.state in membership.TRAINED]
+
+    def _is_ahead(self, mate: Advert) -> bool:
+        return resume.age(mate) - resume.age(self._node.advert) > resume.NEAR_ROUNDS
 
     def of_earlier_lineage(self) -> tuple[PeerId, ...]:
         """The replicas of this stage that answer that their weights are of an earlier lineage than this node's, and at
@@ -206,7 +224,7 @@ class Joining:
             # Only now, because rounds go on while a silent node is waited for.
             others, own = await self._ask_around(), self._weights.own_of_stage()
             if node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer weights that are listed
-                others = [replace(a, holds=()) if a.stage == node.index else a for a in others]
+                others = [a for a in others if a.stage != node.index or a.state in membership.TRAINED]
             guarded = self._weights.guarded()
             for source in resume.restore_sources(node.advert, others, own, node.manifest.stages, guarded):
                 if node.draining:

@@ -58,11 +58,15 @@ class Pauses:
         node = self._node
         if node.stood_still:
             slept_until = None
+            if not node.draining:
+                node.enter("stand still", "it finds out how far the others are")
             while slept_until != self._slept_until:
                 slept_until = self._slept_until
                 if await joining.catch_up():
                     self.begin()
             node.stand_still(False)
+            if not node.draining:
+                node.enter("synced")
             return
         await rounds.forget()
         entrusted = await checkpointer.entrust()

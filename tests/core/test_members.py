@@ -27,7 +27,7 @@ def test_every_state_and_event(state: str, event: str) -> None:
         "starting": {"made": "waiting", "drain": "draining"},
         "waiting": {"begin": "syncing", "drain": "draining"},
         "syncing": {"synced": "training", "drain": "draining"},
-        "training": {"end": "finished", "pause": "paused", "drain": "draining"},
+        "training": {"end": "finished", "pause": "paused", "stand still": "syncing", "drain": "draining"},
         "paused": {"resume": "training", "drain": "draining"},
         "finished": {"drain": "draining"},
         "draining": {"leave": "left", "move": "syncing"},

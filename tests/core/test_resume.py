@@ -120,7 +120,8 @@ def test_after_everybody_was_stopped_all_go_on_from_one_round() -> None:
     ("training", 20, 20),
     ("draining", 20, 20),
     ("draining", 0, 4),
-    ("syncing", 20, 4),
+    ("syncing", 20, 20),
+    ("syncing", 0, 4),
 ])  # fmt: skip
 def test_a_replica_that_leaves_still_has_its_round_but_not_before_it_has_weights(
     state: str, round: int, newest: int
