@@ -9,6 +9,7 @@ from noloco_p2p.core.guardians import WITH_WEIGHTS, candidates, holders
 from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
+from noloco_p2p.node.guardian import EVERY_STEPS
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
@@ -114,11 +115,12 @@ class Checkpointer:
         return True
 
     async def _has_a_mate(self) -> bool:
-        """Whether another replica of this stage answers now. One that answered earlier may have died, or be leaving."""
-        inquiry = self._swarm.inquiry
-        asked = inquiry.few(self._swarm.members.of_stage(self._node.index, membership.HOLDING))
-        await inquiry.until_asked(asked, anew=True)
-        return bool(inquiry.answering(asked, membership.HOLDING))
+        """Whether another replica of this stage answers now. One that answered earlier may have died, or be leaving. One
+        that is further behind than a guardian may be has only just come back with old weights."""
+        inquiry, m, mine = self._swarm.inquiry, self._node.manifest.outer.inner_steps, resume.age(self._node.advert)
+        mates = self._swarm.members.of_stage(self._node.index, membership.HOLDING)
+        said = map(inquiry.with_answer, await inquiry.answering_now(mates, membership.HOLDING))
+        return any(mine - resume.age(mate) <= max(resume.NEAR_ROUNDS, EVERY_STEPS // m) for mate in said if mate)
 
     def _is_guarded(self, held: Holding) -> bool:
         """Whether a node that answers has weights of at least this age, or no guardian is left to pull them."""

@@ -29,7 +29,6 @@ REST = 20.0
 LONGER = 4.0
 """Longest pull, in multiples of `outer.deadline_s`: bfloat16 is four times what a round sends in the smallest codec."""
 NEVER = (-inf, -inf)
-LEAVING = ("draining", "paused")
 EVERY_STEPS, EVERY_S = 25, 60.0
 """Weights are pulled again after EVERY_STEPS of this node's clock, or after EVERY_S seconds if the steps take longer. A
 stage that dies loses no more than that, as far as the line allows. Without this limit, rounds at every step doubled the
@@ -119,7 +118,7 @@ class Guardian:
     @staticmethod
     def _leaving(replicas: Sequence[Advert]) -> bool:
         """Whether none of these replicas keeps training. The last one to stop has frozen its weights."""
-        return bool(replicas) and all(a.state in LEAVING for a in replicas)
+        return bool(replicas) and all(a.state not in membership.HOLDING for a in replicas)
 
     # --- pulling ----------------------------------------------------------------------------------------------------
 
@@ -203,10 +202,10 @@ class Guardian:
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now, leaving = node.now(), self._leaving(replicas)
         aside = {a.peer_id: self._swarm.members.is_aside(a.peer_id, now=now) for a in turned}
-        mine = node.advert
+        mine, staying = node.advert, membership.HOLDING
         return sorted(
             turned,
-            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state in LEAVING, mine.needs_relay(a)),
+            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state not in staying, mine.needs_relay(a)),
         )
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:

@@ -117,15 +117,25 @@ class Joining:
 
     async def catch_up(self) -> bool:
         """After a pause: ask the replicas of this stage, and copy a living one whose weights are of a greater age by
-        more than one outer round. If none is left, take such weights from a guardian.
+        more than one outer round. If none is left or gives its state, take such weights from a guardian.
 
-        The network may be down at first, so silent replicas are asked again for a while. Returns whether it copied.
+        Silent replicas are asked again for a while, because the network may be down at first, and so are newer ones that
+        leave, because they hand their weights over, or that have stood still. Returns whether it copied.
         """
-        node, failed = self._node, set[PeerId]()
-        self._swarm.inquiry.forget()
+        node, inquiry, began, failed = self._node, self._swarm.inquiry, self._node.now(), set[PeerId]()
+        inquiry.forget()
+        states = WITH_WEIGHTS | {"syncing"}
         while not node.draining:
-            living = [a for a in await self._living_mates() if a.peer_id not in failed]
-            ahead = list(filter(self._is_ahead, living))
+            await self._membership_loop.next_reading()
+            mates = [a for a in self._swarm.members.of_stage(node.index, states) if a.peer_id not in failed]
+            answering = await inquiry.answering_now(mates, states)
+            said = [a for mate in answering if (a := inquiry.with_answer(mate))]
+            living = [a for a in said if a.state in membership.TRAINED]
+            newer = [a for a in said if resume.age(a) - resume.age(node.advert) > resume.NEAR_ROUNDS]
+            ahead = [a for a in newer if a in living]
+            late = node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL
+            if not (living or late) and (newer or len(said) < len(mates)):
+                continue
             if living:
                 await (
                     self._know_the_clock()
@@ -136,28 +146,10 @@ class Joining:
                     return True
             if not ahead:
                 break
+            began = node.now()
             failed.update(a.peer_id for a in ahead)
         self._weights.keep_up()
         return False
-
-    async def _living_mates(self) -> list[Advert]:
-        """The replicas of this stage that answer. While there are none, silent ones are asked again, and so are those
-        ahead that leave, because they hand their weights over first, or that have stood still; but not for long."""
-        node, inquiry, began = self._node, self._swarm.inquiry, self._node.now()
-        states, said = WITH_WEIGHTS | {"syncing"}, list[Advert]()
-        while not node.draining:
-            await self._membership_loop.next_reading()
-            mates = self._swarm.members.of_stage(node.index, states)
-            answering = await inquiry.answering_now(mates, states)
-            said = [a for mate in answering if (a := inquiry.with_answer(mate))]
-            late = node.now() - began > node.config.directory.ttl_s / RENEWALS_PER_TTL
-            pending = len(said) < len(mates) or any(map(self._is_ahead, said))
-            if late or not pending or any(a.state in membership.TRAINED for a in said):
-                break
-        return [a for a in said if a.state in membership.TRAINED]
-
-    def _is_ahead(self, mate: Advert) -> bool:
-        return resume.age(mate) - resume.age(self._node.advert) > resume.NEAR_ROUNDS
 
     def of_earlier_lineage(self) -> tuple[PeerId, ...]:
         """The replicas of this stage that answer that their weights are of an earlier lineage than this node's, and at
