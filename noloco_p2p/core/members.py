@@ -1,7 +1,5 @@
-"""The membership as one node sees it: the states of nodes, who is present, who is set aside, and how far peers are.
-
-All routing uses this snapshot of adverts (ARCHITECTURE.md, "Membership"). Pure: `now` is the caller's clock in seconds.
-"""
+"""The membership as one node sees it: the states of nodes, who is present, who is set aside, and how far peers are. All
+routing uses this snapshot of adverts (ARCHITECTURE.md, "Membership"). Pure: `now` is the caller's clock in seconds."""
 
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass

@@ -77,15 +77,12 @@ def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], s
     """
     if living := [a for a in listed if a.stage == me.stage and a.state in TRAINED]:
         return living
-    everybody, found = [*answered, *listed], dict[PeerId, Advert]()
+    everybody, found = [*answered, *listed], set[PeerId]()
     for stage in range(stages):
         mine = stage == me.stage
-        held_by = [(held, a) for a in everybody for held in _claims(a) if held.stage == stage]
-        claims = [(held.age if mine else held.round, a.peer_id, a) for held, a in held_by]
-        newest = sorted(claims, key=lambda claim: claim[:2], reverse=True)[: PROBES if mine else 1]
-        found |= {peer: advert for _, peer, advert in newest}
-    unasked = {advert.peer_id for advert in listed}
-    return [advert for peer, advert in sorted(found.items()) if peer in unasked]
+        claims = [(h.age if mine else h.round, a.peer_id) for a in everybody for h in _claims(a) if h.stage == stage]
+        found.update(peer for _, peer in sorted(claims, reverse=True)[: PROBES if mine else 1])
+    return sorted((a for a in listed if a.peer_id in found), key=lambda a: a.peer_id)
 
 
 def least_newest(held: Iterable[Holding]) -> int | None:

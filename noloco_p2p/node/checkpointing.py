@@ -140,8 +140,7 @@ class Checkpointer:
         with node.waits.computing("copy of the state", Task.CHECKPOINT):
             state = await node.stage.capture(round, node.advert.step, node.inner_steps)
         cursor = node.batches.cursor if node.batches is not None else None
-        state = replace(state, fresh_round=node.advert.fresh_round)
-        checkpoint = Checkpoint(state, cursor, node.rng.getstate())
+        checkpoint = Checkpoint(replace(state, fresh_round=node.advert.fresh_round), cursor, node.rng.getstate())
         self._newest, self._newest_step = round, node.step
         # In a series of alarms the checkpoint before the first alarm stays.
         alarmed, calm = node.alarms > self._alarms, self._calm

@@ -95,8 +95,7 @@ class Guardian:
         if len(listed) <= GUARDED_REPLICAS or stage == node.index:
             return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
         found = candidates(stage, self._swarm.everybody(), node.manifest.seed)
-        guarded = node.me in found and self._has_few(listed)
-        return found if guarded else ()
+        return found if node.me in found and self._has_few(listed) else ()
 
     def _has_few(self, listed: Sequence[Advert]) -> bool:
         """Whether these replicas have been asked, and at most GUARDED_REPLICAS answer."""
@@ -202,11 +201,12 @@ class Guardian:
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now, leaving = node.now(), self._leaving(replicas)
         aside = {a.peer_id: self._swarm.members.is_aside(a.peer_id, now=now) for a in turned}
-        mine, staying = node.advert, membership.HOLDING
-        return sorted(
-            turned,
-            key=lambda a: (aside[a.peer_id], -a.step if leaving else a.state not in staying, mine.needs_relay(a)),
-        )
+
+        def order(a: Advert) -> tuple[bool, float, bool]:
+            last = -a.step if leaving else a.state not in membership.HOLDING
+            return aside[a.peer_id], last, node.advert.needs_relay(a)
+
+        return sorted(turned, key=order)
 
     async def _fetch(self, donor: Advert, stage: int, round: int, wait_s: float) -> Snapshot:
         """Fetch weights. Raises the errors of Transport.fetch_snapshot, Violation if they are not the donor's own, and
@@ -281,13 +281,8 @@ class Guardian:
         guardians = self._guardians(stage)
         if not guardians or node.me in guardians:
             return False
-        listed = [
-            guardian
-            for peer in guardians
-            if (guardian := self._swarm.members.get(peer)) is not None
-            for theirs in guardian.holds
-            if theirs.stage == stage and (theirs.age, theirs.step) >= (held.age, held.step)
-        ]
+        found, mine = holders(stage, self._swarm.members.all()), (held.age, held.step)
+        listed = [a for a, theirs in found if a.peer_id in guardians and (theirs.age, theirs.step) >= mine]
         if {guardian.peer_id for guardian in listed} != set(guardians):
             return False
         inquiry.ask(listed)

@@ -101,13 +101,12 @@ class Joining:
             return self._complete(f"no other node has come, and this one has done all {manifest.steps} steps")
         if node.advert.state == "waiting":
             node.enter("begin")
-        reason = "every stage has enough nodes"
+        reason: str | None = "every stage has enough nodes"
         # If adverts list weights, the run had begun before everybody stopped.
         if late or any(a.holds for a in self._swarm.everybody()):
-            taken = await self._take_weights()
-            if taken is None:
-                return self._complete(f"nobody has weights of stage {node.index} any more, and the run has ended")
-            reason = taken
+            reason = await self._take_weights()
+        if reason is None:
+            return self._complete(f"nobody has weights of stage {node.index} any more, and the run has ended")
         if not node.draining:
             await self._weights.open_data()
         if not node.draining:
@@ -119,7 +118,7 @@ class Joining:
         """After a pause: ask the replicas of this stage, and copy a living one whose weights are of a greater age by
         more than one outer round. If none is left or gives its state, take such weights from a guardian.
 
-        Silent replicas are asked again for a while, because the network may be down at first, and so are newer ones that
+        Silent replicas are asked again for a while, because the network may be down at first. So are newer ones that
         leave, because they hand their weights over, or that have stood still. Returns whether it copied.
         """
         node, inquiry, began, failed = self._node, self._swarm.inquiry, self._node.now(), set[PeerId]()
@@ -128,8 +127,7 @@ class Joining:
         while not node.draining:
             await self._membership_loop.next_reading()
             mates = [a for a in self._swarm.members.of_stage(node.index, states) if a.peer_id not in failed]
-            answering = await inquiry.answering_now(mates, states)
-            said = [a for mate in answering if (a := inquiry.with_answer(mate))]
+            said = [a for b in await inquiry.answering_now(mates, states) if (a := inquiry.with_answer(b))]
             living = [a for a in said if a.state in membership.TRAINED]
             newer = [a for a in said if resume.age(a) - resume.age(node.advert) > resume.NEAR_ROUNDS]
             ahead = [a for a in newer if a in living]
