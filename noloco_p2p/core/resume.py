@@ -121,9 +121,8 @@ def restore_sources(
             other = a.fresh_round != best.fresh_round
             return a.outer_round > bold, other, me.needs_relay(a), -a.outer_round, a.peer_id
 
-        near = [h for h in checkpoints if age(best) - (h.round - h.fresh_round) <= NEAR_ROUNDS]
-        mine = [_own_checkpoint(h, "hardly behind the others") for h in near[:1]]
-        return mine + [RestoreSource("peer", "a living replica has the weights", a) for a in sorted(living, key=order)]
+        near = [_own_checkpoint(h, "hardly behind the others") for h in checkpoints if age(best) - h.age <= NEAR_ROUNDS]
+        return near[:1] + [RestoreSource("peer", "a living replica has them", a) for a in sorted(living, key=order)]
     limit = common_round([me, *others], stages)
     guards = _guards(me.stage, others)
     if guarded is not None:

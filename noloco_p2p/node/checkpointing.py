@@ -80,9 +80,8 @@ class Checkpointer:
         node.event("info", message=f"waiting until a guardian has the weights of {stages}")
         assert node.drain_by is not None, "only a node that leaves hands over"
         left_s = max(0.0, node.drain_by - node.now() + node.config.limits.drain_s / 2 - LAST_WORDS_S)
-        why = ForRound(last[0].round)
         if not await node.waits.until(
-            lambda: all(map(self._is_guarded, last)), "guardian", Resource.SWARM, left_s, why=why
+            lambda: all(map(self._is_guarded, last)), "guardian", Resource.SWARM, left_s, why=ForRound(last[0].round)
         ):
             node.event("warning", message="leaving although no guardian has pulled its weights")
 
@@ -115,8 +114,10 @@ class Checkpointer:
         return True
 
     async def _has_a_mate(self) -> bool:
-        """Whether another replica of this stage answers now. One that answered earlier may have died, or be leaving. One
-        that is further behind than a guardian may be has only just come back with old weights."""
+        """Whether another replica of this stage answers now. One that answered earlier may have died, or be leaving.
+
+        One further behind than a guardian may be does not count: it has only just come back with old weights.
+        """
         inquiry, m, mine = self._swarm.inquiry, self._node.manifest.outer.inner_steps, resume.age(self._node.advert)
         mates = self._swarm.members.of_stage(self._node.index, membership.HOLDING)
         said = map(inquiry.with_answer, await inquiry.answering_now(mates, membership.HOLDING))

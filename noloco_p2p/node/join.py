@@ -144,7 +144,6 @@ class Joining:
                     return True
             if not ahead:
                 break
-            began = node.now()
             failed.update(a.peer_id for a in ahead)
         self._weights.keep_up()
         return False

@@ -61,7 +61,6 @@ class Rebalancer:
 
     def _have_answered(self, since: float, least: int) -> bool:
         """Whether all `_deciding` replicas, at least `least`, have answered since then: older answers may be stale."""
-        inquiry = self._swarm.inquiry
-        answering = inquiry.answering(self._deciding, balance.COUNTED)
-        anew = not inquiry.unknown(self._deciding, since)
-        return anew and len(answering) == len(self._deciding) >= least
+        inquiry, asked = self._swarm.inquiry, self._deciding
+        anew = not inquiry.unknown(asked, since)
+        return anew and len(inquiry.answering(asked, balance.COUNTED)) == len(asked) >= least
