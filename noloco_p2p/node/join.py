@@ -135,9 +135,8 @@ class Joining:
             if not (living or late) and (newer or len(said) < len(mates)):
                 continue
             if living:
-                await (
-                    self._know_the_clock()
-                )  # from all stages, because some of this stage may have been cut off as well
+                # From all stages, because some of this stage may have been cut off as well.
+                await self._know_the_clock()
             sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
             for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
                 if await self._weights.restore(source):
