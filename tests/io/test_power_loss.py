@@ -2,8 +2,7 @@
 
 One process writes for real, once, and every flush, rename and removal is recorded with the contents of the files at
 that moment. From this record every disk that a loss of power can leave is built: names and bytes are certain from their
-flush on; before that they may be present or absent, and bytes present in part. POWER_LOSS_CUTS in the environment is
-the number of such partial states.
+flush on; before that they may be present or absent, and bytes present in part.
 """
 
 import asyncio
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from members import Club
+from soak import soak
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import Checkpoint, HostTensor, ReplicaState
@@ -23,7 +23,6 @@ from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.storage.file_checkpoints import FileCheckpoints
 from noloco_p2p.launch import run_files
 
-CUTS = int(os.environ.get("POWER_LOSS_CUTS", "6"))
 ROUNDS, KEPT, VALUES = 4, 2, 64
 ANN, BOB = (peer_id_of(bytes([i]) * 32) for i in (1, 2))
 Tree = dict[str, int]
@@ -80,13 +79,14 @@ class Disk:
             self.look()
             del self._files[path.stat().st_ino]
 
-    def left(self) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """Every disk that may be left: the number of promises made before, and the files by name."""
+    def left(self, cuts: int) -> Iterator[tuple[int, dict[str, bytes]]]:
+        """Every disk that may be left: the number of promises made before, and the files by name. What has not been
+        flushed is cut off after `cuts` different shares of its bytes, after none, and not at all."""
         for now, flushed_names, held, flushed, promises in self.points:
             for names in (now, flushed_names):
                 yield promises, {name: held[which] for name, which in names.items()}
-                for part in range(CUTS + 1):
-                    cut = {which: data[: len(data) * part // (CUTS + 1)] for which, data in held.items()} | flushed
+                for part in range(cuts + 1):
+                    cut = {which: data[: len(data) * part // (cuts + 1)] for which, data in held.items()} | flushed
                     yield promises, {name: cut[which] for name, which in names.items()}
 
 
@@ -178,7 +178,10 @@ class Written:
         assert max(whole, default=0) in (done, done + 1)
 
 
-def test_whatever_a_loss_of_power_leaves_is_whole(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cuts", "disks"), [(6, 100), *soak([(100, 1_000)])])
+def test_whatever_a_loss_of_power_leaves_is_whole(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: int, disks: int
+) -> None:
     written = Written(disk.root, Club(tmp_path))
     order = []
     for name, write in written.things():
@@ -187,7 +190,7 @@ def test_whatever_a_loss_of_power_leaves_is_whole(disk: Disk, tmp_path: Path, mo
         disk.promises += 1
         disk.point()
     monkeypatch.undo()
-    left = {(promises, *sorted(files.items())): (promises, files) for promises, files in disk.left()}
+    left = {(promises, *sorted(files.items())): (promises, files) for promises, files in disk.left(cuts)}
     for number, (promises, files) in enumerate(left.values()):
         home = tmp_path / f"left-{number}"
         for name, data in files.items():
@@ -197,7 +200,7 @@ def test_whatever_a_loss_of_power_leaves_is_whole(disk: Disk, tmp_path: Path, mo
             path.chmod(0o600)
         home.mkdir(exist_ok=True)
         written.check(home, order[:promises])
-    assert len(left) >= 100, f"{len(left)} disks of {len(disk.points)} points"
+    assert len(left) >= disks, f"{len(left)} disks of {len(disk.points)} points"
 
 
 def test_the_record_finds_a_missing_flush(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,5 +210,5 @@ def test_the_record_finds_a_missing_flush(disk: Disk, tmp_path: Path, monkeypatc
     fresh.replace(path)
     disk.flush(disk.root)
     monkeypatch.undo()
-    found = {files.get("identity.key") for _, files in disk.left()}
+    found = {files.get("identity.key") for _, files in disk.left(1)}
     assert {None, b"", b"whole"} <= found
