@@ -176,9 +176,10 @@ class RunCounters:
         self._wall_ahead_s = time.time() - self.began_at
         self.beat_at: float | None = None
         """Monotonic: when the event loop last ran its heartbeat."""
+        self.largest_lag_s = 0.0
         self.state = ""
         self.stage: int | None = None
-        self.first_step_at: float | None = None
+        self.training_at: float | None = None
         """When the state first became `training`. Like `last_step_at`, this uses the wall clock of the process's start,
         so that the time between them is right even if the clock has been set since."""
         self.last_step_at: float | None = None
@@ -248,8 +249,8 @@ class RunCounters:
         match kind:
             case "state":
                 self.state = str(fields["state"])
-                if self.state == "training" and self.first_step_at is None:
-                    self.first_step_at = time.monotonic() + self._wall_ahead_s
+                if self.state == "training" and self.training_at is None:
+                    self.training_at = time.monotonic() + self._wall_ahead_s
             case "stage":
                 self.stage = fields["stage"]
             case "inner_step":
@@ -260,6 +261,7 @@ class RunCounters:
                     self.last_losses.append((fields["loss_sum"], fields["loss_tokens"]))
                     self.first_loss = fields["loss"] if self.first_loss is None else self.first_loss
             case "lag":
+                self.largest_lag_s = max(number(fields["seconds"]), self.largest_lag_s)
                 self.beat_at = time.monotonic()
             case "resumed":
                 self.resumed = {name: fields.get(name) for name in ("source", "round", "step", "peer")}

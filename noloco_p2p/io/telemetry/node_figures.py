@@ -17,7 +17,7 @@ STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max
 def run_totals(counters: RunCounters) -> dict[str, Any]:
     """Figures of the run so far, JSON-ready, under the names of `summary.json`. Losses are in nats per token."""
     with counters.lock:
-        attributes = ("state", "resumed", "first_loss", "final_loss", "first_step_at", "last_step_at")
+        attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
         totals = ("inner_steps", "tokens", "evaluations", "outer_rounds", "checkpoints", "moves", "rerouted")
         by_label = ("dropped", "busy_replies")
         rounds, microbatches = counters.by_label("outer_rounds"), counters.by_label("microbatches")
@@ -27,6 +27,7 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
             **{name: counters.total(name) for name in totals},
             **{name: counters.by_label(name) for name in by_label},
             "step": counters.latest.get("step", 0.0),
+            "first_step_at": counters.training_at,
             **{name: _finite(counters.latest.get(name)) for name in ("validation_loss", "replica_std")},
             "results": rounds,
             "alone": rounds.get("alone", 0),
@@ -36,6 +37,7 @@ def run_totals(counters: RunCounters) -> dict[str, Any]:
             "reroutes": counters.by_label("rerouted"),
             "idle_s": counters.by_label("idle_seconds"),
             "device_s": float(counters.total("device_seconds")),
+            "bytes": moved_bytes,
             "bytes_sent": moved_bytes.get("out", 0),
             "bytes_received": moved_bytes.get("in", 0),
         }
