@@ -68,10 +68,11 @@ def run_sim(options: SimOptions) -> int:
             raise ConfigError(f"--nodes: {error}") from error
         words += ["--nodes", str(options.nodes)]
     words += [word for one in options.sets for word in ("--set", one)]
+    if not options.as_json:
+        print(f"simulating {_headline(scenario)}, {scenario.run.steps} steps", file=sys.stderr, flush=True)
     if options.seeds is not None:
         return _many([SimRequest(scenario, seed, tuple(words)) for seed in seeds_of(options.seeds)], options)
-    request = SimRequest(scenario, options.seed or 0, tuple(words))
-    return _twice(request, options) if options.check else _once(request, options)
+    return (_twice if options.check else _once)(SimRequest(scenario, options.seed or 0, tuple(words)), options)
 
 
 def seeds_of(text: str) -> range:
@@ -233,8 +234,7 @@ class TraceDifference(NamedTuple):
 
 def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDifference | None:
     """The first difference between two traces; None if they are equal."""
-    pairs = enumerate(zip_longest(first, second))
-    return next((TraceDifference(number, one, other) for number, (one, other) in pairs if one != other), None)
+    return next((TraceDifference(i, a, b) for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), None)
 
 
 def _twice(request: SimRequest, options: SimOptions) -> int:

@@ -10,9 +10,11 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 from noloco_p2p import humanize
 from noloco_p2p.compute.host_memory import check_swarm_fits
+from noloco_p2p.compute.model_family import check_split
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError
@@ -38,6 +40,9 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     `say` announces what takes a while. Raises ConfigError, LocalError.
     """
     check_vocabulary(manifest, local)
+    given = {"model_type": manifest.model.family, **manifest.model.config}
+    if type(given.get("num_hidden_layers")) is int:
+        check_split(SimpleNamespace(**given), manifest.stages)
     parameters = _plain_parameters(manifest)
     check_swarm_fits(manifest, parameters or 0)
     if parameters is None or local.device not in ("auto", "cpu"):

@@ -199,7 +199,7 @@ class LocalSwarm:
         if self._cut_off or not any(node.running for node in self._nodes):
             return
         heard, nodes = len(self._signals), self._nodes
-        self._display.say("shutting down; a second signal stops at once" if heard else "stopping the other nodes")
+        self._display.say("leaving in order; a second signal stops at once" if heard else "stopping the other nodes")
         with ThreadPoolExecutor(len(nodes)) as pool:
             self._read(pool)
         if not self._has_stepped:

@@ -86,6 +86,19 @@ def test_results_are_in_the_order_of_the_cases_and_reproducible(monkeypatch: pyt
 
 
 @light
+def test_what_will_run_is_said_before_the_first_case_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "code_digest", lambda: "this")
+    said: list[str] = []
+    for quick in (True, False):
+        runner.run(TOY, Path(f"out-{quick}"), said.append, quick=quick, jobs=1)
+    assert said[0] == "toy, quick version: minutes: 1 case, 1 at a time, each reported when it ends"
+    assert said[2].startswith("toy, full version: minutes to hours; --quick takes minutes: 3 cases")
+    said.clear()
+    runner.run(TOY, Path("out-True"), said.append, quick=True, jobs=1)
+    assert said == ["out-True/results.json already has 1 case"], "nothing is left to run"
+
+
+@light
 def test_a_failed_run_continues_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "code_digest", lambda: "this")
     with pytest.raises(ArithmeticError, match="two") as caught:

@@ -16,7 +16,7 @@ from noloco_p2p.cli import node as node_main
 from noloco_p2p.compute import factory, host_memory
 from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
-from noloco_p2p.errors import LocalError, NolocoError
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.launch import compose, foreseen
 
 SWARM, NODE = "swarm", "noloco-node"
@@ -145,6 +145,18 @@ def test_a_manifest_that_needs_too_much_memory_is_refused_before_any_is_allocate
         with pytest.raises(LocalError, match=r"needs [0-9.]+ GiB .* but this machine has") as caught:
             factory.make_torch_stage(manifest, index, "me", self_test=False)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 4), ("tie_word_embeddings", True)])
+def test_a_model_that_does_not_fit_the_stages_is_refused_without_importing_torch(
+    key: str, value: int, tmp_path: Path
+) -> None:
+    config = RunManifest().model.config | {"num_hidden_layers": 9, key: value}
+    manifest = RunManifest(stages=9, model=ModelSettings(config=config))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"stages is 9, but|which needs one stage, not 9"):
+        foreseen.check_swarm(manifest, NodeConfig(), tmp_path, said.append)
+    assert said == []
 
 
 def test_a_swarm_that_does_not_fit_the_machine_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,9 @@ def test_ctrl_c_ends_the_run_with_a_summary(tmp_path: Path) -> None:
         assert swarm.end() == 130, swarm.logged()
         nodes.nothing_left()
     printed = swarm.printed().splitlines()
-    assert printed[printed.index("shutting down; a second signal stops at once") :].count("2 of 2 nodes have left") == 1
+    assert (
+        printed[printed.index("leaving in order; a second signal stops at once") :].count("2 of 2 nodes have left") == 1
+    )
     assert printed[-1] == f"continue with: noloco swarm --dir {swarm.dir}"
     summary = swarm.summary()
     assert summary["completed"] is False

@@ -45,6 +45,12 @@ def printed_json(capsys: pytest.CaptureFixture[str], options: SimOptions, code: 
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_runs_is_said_at_once_but_not_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json, expected in ((False, "simulating lan, 2 + 2 nodes, 6 steps\n"), (True, "")):
+        run_sim(SimOptions(sets=SMALL, as_json=as_json))
+        assert capsys.readouterr().err == expected
+
+
 def test_json_output_and_the_hash_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = SimOptions(sets=SMALL, seed=3, trace=tmp_path / "trace")
     found = printed_json(capsys, options)
@@ -79,7 +85,7 @@ def test_a_run_that_does_not_end_is_reported_with_its_state(capsys: pytest.Captu
     assert run_sim(SimOptions(sets=(*SMALL, "limit_s=1"), seed=5)) == 1
     heard = capsys.readouterr()
     assert heard.out == "lan, 2 + 2 nodes, seed 5: the run did not reach its end\n"
-    assert heard.err.startswith("seed 5: Deadlock: not ended after 1 virtual seconds")
+    assert heard.err.splitlines()[1].startswith("seed 5: Deadlock: not ended after 1 virtual seconds")
     replay = shlex.split(heard.err.splitlines()[-1].removeprefix("  to repeat: "))
     assert replay == ["noloco", *WORDS, "--set", "limit_s=1", "--seed", "5"]
     found = printed_json(capsys, SimOptions(sets=(*SMALL, "limit_s=1"), seed=5), code=1)
@@ -120,7 +126,7 @@ def test_showing_progress_does_not_change_the_run(
         assert steps == sorted(steps) != []
     if terminal:
         assert heard.getvalue().endswith(progress_line.CLEAR)
-        assert "\n" not in heard.getvalue()
+        assert "\n" not in heard.getvalue().removeprefix("simulating lan, 2 + 2 nodes, 6 steps\n")
     else:
         assert progress_line.CLEAR not in heard.getvalue()
     assert "progress" not in {thread.name for thread in threading.enumerate()}
@@ -179,7 +185,7 @@ def test_a_seed_that_breaks_a_law_is_reported_with_the_command_that_repeats_it(
     ran = CliRunner().invoke(app, [*WORDS, "--seeds", "7:10", "--jobs", "1"])
     assert ran.exit_code == 1
     assert "3 runs, 1 of which broke a law" in ran.stdout
-    law, replay = ran.stderr.splitlines()
+    _, law, replay = ran.stderr.splitlines()
     assert law.startswith("seed 8: AssertionError: planted: it ended at ")
     program, *words = shlex.split(replay.removeprefix("  to repeat: "))
     again = CliRunner().invoke(app, words)

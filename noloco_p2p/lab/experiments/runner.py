@@ -16,6 +16,7 @@ from pathlib import Path
 
 import noloco_p2p
 from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.humanize import plural
 from noloco_p2p.lab.experiments import markdown_page
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
@@ -43,7 +44,7 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
         raise LocalError(f"{out}: {error.strerror}") from error
     file = ResultsFile(experiment, out / RESULTS, quick, jobs, code_digest())
     if kept := file.read():
-        say(f"{kept} cases are already in {file.path}")
+        say(f"{file.path} already has {plural(kept, 'case')}")
 
     def position() -> Position:
         done, whole = len(file.found) - kept, len(file.cases) - kept
@@ -54,6 +55,11 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
         say(f"{words}; {line.text()}")
 
     with ProgressLine(position, terminal_only=True) as line:
+        if cases := file.missing():
+            length = "quick version: minutes" if quick else "full version: minutes to hours; --quick takes minutes"
+            say(
+                f"{experiment.name}, {length}: {plural(len(cases), 'case')}, {jobs} at a time, each reported when it ends"
+            )
         while cases := file.missing():
             with workers(min(jobs, len(cases)), OMP_NUM_THREADS="1") as pool:
                 _measure(pool, cases, file, say_all)
