@@ -125,7 +125,7 @@ def _stages(stages: Sequence[StageFigures]) -> "Table":
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
         shares = one.utilisation, one.bound_utilisation, *(one.idle.get(cause) for cause in waits)
         cells += map(humanize.percent, shares)
-        cells += [humanize.DASH if one.replica_std is None else f"{one.replica_std:.2e}"] if real else []
+        cells += [humanize.figure(one.replica_std)] if real else []
         rows.append(cells)
     return plain_table([*columns, "replica\nstd"] if real else columns, (), rows)
 

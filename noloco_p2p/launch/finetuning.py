@@ -19,7 +19,7 @@ from noloco_p2p.core.messages import Batch
 from noloco_p2p.core.schedule import learning_rate
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.humanize import plural
+from noloco_p2p.humanize import figure, plural
 from noloco_p2p.launch import export, homes, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
 from noloco_p2p.launch.progress_line import Position, ProgressLine
@@ -147,7 +147,7 @@ def _train(
             model.causal.zero_grad()
         if not math.isfinite(model.loss(batch).loss_sum):
             raise LocalError(f"the loss is not finite after step {step}: try a lower --learning-rate")
-    say(f"step {steps:,}/{steps:,}  loss {mean:.4f}  rate {rate:.2e}")
+    say(f"step {steps:,}/{steps:,}  loss {mean:.4f}  rate {figure(rate)}")
 
 
 def _held_out_loss(model: "ExportedModel", examples: Sequence[Example], size: int) -> float | None:

@@ -91,7 +91,7 @@ def test_what_will_run_is_said_before_the_first_case_ends(monkeypatch: pytest.Mo
     said: list[str] = []
     for quick in (True, False):
         runner.run(TOY, Path(f"out-{quick}"), said.append, quick=quick, jobs=1)
-    assert said[0] == "toy, quick version: minutes: 1 case, 1 at a time, each reported when it ends"
+    assert said[0] == "toy, quick version: minutes: 1 case, 1 at a time, reported as they end"
     assert said[2].startswith("toy, full version: minutes to hours; --quick takes minutes: 3 cases")
     said.clear()
     runner.run(TOY, Path("out-True"), said.append, quick=True, jobs=1)

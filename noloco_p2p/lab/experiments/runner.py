@@ -57,9 +57,7 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
     with ProgressLine(position, terminal_only=True) as line:
         if cases := file.missing():
             length = "quick version: minutes" if quick else "full version: minutes to hours; --quick takes minutes"
-            say(
-                f"{experiment.name}, {length}: {plural(len(cases), 'case')}, {jobs} at a time, each reported when it ends"
-            )
+            say(f"{experiment.name}, {length}: {plural(len(cases), 'case')}, {jobs} at a time, reported as they end")
         while cases := file.missing():
             with workers(min(jobs, len(cases)), OMP_NUM_THREADS="1") as pool:
                 _measure(pool, cases, file, say_all)
