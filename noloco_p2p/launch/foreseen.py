@@ -40,11 +40,11 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     `say` announces what takes a while. Raises ConfigError, LocalError.
     """
     check_vocabulary(manifest, local)
+    parameters = _plain_parameters(manifest)
+    check_swarm_fits(manifest, parameters or 0)
     given = {"model_type": manifest.model.family, **manifest.model.config}
     if type(given.get("num_hidden_layers")) is int:
         check_split(SimpleNamespace(**given), manifest.stages)
-    parameters = _plain_parameters(manifest)
-    check_swarm_fits(manifest, parameters or 0)
     if parameters is None or local.device not in ("auto", "cpu"):
         say("checking model and device: importing torch …")
         from noloco_p2p.compute.factory import check_model, stage_sizes
