@@ -29,6 +29,12 @@ def test_swarms_survive_what_is_drawn(block: int) -> None:
         assert sources == {"peer", "shard", "guardian", "fresh"}, "otherwise the swarms prove less than they seem to"
 
 
+def test_a_guardian_that_restarted_is_not_waited_for_as_if_a_transfer_had_broken_off() -> None:
+    """The only replica of a stage came back while the adverts of two guardians that had lost its weights still listed
+    them: it waited for half an hour."""
+    check(FaultySwarm(*drawn(189)))
+
+
 @pytest.mark.parametrize("seed", [5188, 5340])
 def test_a_silent_node_does_not_let_the_answers_grow_old_by_which_weights_are_chosen(seed: int) -> None:
     """A node that came back asked its replicas, waited three seconds for the clock of a silent node, and only then
