@@ -231,6 +231,8 @@ class Joining:
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
                 elif source.kind == "peer":
                     broke_at = node.now()
+                elif source.kind == "guardian" and broke_at is None:  # strangers may claim to be one
+                    broke_at = began
             await self._membership_loop.next_reading()
         if (guarded := self._weights.guarded()) and not self._swarm.members.of_stage(node.index, membership.TRAINED):
             # It moved here, and nobody else may have these weights. It can hand them over only as its own.
@@ -249,11 +251,12 @@ class Joining:
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
         mates = members.of_stage(node.index, membership.TRAINED)
         waited_s = node.now() - (began if broke_at is None else broke_at)
-        held = any(held.stage == node.index for a in others for held in a.holds)  # the copy from a guardian failed
-        if held or broke_at is not None or self._swarm.inquiry.answering(mates, membership.TRAINED):
+        held = any(held.stage == node.index for a in others for held in a.holds)
+        broke = broke_at is not None and (held or broke_at > began)  # a guardian that restarted lists them no longer
+        if broke or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
         rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
-        lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if mates else 0
+        lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if held or mates else 0
         return waited_s < lifetimes * ttl_s
 
     async def _is_cut_off(self) -> bool:
