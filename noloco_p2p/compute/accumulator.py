@@ -108,7 +108,7 @@ class GradientAccumulator:
         return self._spent.ended()
 
     def restart(self, spent: Iterable[MicrobatchId]) -> None:
-        """Forget the current step with its ids; from now on exactly the ids in `spent` are spent."""
+        """Forget the current step with its ids, and remember those in `spent` instead (`SpentIds.refill`)."""
         self._forget()
         self._spent.refill(spent)
 

@@ -62,11 +62,14 @@ def common_round(adverts: Sequence[Advert], stages: int) -> int | None:
 
 
 def _claims(advert: Advert) -> list[Holding]:
+    return [*advert.holds, *_own_weights(advert)]
+
+
+def _own_weights(advert: Advert) -> list[Holding]:
     # A replica that leaves hands its weights over, and one that syncs may have stood still. It has none if that came
     # before it had got any.
     has = advert.state in TRAINED or (advert.state in ("draining", "syncing") and advert.outer_round > 0)
-    own = Holding(advert.stage, advert.outer_round, int(advert.step), advert.fresh_round)
-    return [*advert.holds, own] if has else [*advert.holds]
+    return [Holding(advert.stage, advert.outer_round, int(advert.step), advert.fresh_round)] if has else []
 
 
 def deciding(me: Advert, answered: Sequence[Advert], listed: Sequence[Advert], stages: int) -> list[Advert]:
@@ -168,7 +171,7 @@ def _of_a_lost_stage(
     within = [h.age for h in own if h.round <= meeting] + [g.holding.age for g in guards if g.holding]
     best = max(within, default=-1 - NEAR_ROUNDS)
     theirs = [h for a in mates for h in a.holds if h.stage == stage and h.round <= meeting]
-    theirs += [_claims(a)[-1] for a in mates if a.outer_round > 0]
+    theirs += [h for a in mates for h in _own_weights(a)]
     eldest = max(theirs, key=lambda h: h.age, default=None)
     if eldest is not None and eldest.age - best > NEAR_ROUNDS:
         return [RestoreSource("wait", f"another node has round {eldest.round} of stage {stage}")]

@@ -9,7 +9,7 @@ SPENT_STEPS = 8
 SPENT_IDS = 4096
 """Counted ids are remembered for at least SPENT_STEPS inner steps, and the newest SPENT_IDS in any case."""
 ORIGINS = 1024
-"""For so many processes that give ids, it is remembered up to which counter ids were forgotten."""
+"""Number of processes for which the highest forgotten counter is kept; beyond that, the oldest goes."""
 
 
 class SpentIds:
@@ -43,10 +43,9 @@ class SpentIds:
         return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
 
     def refill(self, ended: Iterable[MicrobatchId]) -> None:
-        """Remember these ids and no others, given oldest first, as if the step that has just ended had counted them."""
-        self._step_of.clear()
-        for microbatch in ended:
-            self.spend(microbatch)
+        """Remember these ids instead, given oldest first, as if the step that has just ended had counted them. What was
+        forgotten before stays taken as counted."""
+        self._step_of = OrderedDict.fromkeys(ended, self._steps)
         self.end_step()
 
     def end_step(self) -> None:

@@ -217,6 +217,18 @@ def test_an_id_that_was_forgotten_cannot_be_spent_again_nor_can_an_older_one_of_
     assert spent.spend(MicrobatchId("q", 1, 0)), "another peer"
 
 
+def test_the_ids_of_a_state_are_remembered_even_below_those_that_were_forgotten() -> None:
+    """They travel on with the state: whoever takes it over must know them."""
+    spent = SpentIds()
+    for number in range(1, SPENT_IDS + 2):
+        spent.spend(MicrobatchId("p", 1, number))
+    for _ in range(SPENT_STEPS):
+        spent.end_step()
+    assert MicrobatchId("p", 1, 0) in spent, "it is below one that was forgotten"
+    spent.refill([MicrobatchId("p", 1, 0)])
+    assert spent.ended() == (MicrobatchId("p", 1, 0),)
+
+
 def test_an_id_that_may_be_spent_is_served_for_its_reply_only_however_late_it_comes() -> None:
     intake: Intake[str] = Intake(lambda: 2)
     intake.open(0, target=SPENT_IDS + 1)

@@ -149,6 +149,13 @@ def test_stages_without_any_weights_do_not_count() -> None:
     assert common_round([advert("a", 0, "waiting", holds=held(0, 0)), OTHERS[1]], STAGES) == 0
 
 
+@pytest.mark.parametrize("state", ["starting", "waiting", "left"])
+def test_a_mate_in_a_state_without_weights_of_its_own_is_not_waited_for_whatever_round_it_names(state: str) -> None:
+    for holds in ((), held(2, 30)):
+        found = kinds(restore_sources(ME, [*OTHERS, advert("b", 1, state, 20, holds)], [], STAGES))
+        assert [kind for kind, _ in found] == ["fresh"]
+
+
 def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
     mate = advert("b", 1, "waiting", holds=held(1, 8, 9))
     rest = [advert("a", 0, "waiting", holds=held(0, 9)), advert("z", 2, "waiting", holds=held(2, 9))]
