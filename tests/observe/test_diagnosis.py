@@ -73,6 +73,11 @@ def _set(name: str, change: Callable[[Report], Report]) -> Change:
     return apply
 
 
+def _stuck(work: str, since_s: float, deadline_s: float) -> Change:
+    """The device of S1R0 has worked on a microbatch since then."""
+    return _set("S1R0", lambda r: waiting(r, wait(work, Resource.DEVICE, since_s, deadline_s, why(1))))
+
+
 ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
     "loop": (
         "loop",
@@ -85,14 +90,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         "device",
         "error",
         "its device has been stuck in forward for 7.0 s",
-        _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 7.0, 6.0, why(1)))),
-        _set("S1R0", lambda r: waiting(r, wait("forward", Resource.DEVICE, 5.0, 6.0, why(1)))),
+        _stuck("forward", 7.0, 6.0),
+        _stuck("forward", 5.0, 6.0),
     ),
     "device, as long as twenty-four steps": (
         "device",
         "error",
         "its device has been stuck in backward for 12 s",
-        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1)))),
+        _stuck("backward", 12.0, 60.0),
         _set(
             "S1R0",
             lambda r: with_status(waiting(r, wait("backward", Resource.DEVICE, 12.0, 60.0, why(1))), step_took_s=5.0),
@@ -102,14 +107,14 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         "device",
         "error",
         "its device has been stuck in backward for 12 s",
-        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 12.0, 1e300, why(1)))),
-        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 9.0, 1e300, why(1)))),
+        _stuck("backward", 12.0, 1e300),
+        _stuck("backward", 9.0, 1e300),
     ),
     "device, before the first step": (
         "device",
         "error",
         "its device has been stuck in backward for 70 s",
-        _set("S1R0", lambda r: waiting(r, wait("backward", Resource.DEVICE, 70.0, 60.0, why(1)))),
+        _stuck("backward", 70.0, 60.0),
         _set(
             "S1R0",
             lambda r: with_status(waiting(r, wait("backward", Resource.DEVICE, 50.0, 60.0, why(1))), step_took_s=None),
