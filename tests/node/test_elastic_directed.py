@@ -173,6 +173,22 @@ def test_a_crash_during_a_checkpoint_goes_on_from_the_one_before() -> None:
         assert weights(outcome.nodes[peer]) == weights(process)
 
 
+def test_a_node_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_and_no_longer_lists_it() -> None:
+    plan = chain(3)
+    trace = check(FaultySwarm(plan)).trace
+    killed_s = max(trace.of("checkpoint", f"s{stage}r0")[2].at_s for stage in range(3)) + 0.1
+    swarm = killed(plan, killed_s, ["s0r0", "s1r0", "s2r0"])
+    swarm.at(killed_s + 0.1, lambda: swarm.disks["s1r0"].tear())
+    listed: list[list[int]] = []
+    for i in range(1, 30):
+        at_s = killed_s + 1.0 + 0.1 * i
+        swarm.at(at_s, lambda: listed.append([h.round for h in swarm.process("s1r0").node.state.advert.holds]))
+    check(swarm)
+    assert [1, 2, 3] in listed
+    assert [1, 2] in listed
+    assert [one.round for one in swarm.resumptions if (one.peer, one.source) == ("s1r0", "shard")] == [2]
+
+
 def test_what_a_checkpoint_has_counted_is_not_counted_again_when_its_reply_was_lost() -> None:
     """A microbatch is counted and saved, but its reply is lost. After a crash, the same one arrives again."""
     plan = plan_of((1, 1), steps=12)

@@ -54,6 +54,18 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
     assert said(node) == COMPLETE
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_newcomer_goes_on_at_the_clock_that_the_others_have_when_its_state_arrives(stage: int) -> None:
+    newcomer = f"s{stage}r2"
+    outcome = check(swarm(Fault(5.0, "arrive", (newcomer,)), replicas=(2, 2), steps=40, state_s=10.0))
+    (came,) = outcome.trace.of("resumed", newcomer)
+    taken = outcome.trace.of("inner_step", "s0r0")
+    before = max(h.number("step") for h in taken if h.at_s < 5.0)
+    then = max(h.number("step") for h in taken if h.at_s < came.at_s)
+    assert then - before > 5
+    assert came.number("step") > (before + then) / 2
+
+
 def test_a_guardian_s_weights_that_come_after_the_end_do_not_pass_for_those_of_the_last_step() -> None:
     """They are of round 1 of 5. The node serves the evaluation with them."""
     crashes = [Fault(12.5, "crash", (peer,)) for peer in ("s1r0", "s1r1")]
