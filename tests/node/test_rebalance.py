@@ -18,6 +18,7 @@ from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.node.rebalance import Rebalancer
 from noloco_p2p.ports import Claim
+from noloco_p2p.sim.checkpoints import SimCheckpoints
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import MEASURED, Link, MessageSizes
@@ -279,6 +280,17 @@ def test_a_mover_whose_disk_cannot_be_read_goes_on_without_its_checkpoints() -> 
     outcome = check(swarm)
     assert outcome.nodes[peer].stage == 1
     assert "stale file handle" in str([event.get("message") for event in outcome.trace.of("warning", peer)])
+
+
+def test_a_node_that_starts_with_a_disk_that_cannot_be_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go on from older weights than those of its own checkpoints."""
+
+    async def held(self: SimCheckpoints) -> list[Holding]:
+        raise LocalError("stale file handle")
+
+    monkeypatch.setattr(SimCheckpoints, "held", held)
+    with pytest.raises(LocalError, match="stale file handle"):
+        SimSwarm(plan_of((2, 2), steps=8)).run(limit_s=1000)
 
 
 # --- one decision after another ---------------------------------------------------------------------------------------
