@@ -56,6 +56,7 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_newcomer_goes_on_at_the_clock_that_the_others_have_when_its_state_arrives(stage: int) -> None:
+    """Others pull from it after its first complete outer interval from there on."""
     newcomer = f"s{stage}r2"
     outcome = check(swarm(Fault(5.0, "arrive", (newcomer,)), replicas=(2, 2), steps=40, state_s=10.0))
     (came,) = outcome.trace.of("resumed", newcomer)
@@ -64,6 +65,9 @@ def test_a_newcomer_goes_on_at_the_clock_that_the_others_have_when_its_state_arr
     then = max(h.number("step") for h in taken if h.at_s < came.at_s)
     assert then - before > 5
     assert came.number("step") > (before + then) / 2
+    node = outcome.nodes[newcomer].node.state
+    first = int(came.number("step")) // node.manifest.outer.inner_steps + 2
+    assert node.advert.partner_from_round == first > came.number("round") + 2
 
 
 def test_a_guardian_s_weights_that_come_after_the_end_do_not_pass_for_those_of_the_last_step() -> None:
