@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -14,13 +13,16 @@ from noloco_p2p import humanize
 from noloco_p2p.cli.options import MAX_SEED, ConfigFile, Device, Json, Settings
 from noloco_p2p.core.block_format import WireCodec
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.launch.progress_line import ProgressLine
 
 bench = typer.Typer(help="Measure this machine.", rich_markup_mode=None, no_args_is_help=True)
 
 MAX_S = 86_400.0
 """The longest measurement: a day."""
-Measure = Callable[[], Mapping[str, Any]]
-"""A measurement; returns its figures."""
+STEP_S, MESSAGES_PER_S = 0.1, 2_000
+"""Limits for announcing long measurements: least time of a step of a swarm and its baseline, most messages a second."""
+Measure = Callable[[ProgressLine], Mapping[str, Any]]
+"""A measurement; returns its figures, and may tell the line how far it is."""
 
 
 @bench.command("pipeline")
@@ -33,7 +35,8 @@ def bench_pipeline(
     one thread."""
     from noloco_p2p.lab.bench import pipeline
 
-    _report(lambda: pipeline.run(microbatches, seconds), as_json, seconds + 2 * pipeline.BASELINE_S)
+    least_s = seconds + 2 * pipeline.BASELINE_S
+    _report("a 2 x 2 swarm and single processes", lambda _: pipeline.run(microbatches, seconds), as_json, least_s)
 
 
 @bench.command("transport")
@@ -41,7 +44,7 @@ def bench_transport(as_json: Json = False) -> None:
     """Measure the transport against raw TCP. The figures are MiB/s, and the latency of a small call."""
     from noloco_p2p.lab.bench import transport
 
-    _report(transport.run, as_json)
+    _report("the transport and raw TCP", transport.run, as_json)
 
 
 @bench.command("baseline")
@@ -68,7 +71,8 @@ def bench_baseline(
     given = settings.read(config, os.environ, set or (), {"--steps": ("steps", steps)})
     given = given.above(baseline.DEFAULTS)
     plan = baseline.make_plan(kind, replicas, given.manifest(), given.node())
-    _report(lambda: baseline.run(plan), as_json)
+    what = f"{plan.processes} nodes, then {plan.processes} processes: {plan.manifest.steps:,} steps"
+    _report(what, lambda line: baseline.run(plan, line), as_json, STEP_S * plan.manifest.steps)
 
 
 @bench.command("stage")
@@ -87,7 +91,8 @@ def bench_stage(
     from noloco_p2p.launch import settings
 
     manifest = settings.load(config, os.environ, set or ())[0]
-    _report(lambda: stage.run(device, manifest), as_json)
+    what = f"{humanize.plural(manifest.stages, 'stage')} on {device}"
+    _report(what, lambda line: stage.run(device, manifest, line), as_json)
 
 
 @bench.command("outer")
@@ -95,7 +100,7 @@ def bench_outer(as_json: Json = False) -> None:
     """Measure an outer round: seconds and bytes. The stages have 1M and 50M parameters."""
     from noloco_p2p.lab.bench import outer
 
-    _report(outer.run, as_json)
+    _report("outer rounds of stages with 1M and 50M parameters", outer.run, as_json)
 
 
 @bench.command("monitoring")
@@ -107,7 +112,8 @@ def bench_monitoring(
     """Measure what monitoring costs a node's training. Both the instruments and their readers count."""
     from noloco_p2p.lab.bench import monitoring
 
-    _report(lambda: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
+    what = f"a 2 x 2 swarm in {2 * pairs} windows of {humanize.duration(seconds)}"
+    _report(what, lambda _: monitoring.run(pairs, seconds), as_json, 2 * pairs * seconds)
 
 
 @bench.command("fuzz")
@@ -120,7 +126,7 @@ def bench_fuzz(
     and memory growth."""
     from noloco_p2p.lab.bench import fuzz
 
-    _report(lambda: fuzz.run(messages, seed), as_json)
+    _report(f"{messages:,} messages", lambda line: fuzz.run(line, messages, seed), as_json, messages / MESSAGES_PER_S)
 
 
 @bench.command("flood")
@@ -139,7 +145,7 @@ def bench_flood(
 
     plan = flood.FloodPlan(_names("--kinds", kinds, floods.KINDS), pairs, seconds)
     least_s = 2 * pairs * len(plan.kinds) * (seconds + flood.SETTLE_S)
-    _report(lambda: flood.run(plan), as_json, least_s)
+    _report(f"floods of a 2 x 2 swarm: {kinds}", lambda _: flood.run(plan), as_json, least_s)
 
 
 @bench.command("churn")
@@ -167,7 +173,8 @@ def bench_churn(
     sets = tuple(set or ())
     plan = churn.ChurnPlan(churn.shape_of(nodes), kill_every, minutes, kill_last, seed, seeds, steps, cold, sets)
     plan.check()
-    _report(lambda: churn.run(plan), as_json, 0.0 if steps else 2 * seeds * minutes * 60, says=True)
+    least_s = 0.0 if steps else 2 * seeds * minutes * 60
+    _report(f"{nodes} nodes with and without kills", lambda line: churn.run(plan, line), as_json, least_s)
 
 
 @bench.command("links")
@@ -200,7 +207,9 @@ def bench_links(
     named = _names("--codecs", codecs, get_args(WireCodec))
     plan = links.LinksPlan(mbit, ms, named, shape_of(nodes), seconds, out, tuple(set or ()))
     plan.check()
-    _report(lambda: links.run(plan), as_json, seconds * len(mbit) * len(ms) * len(named), says=True)
+    cases = len(mbit) * len(ms) * len(named)
+    what = f"{nodes} nodes behind lines: {humanize.plural(cases, 'case')}"
+    _report(what, lambda line: links.run(plan, line), as_json, seconds * cases)
 
 
 def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
@@ -211,17 +220,17 @@ def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     return found
 
 
-def _report(measure: Measure, as_json: bool, least_s: float = 0.0, *, says: bool = False) -> None:
-    """Measure and print the figures. `least_s` is the least time that this takes; more than a minute is announced.
+def _report(what: str, measure: Measure, as_json: bool, least_s: float = 0.0) -> None:
+    """Say what is measured, measure it, and print the figures.
 
-    `says`: the measurement reports its progress itself.
+    `least_s`: the least seconds that this takes, if known. More than a minute is announced, and the time left follows
+    from it if the measurement does not tell how far it is.
     """
-    from noloco_p2p.launch.progress_line import ProgressLine
-
-    if least_s > 60:
-        print(f"this takes more than {humanize.duration(least_s)}", file=sys.stderr, flush=True)
-    with nullcontext() if says else ProgressLine(lambda: ("measuring", 0.0), terminal_only=as_json):
-        figures = measure()
+    takes = f"; this takes more than {humanize.duration(least_s)}" if least_s > 60 else ""
+    if takes or not as_json:
+        print(f"measuring {what}{takes}", file=sys.stderr, flush=True)
+    with ProgressLine(terminal_only=as_json, least_s=least_s) as shown:
+        figures = measure(shown)
     for line in [json.dumps(figures, allow_nan=False)] if as_json else _lines(figures, ""):
         print(line)
 

@@ -22,7 +22,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.humanize import figure, plural
 from noloco_p2p.launch import export, homes, run_files
 from noloco_p2p.launch.examples import Example, padded, read_examples
-from noloco_p2p.launch.progress_line import Position, ProgressLine
+from noloco_p2p.launch.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from noloco_p2p.compute.exported_model import ExportedModel
@@ -129,15 +129,11 @@ def _train(
 
     parameters = dict(model.causal.named_parameters())
     optimizer, step, mean, rate = InnerOptimizer(parameters, inner), 0, math.nan, 0.0
-
-    def position() -> Position:
-        loss = f", loss {mean:.4f}" if math.isfinite(mean) else ""  # unknown during the first step
-        return f"step {step:,} of {steps:,}{loss}", step / steps
-
-    with ProgressLine(position):
+    with ProgressLine() as line:
         for step, batch in enumerate(batches, 1):
             loss, tokens = model.nats(batch)
             mean = float(loss.detach()) / tokens
+            line.tell(f"step {step:,} of {steps:,}, loss {mean:.4f}", (step - 1) / steps)
             if not math.isfinite(mean):
                 raise LocalError(f"the loss is not finite at step {step}: try a lower --learning-rate")
             backward(loss / tokens)

@@ -15,7 +15,7 @@ CLEAR = "\r\x1b[K"
 """Moves to the beginning of the line and clears it."""
 
 Position = tuple[str, float]
-"""(progress in words, progress as a share of the whole)."""
+"""(progress in words, progress as a share of the whole; 0 while it is unknown)."""
 
 
 def can_rewrite(stream: TextIO) -> bool:
@@ -26,10 +26,19 @@ def can_rewrite(stream: TextIO) -> bool:
 
 
 class ProgressLine:
-    """Inside the `with`, the line is shown. What ends before the first line is due shows nothing."""
+    """Inside the `with`, the line is shown. What ends before the first line is due shows nothing.
 
-    def __init__(self, position: Callable[[], Position], *, terminal_only: bool = False) -> None:
-        self._position = position
+    `least_s`: how long it takes at least, if that is known; the time left until the position has a share.
+    """
+
+    def __init__(
+        self,
+        position: Callable[[], Position] = lambda: ("running", 0.0),
+        *,
+        terminal_only: bool = False,
+        least_s: float = 0.0,
+    ) -> None:
+        self._position, self._least_s = position, least_s
         self._terminal = can_rewrite(sys.stderr)
         self._hidden = terminal_only and not self._terminal
         self._ended = threading.Event()
@@ -54,13 +63,29 @@ class ProgressLine:
         if self._terminal and not self._hidden:
             print(CLEAR, end="", file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Print a line on standard error, above this one."""
+        self.clear()
+        print(text, file=sys.stderr, flush=True)
+
+    def tell(self, words: str, share: float) -> None:
+        """Show this position from now on."""
+        self._position = lambda: (words, share)
+
+    def over(self, words: str, total: int) -> Iterator[int]:
+        """The numbers from 0 to total - 1: each shows how many there were before it."""
+        for done in range(total):
+            self.tell(words, done / total)
+            yield done
+
     def text(self) -> str:
         """The current line: progress, the elapsed time, and an estimate of the time left."""
         words, share = self._position()
         elapsed_s = time.monotonic() - self._began_at
         line = f"{words}, {humanize.duration(round(elapsed_s))} elapsed"
-        left_s = round(elapsed_s / share - elapsed_s) if share else 0
-        return f"{line}, about {humanize.duration(left_s)} left" if left_s > 0 else line
+        left_s = round((elapsed_s / share if share else self._least_s) - elapsed_s)
+        sure = "about" if share else "at least"
+        return f"{line}, {sure} {humanize.duration(left_s)} left" if left_s > 0 else line
 
     def _repeat(self) -> None:
         while not self._ended.wait(TERMINAL_S if self._terminal else FILE_S):

@@ -19,9 +19,10 @@ from noloco_p2p import __version__
 from noloco_p2p.cli import bench, main, node
 from noloco_p2p.config import RunManifest
 from noloco_p2p.lab.bench import pipeline
-from noloco_p2p.launch import cpu_seconds, swarm_summary
+from noloco_p2p.launch import cpu_seconds, progress_line, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.swarm_display import COLUMNS, Display, current_row, deserted, row
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy", "pydantic", "yaml")
@@ -411,22 +412,58 @@ def moment(pid: int, at: float, tokens: float, busy: float, cpu_s: dict[int, flo
     return pipeline.NodeSample(endpoints, MetricsReading(at, samples), cpu_seconds.CpuSeconds(cpu_s, 0.0), 3 * at)
 
 
-@pytest.mark.parametrize(("least_s", "said"), [(59.0, ""), (90.0, "this takes more than 1 min 30 s\n")])
-def test_a_long_measurement_is_announced(least_s: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+LONG = "; this takes more than 1 min 30 s"
+
+
+@pytest.mark.parametrize(
+    ("least_s", "as_json", "said"),
+    [
+        (59.0, True, ""),
+        (59.0, False, "measuring a\n"),
+        *((90.0, json, f"measuring a{LONG}\n") for json in (False, True)),
+    ],
+)
+def test_a_measurement_is_announced(
+    least_s: float, as_json: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     heard: list[str] = []
 
-    def measure() -> dict[str, float]:
+    def measure(line: object) -> dict[str, float]:
         heard.append(capsys.readouterr().err)
         return {"ratio": 0.5}
 
-    bench._report(measure, True, least_s)
+    bench._report("a", measure, as_json, least_s)
     assert heard == [said]
-    assert capsys.readouterr().out == '{"ratio": 0.5}\n'
+    printed = capsys.readouterr().out
+    assert printed == ('{"ratio": 0.5}\n' if as_json else "ratio: 0.5\n")
+
+
+@pytest.mark.parametrize(
+    ("tells", "expected"),
+    [(True, r"sending, \d+ s elapsed, about .* left"), (False, r"running, \d+ s elapsed, at least \d.* left")],
+)
+def test_a_measurement_shows_how_far_it_is(
+    tells: bool, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From what it tells, or else from how long it takes."""
+    monkeypatch.setattr(progress_line, "FILE_S", 0.01)
+    shown = ""
+
+    def measure(line: ProgressLine) -> dict[str, float]:
+        nonlocal shown
+        if tells:
+            line.tell("sending", 1e-9)
+        while not shown.count("\n") > 1:
+            shown += capsys.readouterr().err
+        return {}
+
+    bench._report("a", measure, False, 3600.0)
+    assert re.match(f"measuring a; this takes more than 1 h\n{expected}\n", shown)
 
 
 def test_the_bench_prints_its_figures_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     figures: dict[str, Any] = {"ratio": 2 / 3, "std": None, "stalls_s": [1 / 3, 20000 / 3], "hangs": [], "cold": {}}
-    bench._report(lambda: figures | {"runs": [{"seed": 0, "kinds": {"kill": 3}}]}, False)
+    bench._report("a", lambda _: figures | {"runs": [{"seed": 0, "kinds": {"kill": 3}}]}, False)
     assert capsys.readouterr().out.splitlines() == [
         "ratio: 0.66667",
         "std: –",

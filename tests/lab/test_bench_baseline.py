@@ -273,7 +273,7 @@ def test_microbatches_that_cannot_be_distributed_evenly_are_refused(
 def test_the_command_needs_no_settings_and_applies_given_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = list[baseline.BaselinePlan]()
 
-    def run(plan: baseline.BaselinePlan) -> dict[str, Any]:
+    def run(plan: baseline.BaselinePlan, line: object) -> dict[str, Any]:
         plans.append(plan)
         return {}
 
@@ -320,7 +320,13 @@ def test_the_first_failure_ends_the_bench() -> None:
     waits, fails = Future[baseline.RankFigures](), Future[baseline.RankFigures]()
     fails.set_exception(LocalError("no such file"))
     with pytest.raises(LocalError, match="no such file"):
-        baseline.results([waits, fails])
+        baseline.results([waits, fails], lambda: None)
+
+
+def test_the_first_process_shows_how_many_steps_it_has_taken(tmp_path: Path) -> None:
+    plan = baseline.make_plan("ddp", 1, RunManifest(stages=1, steps=3, inner=ADAMW), CPU)
+    baseline.train(plan, 0, ["P"], tmp_path / "store")
+    assert (tmp_path / "store.steps").stat().st_size == 3
 
 
 def test_errors_of_torch_are_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

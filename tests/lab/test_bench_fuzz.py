@@ -3,11 +3,13 @@
 import random
 
 from noloco_p2p.lab.bench import fuzz
+from noloco_p2p.launch.progress_line import ProgressLine
 
 
 def test_random_messages_do_no_harm() -> None:
-    figures = fuzz.run(400, seed=1)
+    figures = fuzz.run(line := ProgressLine(), 400, seed=1)
     assert figures["sent"] == 400
+    assert line.text().startswith("sending, ")
     assert figures["crashes"] == 0
     assert figures["answers"] > 0, "some messages reach our code"
     assert figures["grown_mib"] < 64

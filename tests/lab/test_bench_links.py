@@ -17,6 +17,7 @@ from noloco_p2p.lab.bench.pipeline import NodeSample
 from noloco_p2p.launch.cpu_seconds import CpuSeconds
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.sim.scenario import Scenario
 
 COSTS = {
@@ -171,7 +172,7 @@ def test_a_real_swarm_is_compared_with_the_simulator(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(links, "Fleet", Recorded)
     plan = LinksPlan((20.0,), (5.0,), shape=(2, 1), seconds=4.0, out=tmp_path / "out", sets=tuple(SMALL[1::2]))
-    found = links.run(plan)
+    found = links.run(plan, ProgressLine())
     (case,) = found["cases"]
     real, simulated = case["real"], case["simulated"]
     assert real["tokens"] > 0

@@ -19,6 +19,7 @@ from noloco_p2p.core.snapshots import FrozenRound, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.bench import stage as bench
+from noloco_p2p.launch.progress_line import ProgressLine
 
 PHASES = ("forward_s", "loss_backward_s", "backward_s", "step_s", "plain_s")
 
@@ -75,7 +76,7 @@ class Slow:
 
 def test_the_cpu_agrees_with_itself_and_everything_takes_time() -> None:
     manifest = make_manifest("llama", 3, dtype="float32")
-    found: dict[str, Any] = bench.run("cpu", manifest, repeats=7)
+    found: dict[str, Any] = bench.run("cpu", manifest, ProgressLine(), repeats=7)
     assert (found["device"], found["stages"], found["tokens"]) == ("cpu", 3, 16)
     assert all(0 < found[phase] < 60 for phase in PHASES)
     assert found["loss_deviation"] <= 1e-6
@@ -98,7 +99,7 @@ def test_the_last_stages_backward_is_the_rest_of_its_combined_pass(monkeypatch: 
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
     batch = stage_timing.random_batch(make_manifest("llama", 2, dtype="float32"))
-    took = bench.measure(stages, batch, lambda: None, torch.device("cpu"), 2)
+    took = bench.measure(stages, batch, lambda: None, torch.device("cpu"), range(2 + bench.WARM_UP))
     assert bench.costs(took, 2) == [
         {"forward_s": 1.0, "backward_s": 2.0, "inner_step_s": 3.0, "snapshot_s": 4.0, "merge_s": 5.0},
         {"forward_s": 10.0, "backward_s": 20.0, "inner_step_s": 30.0, "snapshot_s": 40.0, "merge_s": 50.0},
@@ -126,17 +127,17 @@ def test_one_microbatch_is_timed_by_the_median_of_whole_passes_that_follow_a_fir
 
 def test_a_lossy_codec_shows_in_the_deviation() -> None:
     manifest = make_manifest("llama", 3, dtype="float32", wire={"forward": "bfloat16", "backward": "int8"})
-    found: dict[str, Any] = bench.run("cpu", manifest, repeats=1)
+    found: dict[str, Any] = bench.run("cpu", manifest, ProgressLine(), repeats=1)
     assert 1e-4 < found["gradient_deviation"] < 0.2
 
 
 def test_a_missing_device_is_refused() -> None:
     with pytest.raises(LocalError, match="cuda:63 not found"):
-        bench.run("cuda:63", RunManifest())
+        bench.run("cuda:63", RunManifest(), ProgressLine())
 
 
 def test_the_command_measures_the_run_of_a_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(device: str, manifest: RunManifest) -> dict[str, Any]:
+    def run(device: str, manifest: RunManifest, line: object) -> dict[str, Any]:
         figures = {"stages": manifest.stages, "length": manifest.sequence_length, "device": device}
         return figures | {"stages_costs": [{"forward_s": 0.5}, {"forward_s": 0.25}]}
 

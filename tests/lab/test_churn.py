@@ -20,6 +20,7 @@ from noloco_p2p.lab.sample_stats import quantile
 from noloco_p2p.launch import node_process
 from noloco_p2p.launch.node_probe import MetricsReading
 from noloco_p2p.launch.node_process import NodeProcess
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.observe.report.journals import read_processes
 
 
@@ -333,7 +334,7 @@ def test_a_short_run_with_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(churn_schedule, "PAUSE_S", (0.1, 0.2))
     steps, sets = 100_000, (*SMALL[1::2], "evaluation.every_steps=10", "inner.warmup_steps=10")
     plan = churn.ChurnPlan((2, 2), 1.0, 1.8 / 60, False, 3, 1, steps, False, sets)
-    found = churn.one_run(tmp_path / "run", plan, steps, 3, disturbed=True)
+    found = churn.one_run(tmp_path / "run", plan, steps, 3, ProgressLine(), disturbed=True)
     assert (found["kills"], found["stops"], found["duplicates"], found["crashes"], found["hangs"]) == (1, 0, 0, [], [])
     assert len(found["back_s"]) == len(found["stall_after_kill_s"]) == 1
     places = [read_processes(path.parent) for path in sorted((tmp_path / "run").glob("*/events.jsonl"))]

@@ -13,10 +13,11 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,13 @@ from noloco_p2p.lab.bench.baseline_replica import KINDS, WAIT
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.launch.swarm_summary import summarise
 from noloco_p2p.launch.yaml_entries import Key
 
 TARGET = 1.0
+STEPS = ".steps"
+"""Ending of a file to which the first process of the baseline adds a byte at each step."""
 DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
 """Default settings: the baselines' optimizer, and outer rounds as far apart as DiLoCo's outer steps."""
 
@@ -104,10 +108,10 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(named.split(",") if named else map(str, range(torch.cuda.device_count())))
 
 
-def run(plan: BaselinePlan) -> dict[str, Any]:
+def run(plan: BaselinePlan, line: ProgressLine) -> dict[str, Any]:
     """Measure, and return the figures. Raises LocalError if the swarm or a process of the baseline fails."""
-    swarm, streams = run_swarm(plan)
-    baseline = run_baseline(plan, streams)
+    swarm, streams = run_swarm(plan, line)
+    baseline = run_baseline(plan, streams, line)
     losses = swarm["validation_loss"], baseline["validation_loss"]
     return {
         "bench": "baseline",
@@ -139,9 +143,15 @@ DEFINITIONS = {
 # --- the swarm --------------------------------------------------------------------------------------------------------
 
 
-def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
+def run_swarm(plan: BaselinePlan, line: ProgressLine) -> tuple[dict[str, Any], list[PeerId]]:
     """Run the swarm to its end. Returns its figures and its stage-0 peers. Raises LocalError if it fails earlier."""
     shape = plan.manifest.stages, plan.manifest.start_replicas
+
+    def ended() -> bool:
+        if reading := nodes[0].read_metrics():
+            line.tell("training the swarm", reading.total("inner_steps_total") / plan.manifest.steps / 2)
+        return not any(node.running for node in nodes)
+
     with (
         tempfile.TemporaryDirectory(prefix="noloco-bench-") as scratch,
         Fleet(Path(scratch) / "run", shape, plan.settings()) as fleet,
@@ -150,7 +160,7 @@ def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
         for node, gpu in zip(nodes, plan.gpus, strict=False):
             node.environment = {"CUDA_VISIBLE_DEVICES": gpu}
         fleet.start()
-        fleet.wait(lambda: not any(node.running for node in nodes), "the end of the swarm", math.inf)
+        fleet.wait(ended, "the end of the swarm", math.inf, every_s=1.0)
         found = summarise(nodes, plan.manifest, None, 0.0)
         if not found["completed"]:
             raise LocalError("a node of the swarm left before the run's end")
@@ -161,7 +171,7 @@ def run_swarm(plan: BaselinePlan) -> tuple[dict[str, Any], list[PeerId]]:
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 
-def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
+def run_baseline(plan: BaselinePlan, streams: list[PeerId], line: ProgressLine) -> dict[str, Any]:
     """Figures of the baseline on these streams. If a process fails, ends the others and raises LocalError."""
     threads = str(max(1, cpu_seconds.cores() // plan.processes))
     with (
@@ -169,7 +179,12 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
         workers(plan.processes, OMP_NUM_THREADS=threads, GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo") as pool,
     ):
         store = Path(scratch) / "store"
-        ranks = results([pool.submit(train, plan, rank, streams, store) for rank in range(plan.processes)])
+        (steps := store.with_suffix(STEPS)).touch()
+
+        def waiting() -> None:
+            line.tell("training the baseline", 0.5 + steps.stat().st_size / plan.manifest.steps / 2)
+
+        ranks = results([pool.submit(train, plan, rank, streams, store) for rank in range(plan.processes)], waiting)
     # After the last step all processes have the same weights (`opendiloco`: up to rounding to float16).
     tokens, loss = sum(rank.tokens for rank in ranks), ranks[0].validation_loss
     return {
@@ -179,10 +194,17 @@ def run_baseline(plan: BaselinePlan, streams: list[PeerId]) -> dict[str, Any]:
     }
 
 
-def results(ranks: Sequence[Future[RankFigures]]) -> list[RankFigures]:
-    """The results of all processes, in order. Raises the first failure at once, even if other processes still run."""
-    for done in as_completed(ranks):
-        done.result()
+def results(ranks: Sequence[Future[RankFigures]], waiting: Callable[[], object]) -> list[RankFigures]:
+    """The results of all processes, in order; `waiting` is called every second.
+
+    Raises the first failure at once, even if other processes still run.
+    """
+    pending = set(ranks)
+    while pending:
+        done, pending = wait(pending, 1.0, FIRST_COMPLETED)
+        for rank in done:
+            rank.result()
+        waiting()
     return [rank.result() for rank in ranks]
 
 
@@ -197,7 +219,8 @@ def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path)
     backend = "nccl" if gpu else "gloo"
     distributed.init_process_group(backend, store.as_uri(), WAIT, plan.processes, rank, device_id=gpu)
     try:
-        return _trained(plan, rank, batches, gpu or torch.device("cpu"))
+        with store.with_suffix(STEPS).open("ab", buffering=0) as steps:
+            return _trained(plan, rank, batches, gpu or torch.device("cpu"), steps)
     except RuntimeError as error:
         raise LocalError(f"process {rank} of the baseline has failed: {model_family.one_line(error)}") from error
     finally:
@@ -208,7 +231,9 @@ def train(plan: BaselinePlan, rank: int, streams: Sequence[PeerId], store: Path)
         batches.close()
 
 
-def _trained(plan: BaselinePlan, rank: int, batches: ThreadedBatches, device: torch.device) -> RankFigures:
+def _trained(
+    plan: BaselinePlan, rank: int, batches: ThreadedBatches, device: torch.device, steps: FileIO
+) -> RankFigures:
     model, (_, mine) = KINDS[plan.kind](plan.manifest, device), plan.share(rank)
     tokens = 0
     with asyncio.Runner() as runner, closing(model):
@@ -217,6 +242,7 @@ def _trained(plan: BaselinePlan, rank: int, batches: ThreadedBatches, device: to
         for step in range(1, plan.manifest.steps + 1):
             read = [runner.run(batches.next()) for _ in range(plan.manifest.microbatches_per_step)]
             tokens += model.inner_step(step, [read[index] for index in mine])
+            steps.write(b"." if rank == 0 else b"")
         distributed.barrier()
         seconds = time.perf_counter() - began
     return RankFigures(tokens, seconds, model.held_out_loss(list(batches.validation())))

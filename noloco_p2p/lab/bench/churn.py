@@ -4,7 +4,6 @@ Real `noloco-node` processes on loopback. Everything is observed from outside: i
 of each inner step), journals, metrics and summaries.
 """
 
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from noloco_p2p.lab.bench.churn_schedule import Disturbance, kill_nodes, kill_st
 from noloco_p2p.lab.bench.churn_watch import BEGIN_S, ChurnWatch
 from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, TICK_S, Fleet
 from noloco_p2p.lab.sample_stats import mean_and_std, quantile
-from noloco_p2p.launch.progress_line import Position, ProgressLine
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.node.guardian import EVERY_STEPS
 
 TARGETS = {"hangs": 0, "duplicates": 0, "stall_p95_s": 5.0, "loss_ratio": 1.02, "rounds_lost": EVERY_STEPS}
@@ -84,23 +83,24 @@ def shape_of(text: str) -> tuple[int, int]:
     return int(stages), int(replicas)
 
 
-def run(plan: ChurnPlan) -> dict[str, Any]:
+def run(plan: ChurnPlan, line: ProgressLine) -> dict[str, Any]:
     """Measure, and return the figures. Raises LocalError if nodes do not even start."""
     with tempfile.TemporaryDirectory(prefix="noloco-churn-") as scratch:
-        return _measured(plan, Path(scratch))
+        return _measured(plan, Path(scratch), line)
 
 
-def _measured(plan: ChurnPlan, scratch: Path) -> dict[str, Any]:
+def _measured(plan: ChurnPlan, scratch: Path, line: ProgressLine) -> dict[str, Any]:
     cold, steps = {}, plan.steps
     if plan.cold or steps is None:
         # The targets are for both shapes on one machine, so both are measured if the plan has one of them.
         for name in COLD_TARGETS_S if plan.cold and plan.nodes in COLD_TARGETS_S else [plan.nodes]:
+            line.tell(f"{name}: all nodes are killed at once and started again", 0.0)
             cold[name] = cold_restart(scratch / f"cold-{name}", replace(plan, shape=shape_of(name)))
         steps = steps or max(1, int(cold[plan.nodes]["steps_per_s"] * 60 * plan.minutes))
     runs: list[dict[str, Any]] = []
     for seed in range(plan.seed, plan.seed + plan.seeds):
         churned, calm = (
-            one_run(scratch / f"{half}-{seed}", plan, steps, seed, disturbed=half == "churned") for half in HALVES
+            one_run(scratch / f"{half}-{seed}", plan, steps, seed, line, disturbed=half == "churned") for half in HALVES
         )
         ratio = loss_ratio(churned, calm)
         del churned["curve"], calm["curve"]
@@ -108,28 +108,24 @@ def _measured(plan: ChurnPlan, scratch: Path) -> dict[str, Any]:
     return figures(plan, steps, runs, cold if plan.cold else {})
 
 
-def one_run(run_dir: Path, plan: ChurnPlan, steps: int, seed: int, *, disturbed: bool) -> dict[str, Any]:
+def one_run(
+    run_dir: Path, plan: ChurnPlan, steps: int, seed: int, line: ProgressLine, *, disturbed: bool
+) -> dict[str, Any]:
     """Run a swarm to its end, disturbed or not, and compute its figures."""
     number = 2 * (seed - plan.seed) + (1 if disturbed else 2)
     what = f"run {number} of {2 * plan.seeds}, seed {seed}, {'churned' if disturbed else 'undisturbed'}"
     done: list[Disturbance] = []
-
-    def position() -> Position:
-        return f"{what}: step {fleet.step:,} of {steps:,}", fleet.step / steps
-
-    def say(line: str) -> None:
-        shown.clear()
-        print(f"{what}: {line}", file=sys.stderr, flush=True)
-
-    with plan.fleet(run_dir, steps, seed) as fleet, ProgressLine(position) as shown:
+    with plan.fleet(run_dir, steps, seed) as fleet:
         fleet.start()
         fleet.wait(lambda: all(node.active for node in fleet.nodes.values()), "all nodes to train", BEGIN_S)
         began = time.time()
         disturb = kill_stages if plan.kill_last else kill_nodes
         schedule = disturb(fleet, generator(seed, "", "churn"), plan.kill_every_s)
-        watch = ChurnWatch(fleet, steps, say)
+        watch = ChurnWatch(fleet, steps, lambda text: line.say(f"{what}: {text}"))
         while not watch.over:
             fleet.tick()
+            share = (number - 1 + fleet.step / steps) / (2 * plan.seeds)
+            line.tell(f"{what}: step {fleet.step:,} of {steps:,}", share)
             now = time.time()
             if disturbed and now < began + 60 * plan.minutes and not watch.near_the_end(now):
                 done += filter(None, [next(schedule)])
@@ -147,8 +143,7 @@ def cold_restart(run_dir: Path, plan: ChurnPlan) -> dict[str, Any]:
 
     Only measures the speed if the plan asks for no cold restart.
     """
-    what = f"{plan.nodes}: all nodes are killed at once and started again"
-    with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet, ProgressLine(lambda: (what, 0.0)):
+    with plan.fleet(run_dir, ENDLESS_STEPS, plan.seed) as fleet:
         fleet.start()
 
         def settled() -> bool:

@@ -31,6 +31,7 @@ from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.lab.bench.transport import FAR, MIB, NEAR, PEER, RUN, SMALL, BenchPeer, identity, make_transport
+from noloco_p2p.launch.progress_line import ProgressLine
 
 METHODS = ("Propagate", "Evaluate", "Stripe", "FetchSnapshot", "FetchState", "Progress", "Describe", "Warm")
 REQUESTS = [b"GET /status?name[]=a HTTP/1.1\r\nHost: node\r\nAccept: text/plain\r\n\r\n", b"HEAD /sd HTTP/1.0\r\n\r\n"]
@@ -120,7 +121,7 @@ class Target:
             await asyncio.gather(*(send() for _ in range(AT_ONCE)))
 
 
-async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int]:
+async def measure(home: Path, messages: int, seed: int, line: ProgressLine) -> dict[str, float | int]:
     """See `run`."""
     target, telemetry, transport = Target(home, seed), PrometheusTelemetry(2), make_transport(FAR, MIB)
     libp2p: Any = target
@@ -142,12 +143,13 @@ async def measure(home: Path, messages: int, seed: int) -> dict[str, float | int
             began = time.thread_time()
             await asyncio.sleep(TICK_S)
             stall_s = max(stall_s, time.thread_time() - began)
+            line.tell("sending", target.ends["sent"] / messages)
         meeting.result()
     return {"stall_ms": 1e3 * stall_s, "grown_mib": (rss_bytes() - before) / MIB, **target.ends}
 
 
-def run(messages: int = 10_000, seed: int = 0) -> dict[str, float | int]:
+def run(line: ProgressLine, messages: int = 10_000, seed: int = 0) -> dict[str, float | int]:
     """Measure, and return how the messages ended. `stall_ms`: most CPU time between two ticks of the event loop."""
     with tempfile.TemporaryDirectory() as folder:
-        figures: dict[str, float | int] = uvloop.run(measure(Path(folder), messages, seed))
+        figures: dict[str, float | int] = uvloop.run(measure(Path(folder), messages, seed, line))
         return figures

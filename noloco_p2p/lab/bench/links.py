@@ -10,7 +10,6 @@ per stage.
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -108,7 +107,7 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
     return found
 
 
-def run(plan: LinksPlan) -> dict[str, Any]:
+def run(plan: LinksPlan, line: ProgressLine) -> dict[str, Any]:
     """Measure, and return the figures. Also write a page and a plot to `plan.out` after each case.
 
     Raises ConfigError if settings are invalid, and LocalError if a swarm fails or the page cannot be written.
@@ -116,22 +115,21 @@ def run(plan: LinksPlan) -> dict[str, Any]:
     runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
     whole = len(runs) * len(plan.rates) * len(plan.delays)
-    with ProgressLine(lambda: (f"{len(cases)} of {whole} cases", len(cases) / whole)) as line:
-        for codec, (manifest, local) in runs.items():
-            with workers(1, OMP_NUM_THREADS="1") as pool:
-                stages = pool.submit(measure_stages, manifest).result()
-            for rate, delay in product(plan.rates, plan.delays):
-                link = f"{rate:g}mbit,{delay:g}ms"
-                real = measure(plan, codec, link)
-                factors = device_factors(real.pop("work"), stages)
-                simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
-                off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
-                found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
-                cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
-                add_gains(cases)
-                write_page(plan.out, nodes, cases)
-                line.clear()
-                print(row_text(cases[-1]), file=sys.stderr, flush=True)
+    for codec, (manifest, local) in runs.items():
+        with workers(1, OMP_NUM_THREADS="1") as pool:
+            stages = pool.submit(measure_stages, manifest).result()
+        for rate, delay in product(plan.rates, plan.delays):
+            line.tell(f"{len(cases)} of {whole} cases", len(cases) / whole)
+            link = f"{rate:g}mbit,{delay:g}ms"
+            real = measure(plan, codec, link)
+            factors = device_factors(real.pop("work"), stages)
+            simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
+            off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
+            found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
+            cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
+            add_gains(cases)
+            write_page(plan.out, nodes, cases)
+            line.say(row_text(cases[-1]))
     worst = max(abs(case[name]) for case in cases for name in ("tokens_off", "bytes_off"))
     found = {"bench": "links", "ratio": worst, "target": TARGET, "nodes": nodes}
     return {**found, "cases": cases, "page": str(plan.out / PAGE), "definitions": DEFINITIONS}
@@ -239,7 +237,7 @@ def measure_stages(manifest: RunManifest) -> StageCosts:
     from noloco_p2p.compute.factory import make_torch_stage
     from noloco_p2p.lab.bench import stage
 
-    costs = stage.run("cpu", manifest)["stages_costs"]
+    costs = stage.run("cpu", manifest, ProgressLine())["stages_costs"]
     stages = [make_torch_stage(manifest, index, "bench", device="cpu", self_test=False) for index in range(len(costs))]
     return [{**each, "parameters": made.state.parameters} for each, made in zip(costs, stages, strict=True)]
 

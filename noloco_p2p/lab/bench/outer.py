@@ -23,6 +23,7 @@ from noloco_p2p.io.transport.allocator import tune_allocator
 from noloco_p2p.lab.bench.transport import FAR, NEAR, PEER, RUN, BenchPeer, make_transport
 from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch
+from noloco_p2p.launch.progress_line import ProgressLine
 
 SHAPES = {"1M": (16, 256), "50M": (12, 2048)}
 """A stage as a number of square matrices, and their side length."""
@@ -62,13 +63,14 @@ async def serve(ready: Callable[[int], None], size: str) -> None:
     await asyncio.Event().wait()
 
 
-async def rounds(size: str, port: int) -> dict[str, Any]:
+async def rounds(size: str, port: int, line: ProgressLine) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one warm-up round, then the bytes of one pull."""
     mine = make_transport(NEAR)
     weights = replica(size, 2)
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
     watch = Stopwatch()
-    for _ in range(ROUNDS + 1):
+    for number in range(ROUNDS + 1):
+        line.tell(f"stage of {size} parameters", (number / (ROUNDS + 1) + [*SHAPES].index(size)) / len(SHAPES))
         with watch.timed("round"):
             with watch.timed("freeze"):
                 vector, frozen = weights.freeze()
@@ -112,12 +114,12 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     return moved
 
 
-def run() -> dict[str, Any]:
+def run(line: ProgressLine) -> dict[str, Any]:
     """Measure both sizes, and return the figures; `ratio`: the larger of bytes over the minimum. Raises LocalError."""
     tune_allocator()
     torch.set_num_threads(1)
     stages = {}
     for size in SHAPES:
         with peer_process(serve, size) as port:
-            stages[size] = uvloop.run(rounds(size, port))
+            stages[size] = uvloop.run(rounds(size, port, line))
     return {"bench": "outer", "ratio": max(s["ratio"] for s in stages.values()), "target": TARGET, "stages": stages}

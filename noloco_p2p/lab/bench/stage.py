@@ -4,7 +4,7 @@ Both are measured on stages as nodes use them: host buffers in, host buffers out
 model in plain torch divided by the time of all stages together, for the forward and backward pass of a microbatch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from noloco_p2p.core.stage_values import Contribution, StepLabel
 from noloco_p2p.lab.bench.baseline_replica import BaselineReplica
 from noloco_p2p.lab.processes import peak_bytes
 from noloco_p2p.lab.sample_stats import Stopwatch
+from noloco_p2p.launch.progress_line import ProgressLine
 
 TARGET = 0.95
 WARM_UP = 3
@@ -29,7 +30,7 @@ COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
 """The keys of each stage in the result of `costs`."""
 
 
-def run(device: str, manifest: RunManifest, repeats: int = 20) -> dict[str, Any]:
+def run(device: str, manifest: RunManifest, line: ProgressLine, repeats: int = 20) -> dict[str, Any]:
     """Measure the stages of a run, one after the other, on one device.
 
     Seconds are medians per microbatch (`forward_s`, `backward_s`: all stages but the last; `loss_backward_s`: the last)
@@ -44,7 +45,8 @@ def run(device: str, manifest: RunManifest, repeats: int = 20) -> dict[str, Any]
     wide = manifest.model_copy(update={"wire": WireSettings(), "compute_dtype": "float32"})
     expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
     whole = BaselineReplica(manifest, chosen)
-    took = measure(stages, batch, lambda: torch.autograd.backward(whole.loss(batch)), chosen, repeats)
+    numbers = line.over("repeating", WARM_UP + repeats)
+    took = measure(stages, batch, lambda: torch.autograd.backward(whole.loss(batch)), chosen, numbers)
     *earlier, last = every = range(manifest.stages)
     seconds = {
         "forward_s": took.median_s(*((stage, "forward_s") for stage in earlier)),
@@ -71,14 +73,14 @@ def run(device: str, manifest: RunManifest, repeats: int = 20) -> dict[str, Any]
 
 
 def measure(
-    stages: Sequence[TorchStage], batch: Batch, plain: Callable[[], None], device: torch.device, repeats: int
+    stages: Sequence[TorchStage], batch: Batch, plain: Callable[[], None], device: torch.device, numbers: Iterable[int]
 ) -> Stopwatch:
     """Repeatedly time a microbatch in all stages and in the plain model, then each stage's step, snapshot and merge.
 
     Stages and plain model take turns, so that both see the machine in the same state.
     """
     watch = Stopwatch(WARM_UP, partial(synchronise, device))
-    for number in range(1, WARM_UP + repeats + 1):
+    for number in (done + 1 for done in numbers):
         _one_pass(stages, batch, MicrobatchId("bench", 1, number), watch)
         with watch.timed("plain_s"):
             plain()

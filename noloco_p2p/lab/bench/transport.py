@@ -30,6 +30,7 @@ from noloco_p2p.io.transport.peer_links import open_links
 from noloco_p2p.lab.processes import peer_process
 from noloco_p2p.lab.sample_stats import Stopwatch
 from noloco_p2p.launch.bootstrap import NullTelemetry
+from noloco_p2p.launch.progress_line import ProgressLine
 from noloco_p2p.ports import Body
 
 MIB = 1 << 20
@@ -137,7 +138,7 @@ async def serve(ready: Callable[[tuple[Advert, int]], None]) -> None:
         await asyncio.Event().wait()
 
 
-async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[str, float]:
+async def measure(places: tuple[Advert, int], rounds: int, calls: int, line: ProgressLine) -> dict[str, float]:
     """All rates and latencies, measured against a far process at these addresses (gRPC, port of bare TCP)."""
     mine = make_transport(NEAR, 2 * TENSOR_BYTES)
     far, port = places
@@ -150,7 +151,7 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[s
     }
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
         connection.setblocking(False)
-        for _ in range(rounds + 1):
+        for _ in line.over("moving tensors", rounds + 1):
             for kind, transfer in transfers.items():
                 with watch.timed(kind):
                     reply = await transfer()
@@ -169,7 +170,7 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int) -> dict[s
     return rates | {"p50_ms": latency_ms[calls // 2], "p99_ms": latency_ms[calls * 99 // 100]}
 
 
-def run(rounds: int = 8, calls: int = 1000) -> dict[str, float]:
+def run(line: ProgressLine, rounds: int = 8, calls: int = 1000) -> dict[str, float]:
     """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of propagate and snapshot, over
     bare TCP) with `target`.
 
@@ -179,7 +180,7 @@ def run(rounds: int = 8, calls: int = 1000) -> dict[str, float]:
     """
     tune_allocator()
     with peer_process(serve) as places:
-        figures = uvloop.run(asyncio.wait_for(measure(places, rounds, calls), 4 * WAIT_S))
+        figures = uvloop.run(asyncio.wait_for(measure(places, rounds, calls, line), 4 * WAIT_S))
     ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
     return {
         **figures,

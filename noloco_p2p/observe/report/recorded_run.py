@@ -10,6 +10,7 @@ from typing import Any
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, in_use, read_json
+from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import MANIFEST
 from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
 from noloco_p2p.observe.report.node_history import Incident, NodeHistory, add_process
@@ -109,12 +110,14 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RecordedRun]:
     ConfigError if there is no readable journal.
     """
     names, found = node_dirs(paths), defaultdict[str, dict[Path, NodeHistory]](dict)
-    for path in paths:
-        of_swarm = homes.kind_of(path) is homes.Home.SWARM
-        for directory in node_dirs([path]):
-            node = _read_node(directory, names[directory])
-            if node.processes:
-                found[clean(path) if of_swarm else f"{node.run_name} {node.run_id[:8]}".strip()][directory] = node
+    with counted("reading journals", len(names)) as advance:
+        for path in paths:
+            of_swarm = homes.kind_of(path) is homes.Home.SWARM
+            for directory in node_dirs([path]):
+                node = _read_node(directory, names[directory])
+                if node.processes:
+                    found[clean(path) if of_swarm else f"{node.run_name} {node.run_id[:8]}".strip()][directory] = node
+                advance()
     if not found:
         raise ConfigError(f"the journals in {', '.join(map(str, paths))} have no readable line; was the run started?")
     own = {name: [path for path in paths if len(found) == 1 or clean(path) == name] for name in found}
