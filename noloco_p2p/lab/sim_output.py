@@ -11,7 +11,7 @@ from noloco_p2p import humanize
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.plotting.plots import CURVE_COLOURS, Bars, Chart, Curve, Plot, save
+from noloco_p2p.observe.plotting.plots import KIND_COLOURS, Bars, Chart, Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.terminal import plain_table
@@ -180,7 +180,7 @@ def _time(found: RunFigures) -> Bars:
     rows = []
     for one in found.stages:
         waits = [(f"idle: {cause}", one.idle.get(cause, 0.0), colour) for cause, colour in colours.items()]
-        rows.append((f"stage {one.stage}", [("in use", one.utilisation or 0.0, Colour.GREEN), *waits]))
+        rows.append((f"stage {one.stage}", [("in use", one.utilisation or 0.0, Colour.BLUE), *waits]))
     return Bars("time", "Time of the nodes in training", rows)
 
 
@@ -198,7 +198,7 @@ def _byte_bars(found: RunFigures) -> Bars:
     """What each node sent and received on average."""
     rows = []
     for way, counts in (("sent", found.traffic.sent_per_node), ("received", found.traffic.received_per_node)):
-        pieces = [(kind, count, CURVE_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
+        pieces = [(kind, count, KIND_COLOURS[n]) for n, (kind, count) in enumerate(counts.items())]
         rows.append((f"{way} {humanize.size_text(sum(counts.values()))}", pieces))
     return Bars("bytes", "Bytes per node, by kind", rows)
 

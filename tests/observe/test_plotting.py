@@ -1,14 +1,18 @@
 """Charts as SVG files: well-formed, equal for equal figures, and complete."""
 
+import itertools
 import math
 import re
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from noloco_p2p.observe.plotting.axes import Axis, Scale, fitted, thin, ticks
+from noloco_p2p.observe.plotting.labels import GAP, spread
 from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Heatmap, Plot, steps, svg
-from noloco_p2p.observe.plotting.svg import Colour
+from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour
 
 NAME = "{http://www.w3.org/2000/svg}"
 CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])
@@ -39,15 +43,46 @@ def test_a_chart_is_self_contained_and_follows_the_readers_colour_scheme(chart: 
 def test_a_curve_has_its_line_its_points_and_its_bars() -> None:
     assert len(drawn(PLOT, "circle")) == 3
     assert len(drawn(PLOT, "path", "error")) == 3
-    # One in the chart, one in the legend.
-    assert len(drawn(PLOT, "path", "line")) == 2
+    assert len(drawn(PLOT, "path", "line")) == 1
     dashed = Plot("d", "D", ("x", "y"), [Curve("d", [1, 2], [1, math.nan], style="dashed")])
     assert len(drawn(dashed, "circle")) == 1, "NaN is left out, and a single point is a dot"
 
 
+def test_several_curves_have_their_names_beside_them_and_no_legend() -> None:
+    ends = [3.0, 3.1, 9.0]
+    plot = Plot("p", "P", ("x", "y"), [Curve(f"curve {end}", [0, 1], [5.0, end]) for end in ends])
+    labels = [group.find(NAME + "text") for group in drawn(plot, "g", "label")]
+    assert [label.text for label in labels if label is not None] == [f"curve {end}" for end in ends]
+    above = [float(label.get("y", "")) for label in labels if label is not None]
+    assert above[2] < above[1] < above[0]
+    assert above[0] - above[1] >= GAP - 0.1
+    colours = [each.get("class", "").split()[1] for each in drawn(plot, "path", "line")]
+    leaders = [each.get("class", "").split()[1] for each in drawn(plot, "path", "leader")]
+    assert colours == leaders == [f"s{colour}" for colour in SERIES_COLOURS[:3]]
+    left = [float(label.get("x", "")) for label in labels if label is not None]
+    wide = float(ElementTree.fromstring(svg(plot)).get("width", ""))
+    assert max(left) + CHARACTER * len("curve 3.0") < wide
+
+
+@given(st.lists(st.floats(-50, 250), max_size=30), st.floats(1, 20))
+def test_labels_are_apart_in_order_and_within_the_chart(wanted: list[float], gap: float) -> None:
+    found = spread(wanted, gap, 0.0, 200.0)
+    order = sorted(range(len(wanted)), key=lambda n: (wanted[n], found[n]))
+    least = min(gap, 200.0 / max(1, len(wanted) - 1))
+    assert all(found[after] - found[before] >= least - 1e-6 for before, after in itertools.pairwise(order))
+    assert all(-1e-6 <= place <= 200 + 1e-6 for place in found)
+
+
+def test_labels_move_no_further_than_they_must() -> None:
+    assert spread([150.0, 20.0], 13.0, 0.0, 200.0) == [150.0, 20.0]
+    assert spread([50.0, 50.0, 120.0], 10.0, 0.0, 200.0) == [45.0, 55.0, 120.0]
+    assert spread([199.0, 199.0], 10.0, 0.0, 200.0) == [190.0, 200.0]
+    assert spread([], 10.0, 0.0, 200.0) == []
+
+
 def test_all_of_many_points_are_drawn() -> None:
     many = Curve("many", range(1_000), [n % 7 for n in range(1_000)], style="points")
-    assert len(drawn(Plot("m", "M", ("x", "y"), [many]), "circle")) == 1_000 + 1, "one in the legend"
+    assert len(drawn(Plot("m", "M", ("x", "y"), [many]), "circle")) == 1_000
 
 
 def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
@@ -55,7 +90,7 @@ def test_a_heatmap_has_a_cell_for_each_value_and_a_bar_of_colours() -> None:
     assert [each.findtext(NAME + "title") for each in cells[:2]] == ["1", "2"]
     assert len(cells) > 30
     assert len(drawn(HEAT, "path", "cross")) == 1
-    assert len(drawn(HEAT, "circle")) == 2, "one in the grid, one in the legend; points outside are left out"
+    assert len(drawn(HEAT, "circle")) == 1, "points outside are left out"
 
 
 def test_bars_are_divided_into_shares_and_have_one_legend() -> None:

@@ -26,6 +26,7 @@ from noloco_p2p.io.telemetry.journal import NAME, EventFiles, Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.launch import run_files
 from noloco_p2p.launch.node_probe import KEY_LOCK
+from noloco_p2p.observe.plotting.svg import Colour
 from noloco_p2p.observe.plotting.time_bins import Increment, TimeBins
 from noloco_p2p.observe.report import series
 from noloco_p2p.observe.report.journals import read_processes
@@ -265,7 +266,7 @@ def test_kills_and_restarts_are_shown_in_the_life_of_a_node(run: RecordedRun) ->
     (svg,) = [svg for svg in parsed(render(run)).findall(".//svg") if svg.get("aria-label") == "Lives of the nodes"]
     assert len(svg.findall(".//path[@class='cross']")) == 2
     assert len(svg.findall(".//line[@class='start']")) == 1, "starts before the training are not on the axis"
-    assert svg.findall(".//rect[@class='f0']/title")[0].text == "0-0: finished, " + _span(
+    assert svg.findall(f".//rect[@class='f{Colour.SLATE}']/title")[0].text == "0-0: finished, " + _span(
         histories["s0r0"].processes[0].spans, run.training_at
     )
 

@@ -9,10 +9,11 @@ from journal_lines import line
 
 from noloco_p2p.io.telemetry.journal import NAME
 from noloco_p2p.observe.plotting.axes import LEFT, MAX_POINTS, PAGE_SIZE, RIGHT, TOP
+from noloco_p2p.observe.plotting.labels import label_width
 from noloco_p2p.observe.plotting.plots import BAR_LEFT
 from noloco_p2p.observe.plotting.svg import SERIES_COLOURS, Colour
 from noloco_p2p.observe.report import charts, recorded_run
-from noloco_p2p.observe.report.charts import BINS, MAX_ROWS, NATS, Panel, RunCharts
+from noloco_p2p.observe.report.charts import BINS, MAX_ROWS, NATS, ChartLine, Panel, RunCharts
 
 BOTTOM = PAGE_SIZE[1] - 36.0
 """The y of 0 in a chart of the page."""
@@ -45,6 +46,12 @@ def legend(panel: Panel) -> list[tuple[str, Colour]]:
     return [(key.label, key.colour) for key in panel.legend]
 
 
+def labels(panel: Panel) -> list[tuple[str, Colour]]:
+    """What stands beside the lines, and the colour of the stroke to each."""
+    found = [(one.findtext("text", ""), one.find("path")) for one in drawn(panel).findall(".//g[@class='label']")]
+    return [(text, Colour(int(path.get("class", "").split("s")[-1]))) for text, path in found if path is not None]
+
+
 def about(*box: float) -> object:
     return pytest.approx(box, abs=0.11)
 
@@ -66,11 +73,13 @@ def losses(replica: int, steps: int = 2) -> list[bytes]:
 def test_every_replica_has_a_curve_and_the_validation_is_their_mean(tmp_path: Path) -> None:
     panel = charts_of(tmp_path, n0_0=losses(0), n0_1=losses(1)).loss()
     assert (panel.title, panel.note) == ("Loss", NATS)
-    assert legend(panel) == [("n0-0", SERIES_COLOURS[0]), ("n0-1", SERIES_COLOURS[1]), ("validation", Colour.INK)]
+    assert labels(panel) == [("n0-0", SERIES_COLOURS[0]), ("n0-1", SERIES_COLOURS[1]), ("validation", Colour.INK)]
+    assert legend(panel) == []
     lines = {one.findtext("title"): one for one in drawn(panel).findall(".//path[@data-v]")}
     assert {name: one.get("data-v") for name, one in lines.items()} == {"n0-0": "4.5 4", "n0-1": "5.5 5"}
     assert lines["n0-1"].get("class") == f"line s{SERIES_COLOURS[1]}"
     single, marked = drawn(panel).findall(".//circle[@data-v='4.5']")
+    assert (single.attrib.pop("data-l"), marked.attrib.pop("data-l")) == ("validation", "")
     assert single.attrib == marked.attrib, "one point is a dot"
     assert single.get("class") == f"f{Colour.INK}"
 
@@ -79,7 +88,7 @@ def test_every_replica_has_a_curve_and_the_validation_is_their_mean(tmp_path: Pa
 def test_many_replicas_share_a_colour(replicas: int, few: bool, tmp_path: Path) -> None:
     panel = charts_of(tmp_path, **{f"n{replica}": losses(replica) for replica in range(replicas)}).loss()
     keys = [(f"n{replica}", SERIES_COLOURS[replica]) for replica in range(replicas)] if few else []
-    assert legend(panel) == [*(keys or [(f"{replicas} replicas", Colour.BLUE)]), ("validation", Colour.INK)]
+    assert labels(panel) == [*(keys or [(f"{replicas} replicas", Colour.BLUE)]), ("validation", Colour.INK)]
     kind = "" if few else " faint"
     classes = [one.get("class") for one in drawn(panel).findall(".//path[@data-v]")]
     assert classes == [f"line s{SERIES_COLOURS[r] if few else Colour.BLUE}{kind}" for r in range(replicas)]
@@ -97,20 +106,23 @@ def test_the_mean_of_a_long_curve_has_a_bounded_number_of_points(tmp_path: Path)
 
 def test_curves_have_axes_that_fit(tmp_path: Path) -> None:
     assert charts.by_step("none", []).get("data-log") is None
-    curve = [("a", Colour.BLUE, [(0.0, 1.0), (40.0, 3.0)]), ("b", Colour.RED, [(0.0, 2.0), (80.0, 1.0), (90.0, 1.5)])]
+    curve = [
+        ChartLine("a", Colour.BLUE, [(0.0, 1.0), (40.0, 3.0)]),
+        ChartLine("b", Colour.RED, [(0.0, 2.0), (80.0, 1.0), (90.0, 1.5)]),
+    ]
     svg = charts.by_step("some", curve)
     assert svg.get("data-x", "").split()[2:] == ["0.0", "90.0"]
     assert [float(end) for end in svg.get("data-y", "").split()[2:]] == pytest.approx([0.0, 3.1])
     assert [float(end) for end in svg.get("data-log", "").split()] == pytest.approx([3**-0.05, 3**1.05])
     low = [float(end) for end in charts.by_step("some", curve, from_zero=False).get("data-y", "").split()[2:]]
     assert low == pytest.approx([0.9, 3.1])
-    reaches_0 = charts.by_step("some", [*curve, ("c", Colour.SKY, [(0.0, 0.0)])])
+    reaches_0 = charts.by_step("some", [*curve, ChartLine("c", Colour.SKY, [(0.0, 0.0)])])
     assert reaches_0.get("data-log") is None, "0 has no logarithm"
 
 
 def test_of_very_many_pieces_the_longest_are_drawn_with_a_bounded_number_of_points() -> None:
-    short = [(f"s{n:03}", Colour.BLUE, [(1.0, float(n)), (2.0, 1.0)]) for n in range(charts.MAX_PIECES)]
-    long = ("a", Colour.RED, [(float(s), 1.0 + s % 7) for s in range(1, 1001)])
+    short = [ChartLine(f"s{n:03}", Colour.BLUE, [(1.0, float(n)), (2.0, 1.0)]) for n in range(charts.MAX_PIECES)]
+    long = ChartLine("a", Colour.RED, [(float(s), 1.0 + s % 7) for s in range(1, 1001)])
     paths = [*charts.by_step("many", [*short, long]).iter("path")]
     assert len(paths) == charts.MAX_PIECES
     assert len(paths[0].get("data-v", "").split()) <= charts.ALL_POINTS // charts.MAX_PIECES
@@ -149,7 +161,7 @@ def test_rounds_are_stacked_where_they_ended(tmp_path: Path) -> None:
     assert found["alone: 1"] == [about(LEFT + 3.05 * column, BOTTOM - 2 * one, 0.9 * column, one)]
     assert found["partner: 3"] == [about(LEFT + 49.05 * column, BOTTOM - 3 * one, 0.9 * column, 3 * one)]
     assert found["odd: 1"] == [about(LEFT + 49.05 * column, BOTTOM - 4 * one, 0.9 * column, one)]
-    assert legend(panel) == [("partner", Colour.GREEN), ("alone", Colour.RED), ("odd", Colour.GREY)]
+    assert legend(panel) == [("partner", Colour.BLUE), ("alone", Colour.RED), ("odd", Colour.GREY)]
 
 
 def test_the_life_of_each_node_is_a_row_in_minutes_since_training_began(tmp_path: Path) -> None:
@@ -200,7 +212,7 @@ def test_nodes_are_stacked_by_state_until_they_leave(tmp_path: Path) -> None:
     did = [line("start", 0.0, stage=0), line("state", 0.0, state="training")]
     paused = [*did, line("state", 75.0, state="paused"), line("end", 150.0)]
     panel = charts_of(tmp_path, a=paused, b=[*did, line("state", 75.0, state="left"), line("end", 150.0)]).membership()
-    assert legend(panel) == [("training", Colour.GREEN), ("paused", Colour.PINK)]
+    assert legend(panel) == [("training", Colour.BLUE), ("paused", Colour.PINK)]
     areas = {one.findtext("title"): one.get("d", "") for one in drawn(panel).findall(".//path")}
     one, half = (BOTTOM - TOP) / (2 * 1.05), across(0.5)
 
@@ -219,7 +231,7 @@ def test_nodes_are_stacked_by_state_until_they_leave(tmp_path: Path) -> None:
 
 def test_lines_over_time_are_in_the_unit_that_suits_them() -> None:
     points = [(0.0, 10.0), (300.0, 20.0)], [(0.0, 40.0), (600.0, 0.0)]
-    svg = charts.over_time("t", [("a", Colour.BLUE, points[0]), ("b", Colour.RED, points[1])], 600.0)
+    svg = charts.over_time("t", [ChartLine("a", Colour.BLUE, points[0]), ChartLine("b", Colour.RED, points[1])], 600.0)
     assert svg.get("data-unit") == "minutes since training began"
     assert svg.get("data-x", "").split()[2:] == ["0.0", "10.0"]
     assert [float(end) for end in svg.get("data-y", "").split()[2:]] == [0.0, 42.0]
@@ -230,10 +242,29 @@ def test_lines_over_time_are_in_the_unit_that_suits_them() -> None:
     )
 
 
-def test_only_several_lines_need_a_legend(tmp_path: Path) -> None:
+def test_only_several_lines_need_labels(tmp_path: Path) -> None:
     found = charts_of(tmp_path, a=losses(0))
-    assert legend(found.throughput()) == []
-    assert legend(found.bytes()) == [("received", Colour.BLUE), ("sent", Colour.ORANGE)]
+    assert labels(found.throughput()) == []
+    assert sorted(labels(found.bytes())) == [("received", Colour.BLUE), ("sent", Colour.SLATE)]
+
+
+def test_lines_of_a_stage_share_a_label_in_the_middle_of_those_that_reach_its_end() -> None:
+    ends = [(100.0, 1.0), (100.0, 3.0), (50.0, 9.0)]
+    lines = [ChartLine(f"n{n}", Colour.BLUE, [(0.0, 0.0), end], "stage 0") for n, end in enumerate(ends)]
+    (group,) = charts.by_step("some", lines).findall(".//g[@class='label']")
+    x, y = map(float, group.findall("path")[0].get("d", "")[1:].partition("L")[0].split())
+    assert x == PAGE_SIZE[0] - RIGHT - label_width(["stage 0"])
+    assert y == pytest.approx(BOTTOM - 2.0 / (9.0 * 1.05) * (BOTTOM - TOP), abs=0.5)
+
+
+def test_of_a_long_label_the_end_is_shown() -> None:
+    lines = [ChartLine(name, Colour.BLUE, [(0.0, 0.0), (1.0, 1.0)], name) for name in ("x" * 300 + "-1", "b")]
+    svg = charts.by_step("some", lines)
+    texts = [group.findtext("text", "") for group in svg.findall(".//g[@class='label']")]
+    assert texts[0] == "b"
+    assert texts[1].endswith("xx-1")
+    assert 10 < len(texts[1]) < 25
+    assert float(svg.get("data-x", "").split()[1]) > PAGE_SIZE[0] / 2
 
 
 def test_the_learning_rate_is_that_of_the_node_that_recorded_it_most_often(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from noloco_p2p import humanize
+from noloco_p2p.observe.plotting.labels import LineEnd, draw_labels, label_width
 from noloco_p2p.observe.plotting.svg import Colour, canvas, decimal, element
 
 Scale = Literal["linear", "log", "log2"]
@@ -120,6 +121,8 @@ PAGE_SIZE = 440.0, 220.0
 """Size of a chart in a page: about as wide as a phone, or half a desktop page. The page scales it."""
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 10.0, 10.0, 36.0
 """Margins around the area between the axes."""
+LABELS_SHARE = 0.3
+"""Upper limit on the share of the width that the labels of lines take; of longer ones only the end is shown."""
 Y_TITLE = 16.0
 """Height of the y axis title, which is above the axis."""
 MAX_POINTS = 800
@@ -130,11 +133,19 @@ class Axes:
     """An SVG with two axes and what is drawn between them. Names are shown as tooltips."""
 
     def __init__(
-        self, title: str, x: Axis | None, y: Axis, size: tuple[float, float] = PAGE_SIZE, left: float = LEFT
+        self,
+        title: str,
+        x: Axis | None,
+        y: Axis,
+        size: tuple[float, float] = PAGE_SIZE,
+        left: float = LEFT,
+        labels: Sequence[str] = (),
     ) -> None:
+        """`labels`: of the lines, which get room to the right of the axes."""
         self.svg = canvas(title, *size)
         self._x, self._y = x or Axis("", 0.0, 1.0), y
-        self._left, self._right = left, size[0] - RIGHT
+        self._left, self._right = left, size[0] - RIGHT - label_width(labels, LABELS_SHARE * size[0])
+        self._ends: list[LineEnd] = []
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
         self._cells = False
         """Whether there are coloured cells below, so that what is drawn next needs a border."""
@@ -162,23 +173,30 @@ class Axes:
         """Whether a point is within both axes."""
         return self._x.holds(x) and self._y.holds(y)
 
-    def line(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS, kind: str = "") -> None:
+    def line(
+        self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS, kind: str = "", label: str = ""
+    ) -> None:
         """A line through at most `most` of the points; a single point is a dot. `kind`: an additional class."""
         thinned = thin(points, most)
         if len(thinned) == 1:
-            self.dots(thinned, colour, name)
+            self.dots(thinned, colour, name, label=label)
         elif thinned:
             path = self._path(thinned)
             if self._cells:
                 element(self.svg, "path", d=path, class_="halo")
-            self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **self._values(thinned))
+            about = self._about(thinned, colour, label)
+            self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **about)
 
-    def dots(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS // 4) -> None:
+    def dots(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS // 4, label: str = "") -> None:
         """A dot at each of at most `most` of the points."""
         rim = " halo" if self._cells else ""
         for x, y in thin(points, most):
-            place = {"cx": self._across(x), "cy": self._up(y)}
-            self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **self._values([(x, y)]))
+            place, about = {"cx": self._across(x), "cy": self._up(y)}, self._about([(x, y)], colour, label)
+            self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **about)
+
+    def write_labels(self) -> None:
+        """Write the labels of the lines and dots beside them."""
+        draw_labels(self.svg, self._ends, self._right, self._top, self._bottom)
 
     def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
         """A vertical bar through each point, of its error in both directions; ends that the axis cannot show are drawn
@@ -248,8 +266,13 @@ class Axes:
         if name:
             element(drawn, "title", name)
 
-    def _values(self, points: Points) -> dict[str, str]:
-        return {"data_v": " ".join(f"{y:.4g}" for _, y in points)} if self._measured else {}
+    def _about(self, points: Points, colour: Colour, label: str) -> dict[str, str]:
+        """The values and the label of what is drawn, for a page's script."""
+        if label:
+            self._ends.append(LineEnd(label, colour, self._across(points[-1][0]), self._up(points[-1][1])))
+        if not self._measured:
+            return {}
+        return {"data_v": " ".join(f"{y:.4g}" for _, y in points), "data_l": label}
 
     def _across(self, x: float) -> float:
         return self._left + self._x.position(x) * (self._right - self._left)

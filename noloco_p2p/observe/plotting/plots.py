@@ -9,6 +9,7 @@ from typing import Self
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting import svg as drawing
 from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, Axes, Axis, Points, Scale, fitted
+from noloco_p2p.observe.plotting.labels import label_width
 from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, Element, LegendKey, LineStyle, element
 
 WIDTH, HEIGHT = 640.0, 330.0
@@ -18,7 +19,8 @@ COLOUR_STEPS = 64
 BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
 NARROWEST_LABELLED = 34.0
 """A piece of a bar that is at least this wide shows its share as text."""
-CURVE_COLOURS = (*SERIES_COLOURS, Colour.YELLOW, Colour.GREY)
+KIND_COLOURS = [Colour[name] for name in ["BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY"]]
+"""Colours of the pieces of bars, and of curves over a heatmap, which only their colours tell apart."""
 MAX_MARKED, MAX_DOTS = 40, 5_000
 """Upper limits on the points of a line that gets a dot at each, and on the dots of a set of points."""
 COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -113,25 +115,31 @@ def svg(chart: Chart) -> str:
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
         return drawing.document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
     axes, *colour_bar = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
-    coloured = list(zip(chart.curves, itertools.cycle(CURVE_COLOURS), strict=False))
-    for curve, colour in coloured:
+    colours = KIND_COLOURS if colour_bar else SERIES_COLOURS
+    for curve, colour in zip(chart.curves, itertools.cycle(colours), strict=False):
         _draw(axes, curve, colour)
-    keys_of_curves = [LegendKey(curve.label, colour, curve.style) for curve, colour in coloured]
-    return drawing.document(chart.title, [axes.svg, *(each.svg for each in colour_bar)], keys_of_curves)
+    axes.write_labels()
+    return drawing.document(chart.title, [axes.svg, *(each.svg for each in colour_bar)])
 
 
 def _plot(plot: Plot) -> Axes:
     x = fitted(plot.axes[0], [x for curve in plot.curves for x in curve.x], plot.scales[0])
     extents = [y for curve in plot.curves for y in curve.extent()]
     y = fitted(plot.axes[1], extents, plot.scales[1], from_zero=plot.from_zero)
-    return Axes(plot.title, x, y, (WIDTH, HEIGHT))
+    return _axes(plot, x, y, WIDTH)
+
+
+def _axes(chart: Plot | Heatmap, x: Axis, y: Axis, width: float) -> Axes:
+    """Axes of this width, with room for the labels of the curves beside them."""
+    labels = [curve.label for curve in chart.curves]
+    return Axes(chart.title, x, y, (width + label_width(labels), HEIGHT), labels=labels)
 
 
 def _heatmap(chart: Heatmap) -> list[Axes]:
     """The cells, and the colour bar. The grid need not be even: borders lie halfway between its points."""
     columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
     x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
-    axes = Axes(chart.title, x, y, (WIDTH - COLOUR_BAR, HEIGHT))
+    axes = _axes(chart, x, y, WIDTH - COLOUR_BAR)
     known = [value for row in chart.values for value in row if value is not None]
     values = fitted(chart.axes[2], known)
     for row, cells in zip(rows, chart.values, strict=True):
@@ -149,9 +157,11 @@ def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
         axes.error_bars(list(zip(curve.x, curve.y, strict=True)), curve.error, colour)
     if curve.style != "points":
         kind = "dashed" if curve.style == "dashed" else ""
-        axes.line(steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind)
+        axes.line(
+            steps(points) if curve.style == "steps" else points, colour, curve.label, kind=kind, label=curve.label
+        )
     if curve.style == "points" or (curve.style == "line" and len(points) <= MAX_MARKED):
-        axes.dots(points, colour, curve.label, most=MAX_DOTS)
+        axes.dots(points, colour, curve.label, most=MAX_DOTS, label=curve.label)
 
 
 def bars(title: str, rows: Sequence[BarRow], *, width: float = PAGE_SIZE[0], left: float = BAR_LEFT) -> Element:

@@ -13,20 +13,21 @@ from typing import Literal
 from xml.etree import ElementTree
 
 Element = ElementTree.Element
-LineStyle = Literal["line", "dashed", "points", "steps", "filled"]
+LineStyle = Literal["line", "dashed", "points", "steps"]
 
 MARGIN, TITLE = 14.0, 40.0
 """Margin around a chart in its own file, and height of its title."""
 CHARACTER = 6.4
 """Approximate width of a character in a legend."""
 
-Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK", start=0)
+Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK SLATE", start=0)
 """Colours of the style sheet. Each has four classes, with N its number: `sN` is the stroke, `fN` the fill, `bN` the
 background, and `nN` text upon it."""
-SERIES_COLOURS = (Colour.BLUE, Colour.ORANGE, Colour.GREEN, Colour.PINK, Colour.SKY, Colour.RED)
-"""Colours of replicas, stages and curves, given to them in this order."""
-IDLE_COLOURS = (Colour.ORANGE, Colour.SKY, Colour.PINK, Colour.BLUE, Colour.YELLOW, Colour.RED)
-"""Colours of the things that a device waits for; while it works, it is GREEN."""
+SERIES_COLOURS = (Colour.BLUE, Colour.SLATE, Colour.SKY, Colour.GREY)
+"""Colours of replicas, stages and curves, given to them in this order: an accent and its tint, and two greys, because
+labels beside the lines tell them apart."""
+IDLE_COLOURS = (Colour.ORANGE, Colour.SKY, Colour.PINK, Colour.GREEN, Colour.YELLOW, Colour.RED)
+"""Colours of the things that a device waits for; while it works, it has the accent, BLUE."""
 
 Scheme = dict[str, str]
 """Colours by use: `paper`, `card`, `ink`, `soft`, `rule`, `grid`. Those of Colour are in _LIGHT_SERIES and
@@ -36,9 +37,9 @@ LIGHT |= {"rule": "#d5dae0", "grid": "#e3e6ea"}
 DARK: Scheme = {"paper": "#14171a", "card": "#1d2125", "ink": "#e8eaed", "soft": "#a2abb5"}
 DARK |= {"rule": "#3a4149", "grid": "#2c3238"}
 _LIGHT_SERIES = ["#0072b2", "#d55e00", "#009e73", "#b5679a", "#e69f00", "#56b4e9", "#d9c800", "#6b7480"]
-_LIGHT_SERIES += ["#c9ced4", "#1b1f24"]
+_LIGHT_SERIES += ["#c9ced4", "#1b1f24", "#444d56"]
 _DARK_SERIES = ["#4aa3df", "#f0803c", "#2bbf94", "#d490bb", "#f0b429", "#8fd0f7", "#f0e442", "#8a949f"]
-_DARK_SERIES += ["#4a525b", "#e8eaed"]
+_DARK_SERIES += ["#4a525b", "#e8eaed", "#b4bcc5"]
 _BRIGHT = 137.0
 """Text is black on colours at least this bright, and white on others."""
 
@@ -48,6 +49,7 @@ _SHAPES = """
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .faint { stroke-width: 1; opacity: .35; }
 .strong { stroke-width: 2.2; } .dashed { stroke-dasharray: 5 3; } .error { stroke-width: 1; fill: none; }
 .start { stroke-width: 1.2; } .cross { stroke-width: 2; fill: none; } path.halo { stroke-width: 4; fill: none; }
+.leader { stroke-width: .8; opacity: .7; fill: none; }
 """
 _SCHEME = """
 .paper { fill: $paper; } .halo { stroke: $paper; } .title { fill: $ink; } .start, .cross { stroke: $ink; }
@@ -110,7 +112,6 @@ class LegendKey:
 
     label: str
     colour: Colour
-    style: LineStyle = "filled"
 
 
 def document(title: str, parts: Sequence[Element], keys: Sequence[LegendKey] = ()) -> str:
@@ -141,17 +142,7 @@ def _legend(svg: Element, keys: Sequence[LegendKey], top: float, right: float) -
         width = 28 + CHARACTER * len(key.label) + 14
         if x + width > right and x > MARGIN:
             x, y = MARGIN, y + 18
-        _swatch(svg, key, x, y + 8)
+        element(svg, "rect", x=x + 8, y=y + 2, width=12, height=12, class_=f"f{key.colour}")
         element(svg, "text", key.label, x=x + 28, y=y + 12, class_="key")
         x += width
     return y + 18 if keys else top - 8
-
-
-def _swatch(svg: Element, key: LegendKey, x: float, middle: float) -> None:
-    if key.style == "filled":
-        element(svg, "rect", x=x + 8, y=middle - 6, width=12, height=12, class_=f"f{key.colour}")
-    elif key.style == "points":
-        element(svg, "circle", cx=x + 13, cy=middle, r=3, class_=f"f{key.colour}")
-    else:
-        dashed = " dashed" if key.style == "dashed" else ""
-        element(svg, "path", d=f"M{decimal(x)} {decimal(middle)}h22", class_=f"line s{key.colour}{dashed}")

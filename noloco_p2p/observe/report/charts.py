@@ -1,5 +1,6 @@
 """The charts of the page: what each shows of a run, and what its colours mean."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -29,8 +30,8 @@ MAX_ROW_PIECES = 3_000
 MAX_PIECES, ALL_POINTS = 400, 16_000
 """Upper limits on the lines of a chart and on their points together; a replica has a line for each of its processes."""
 STATE_COLOURS = {
-    "training": Colour.GREEN,
-    "finished": Colour.BLUE,
+    "training": Colour.BLUE,
+    "finished": Colour.SLATE,
     "paused": Colour.PINK,
     "draining": Colour.YELLOW,
     "syncing": Colour.SKY,
@@ -40,16 +41,23 @@ STATE_COLOURS = {
     UNKNOWN: Colour.GREY,
 }
 """Colours of states, in the order in which they are stacked."""
-RESULT_COLOURS = {"partner": Colour.GREEN, "stale": Colour.SKY, "other": Colour.ORANGE, "alone": Colour.RED}
+RESULT_COLOURS = {"partner": Colour.BLUE, "stale": Colour.SKY, "other": Colour.ORANGE, "alone": Colour.RED}
 
 NATS = "Nats per token, by step."
 
-Line = tuple[str, Colour, Points]
-"""(name, colour, points)."""
+
+class ChartLine(NamedTuple):
+    """A line of a chart."""
+
+    name: str
+    colour: Colour
+    points: Points
+    label: str = ""
+    """What stands beside it; lines with the same label share it."""
 
 
 class Panel(NamedTuple):
-    """A chart with its heading, the meaning of its colours, and a note below it."""
+    """A chart with its heading, the meaning of colours that have no label, and a note below it."""
 
     title: str
     svg: Markup
@@ -71,19 +79,14 @@ class RunCharts:
         """The loss of every replica of stage 0, and the mean validation loss, by step."""
         nodes = self._run.of_stage(0)
         few = len(nodes) <= len(SERIES_COLOURS)
-        keys = [LegendKey(node.name, SERIES_COLOURS[n] if few else Colour.BLUE) for n, node in enumerate(nodes)]
-        lines: list[Line] = [
-            (key.label, key.colour, piece)
-            for key, node in zip(keys, nodes, strict=True)
+        lines = [
+            ChartLine(node.name, colour, piece, node.name if few else f"{len(nodes)} replicas")
+            for node, colour in zip(nodes, itertools.cycle(SERIES_COLOURS if few else [Colour.BLUE]), strict=False)
             for piece in node.curves["loss"]
         ]
-        validation = self.mean("validation")
-        if validation:
-            lines.append(("validation", Colour.INK, validation))
-            keys.append(LegendKey("validation", Colour.INK))
-        svg = by_step("Loss", lines, from_zero=False, kind="" if few else "faint")
-        shown = keys if few else [LegendKey(f"{len(nodes)} replicas", Colour.BLUE), *keys[len(nodes) :]]
-        return panel(svg, shown, NATS)
+        if validation := self.mean("validation"):
+            lines.append(ChartLine("validation", Colour.INK, validation, "validation"))
+        return panel(by_step("Loss", lines, from_zero=False, kind="" if few else "faint"), (), NATS)
 
     def mean(self, curve: str) -> Points:
         """A curve by step: the mean over the replicas of stage 0, at no more than BINS points."""
@@ -95,8 +98,10 @@ class RunCharts:
 
     def throughput(self) -> Panel:
         """Tokens per second of the swarm."""
-        lines = [("tokens per second", Colour.GREEN, self.rates("tokens"))]
-        return self._over_time("Tokens per second", lines, "The whole swarm, evaluations and waits included.")
+        svg = over_time(
+            "Tokens per second", [ChartLine("tokens per second", Colour.BLUE, self.rates("tokens"))], self._span_s
+        )
+        return panel(svg, (), "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
         """How each stage spent the time while its nodes were training."""
@@ -107,8 +112,8 @@ class RunCharts:
             trained_s, spent = self._run.time_of(stage)
             rest = ("the rest", max(0.0, trained_s - sum(spent.values())), Colour.PALE)
             pieces = [(name, spent.get(name, 0.0), colour) for name, colour in colours.items()]
-            rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.GREEN), *pieces, rest]))
-        legend = {WORKS: Colour.GREEN, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
+            rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.BLUE), *pieces, rest]))
+        legend = {WORKS: Colour.BLUE, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
         note = "Shares of the time for which the nodes of a stage were training."
         return panel(bars("Where the time went", rows), _keys(legend), note)
 
@@ -136,24 +141,23 @@ class RunCharts:
         """How long outer rounds took: mean and longest, over time."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
-        lines = [("mean", Colour.BLUE, mean), ("longest", Colour.ORANGE, largest)]
-        return self._over_time("Seconds per outer round", lines)
+        lines = [ChartLine("mean", Colour.BLUE, mean, "mean"), ChartLine("longest", Colour.SLATE, largest, "longest")]
+        return panel(over_time("Seconds per outer round", lines, self._span_s), (), "")
 
     def by_stage(self, title: str, curve: str, note: str) -> Panel:
         """A curve of every node by step, in the colour of its stage."""
-        colours = {f"stage {stage}": SERIES_COLOURS[stage % len(SERIES_COLOURS)] for stage in self._run.stages}
         lines = [
-            (node.name, colour, piece)
-            for colour, stage in zip(colours.values(), self._run.stages, strict=True)
+            ChartLine(node.name, SERIES_COLOURS[stage % len(SERIES_COLOURS)], piece, f"stage {stage}")
+            for stage in self._run.stages
             for node in self._run.of_stage(stage)
             for piece in node.curves[curve]
         ]
-        return panel(by_step(title, lines), _keys(colours), note)
+        return panel(by_step(title, lines), (), note)
 
     def learning_rate(self) -> Panel:
         """The learning rate by step, of the node that recorded it most often."""
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
-        rates = [("learning rate", Colour.GREY, piece) for piece in longest.curves["learning_rate"]]
+        rates = [ChartLine("learning rate", Colour.BLUE, piece) for piece in longest.curves["learning_rate"]]
         return panel(by_step("Learning rate", rates), (), "By step.")
 
     def membership(self) -> Panel:
@@ -214,31 +218,29 @@ class RunCharts:
 
     def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
-        lines = [("received", Colour.BLUE, self.rates("in")), ("sent", Colour.ORANGE, self.rates("out"))]
-        return self._over_time("Bytes per second", lines, "All nodes together.")
+        ways = (("received", "in", Colour.BLUE), ("sent", "out", Colour.SLATE))
+        lines = [ChartLine(name, colour, self.rates(way), name) for name, way, colour in ways]
+        return panel(over_time("Bytes per second", lines, self._span_s), (), "All nodes together.")
 
     def rates(self, name: str) -> Points:
         """(seconds since training began, growth per second) of a count in `NodeHistory.increments`, over all nodes."""
         return self._bins.rates(each for node in self._run.nodes for each in node.increments[name])
-
-    def _over_time(self, title: str, lines: Sequence[Line], note: str = "") -> Panel:
-        """A panel of `over_time`. It has a legend only for several lines; the title says what a single one is."""
-        legend = [LegendKey(name, colour) for name, colour, _ in lines] if len(lines) > 1 else []
-        return panel(over_time(title, lines, self._span_s), legend, note)
 
     def _stack(self, title: str, found: Sequence[Counter[str]]) -> Axes:
         """Axes for stacked counts."""
         return Axes(title, self._time, Axis("", 0.0, max((counts.total() for counts in found), default=0) * 1.05))
 
 
-def over_time(title: str, lines: Sequence[Line], span_s: float) -> Element:
+def over_time(title: str, lines: Sequence[ChartLine], span_s: float) -> Element:
     """Lines over the time since training began, the first on top. Their x values are seconds."""
     unit_s, time = _time_axis(span_s)
-    highest = max((y for _, _, points in lines for _, y in points), default=0.0)
-    axes = Axes(title, time, Axis("", 0.0, highest * 1.05))
+    highest = max((y for line in lines for _, y in line.points), default=0.0)
+    axes = Axes(title, time, Axis("", 0.0, highest * 1.05), labels=[line.label for line in lines if line.label])
     axes.measure()
-    for name, colour, points in reversed(lines):
-        axes.line([(seconds / unit_s, value) for seconds, value in points], colour, name)
+    for line in reversed(lines):
+        points = [(seconds / unit_s, value) for seconds, value in line.points]
+        axes.line(points, line.colour, line.name, label=line.label)
+    axes.write_labels()
     return axes.svg
 
 
@@ -248,20 +250,22 @@ def _time_axis(span_s: float) -> tuple[float, Axis]:
     return unit_s, Axis(f"{unit} since training began", 0.0, span_s / unit_s, label=lambda value: f"{value:g}")
 
 
-def by_step(title: str, lines: Sequence[Line], *, from_zero: bool = True, kind: str = "") -> Element:
+def by_step(title: str, lines: Sequence[ChartLine], *, from_zero: bool = True, kind: str = "") -> Element:
     """The longest MAX_PIECES of the lines, by step. Those in INK are bold and have dots; others have class `kind`."""
-    lines = sorted(sorted(lines, key=lambda line: -len(line[2]))[:MAX_PIECES], key=lambda line: line[0])
-    points = [point for _, _, some in lines for point in some]
+    lines = sorted(sorted(lines, key=lambda line: -len(line.points))[:MAX_PIECES], key=lambda line: line.name)
+    points = [point for line in lines for point in line.points]
     x = Axis("step", 0.0, max((x for x, _ in points), default=1.0))
     values = [y for _, y in points]
-    axes = Axes(title, x, fitted("", values, from_zero=from_zero))
+    labels = [line.label for line in lines if line.label]
+    axes = Axes(title, x, fitted("", values, from_zero=from_zero), labels=labels)
     axes.measure(fitted("", values, "log") if values and min(values) > 0 else None)
     most = max(ALL_POINTS // MAX_PIECES, min(MAX_POINTS, ALL_POINTS // max(1, len(lines))))
-    for name, colour, some in lines:
-        axes.line(some, colour, name, most=most, kind="strong" if colour is Colour.INK else kind)
-    for name, colour, some in lines:
-        if colour is Colour.INK:
-            axes.dots(some, colour, name)
+    for line in lines:
+        how = "strong" if line.colour is Colour.INK else kind
+        axes.line(line.points, line.colour, line.name, most=most, kind=how, label=line.label)
+    for line in (line for line in lines if line.colour is Colour.INK):
+        axes.dots(line.points, line.colour, line.name)
+    axes.write_labels()
     return axes.svg
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,8 @@ from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
 from noloco_p2p.launch.settings import single_values
 from noloco_p2p.observe.plotting.axes import Points
-from noloco_p2p.observe.plotting.svg import DARK, LIGHT, SERIES_COLOURS, LegendKey, stylesheet
-from noloco_p2p.observe.report.charts import NATS, Line, Panel, RunCharts, by_step, over_time, panel
+from noloco_p2p.observe.plotting.svg import DARK, LIGHT, SERIES_COLOURS, stylesheet
+from noloco_p2p.observe.report.charts import NATS, ChartLine, Panel, RunCharts, by_step, over_time, panel
 from noloco_p2p.observe.report.journals import clean
 from noloco_p2p.observe.report.node_history import NodeHistory
 from noloco_p2p.observe.report.recorded_run import RecordedRun, read_runs
@@ -152,16 +153,18 @@ def _share(part: float, whole: float) -> str:
 
 def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     """Several runs compared: curves in common charts, figures side by side, and the settings in which they differ."""
-    keys = [LegendKey(name, SERIES_COLOURS[n % len(SERIES_COLOURS)]) for n, name in enumerate(runs)]
     charts = [RunCharts(run) for run in runs.values()]
     span_s = max(run.ended_at - run.training_at for run in runs.values())
 
-    def lines(found: list[Points]) -> list[Line]:
-        return [(key.label, key.colour, points) for key, points in zip(keys, found, strict=True)]
+    def lines(found: list[Points]) -> list[ChartLine]:
+        colours = itertools.cycle(SERIES_COLOURS)
+        return [
+            ChartLine(name, colour, points, name) for name, colour, points in zip(runs, colours, found, strict=False)
+        ]
 
     losses = {"Loss": "loss", "Validation loss": "validation"}
     panels = [
-        panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), keys, NATS)
+        panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), (), NATS)
         for title, curve in losses.items()
     ]
     tokens = over_time("Tokens per second", lines([one.rates("tokens") for one in charts]), span_s)
@@ -175,7 +178,7 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     different = [row for row in different if len(set(row[1:])) > 1][:MAX_SETTINGS]
     if different:
         tables.append(("Settings that differ", ("", *runs), different))
-    sections = [("Training", [*panels, panel(tokens, keys, "")], []), ("Runs", [], tables)]
+    sections = [("Training", [*panels, panel(tokens, (), "")], []), ("Runs", [], tables)]
     return {"name": f"{len(runs)} runs", "sections": sections, "run": None}
 
 
