@@ -1,6 +1,7 @@
 """`noloco top`: the whole swarm on one screen, with one sentence about it, from the statuses of its nodes."""
 
 import asyncio
+import itertools
 import json
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
-from noloco_p2p.humanize import DASH, compact, elapsed, finite, plain, plural, short_id
+from noloco_p2p.humanize import DASH, compact, elapsed, figure, finite, plain, plural, short_id
 from noloco_p2p.launch.progress_line import can_rewrite
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
@@ -25,11 +26,14 @@ FINDINGS_SHOWN = 3
 STAGES_SHOWN = 12
 NODES_SHOWN = 200
 """Rows if the height is unknown; a terminal shows as many as fit."""
-WIDE = 120
-"""Width in columns from which the nodes' hosts are shown."""
-HOST_CHARACTERS = 24
-COLUMNS = ("node", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for")
-LEGEND = f"rate: tokens/s; rounds: {', '.join(map('/'.join, ROUNDS))}; pwait: partner wait"
+COLUMNS = (
+    *("node", "host", "st", "state", "step", "inner", "rate", "rounds", "pwait", "B/s", "spread", "loss", "waits for"),
+)
+FROM_WIDTH = {"inner": 120, "pwait": 120, "B/s": 100, "spread": 100, "host": 80}
+"""Width of the screen from which a column is shown; the others always are."""
+HOST_CHARACTERS = 15, 24
+"""Upper limits on the width of a host, on a screen without and with all columns. An IPv4 address takes up to 15."""
+LEGEND, PWAIT = f"rate: tokens/s; rounds: {', '.join(map('/'.join, ROUNDS))}", "; pwait: partner wait"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
 """Asks all nodes again on every call. Raises PeerError if no node answers."""
@@ -138,10 +142,10 @@ def render(found: Overview, height: int | None, note: str = "", width: int = ter
     # Each sentence may take two lines, each table has a header line, and three more lines are between and below them.
     taken = 2 * len(head) + min(len(found.stages), STAGES_SHOWN) + 7
     rows = NODES_SHOWN if height is None else max(1, height - taken)
-    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width >= WIDE)]
+    parts: list[RenderableType] = [*head, Text(), stages, Text(), _nodes_table(found.nodes[:rows], width)]
     if len(found.nodes) > rows:
         parts.append(Text(f"and {plural(len(found.nodes) - rows, 'node')} more"))
-    return Group(*parts, Text(LEGEND, style="dim"))
+    return Group(*parts, Text(LEGEND + PWAIT * (width >= FROM_WIDTH["pwait"]), style="dim"))
 
 
 def _stages_table(stages: Sequence[Row]) -> Table:
@@ -154,26 +158,26 @@ def _stages_table(stages: Sequence[Row]) -> Table:
     return table
 
 
-def _nodes_table(nodes: Sequence[Row], hosts: bool) -> Table:
-    columns = (COLUMNS[0], *["host"] * hosts, *COLUMNS[1:])
+def _nodes_table(nodes: Sequence[Row], width: int) -> Table:
+    shown = [FROM_WIDTH.get(column, 0) <= width for column in COLUMNS]
+    columns = itertools.compress(COLUMNS, shown)
     table = terminal.plain_table(columns, ("node", "host", "state", "rounds", "waits for"))
     # On a narrow screen, rich shrinks wrapping columns first. So only this one may wrap; its text is cut off instead.
     table.columns[-1].no_wrap = False
     for node in nodes:
         # Text rather than markup, so that nothing a node says about itself is interpreted.
-        first, *others = cells(node)
-        row = (first, *[plain(node["host"] or DASH, HOST_CHARACTERS)] * hosts, *others)
+        row = itertools.compress(cells(node, HOST_CHARACTERS[all(shown)]), shown)
         texts = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row]
         table.add_row(*texts, style=None if node["answers"] else "dim")
     return table
 
 
-def cells(node: Row) -> tuple[str, ...]:
+def cells(node: Row, host_characters: int) -> tuple[str, ...]:
     """A node's row, in the order of COLUMNS."""
-    stage, state = node["stage"], line(node["state"])
-    place = (short_id(node["peer"]), DASH if stage is None else str(stage), state)
+    stage, host = node["stage"], plain(node["host"] or DASH, host_characters)
+    place = (short_id(node["peer"]), host, DASH if stage is None else str(stage), line(node["state"]))
     if not node["answers"]:
-        return *place, *[DASH] * (len(COLUMNS) - 4), f"silent: {line(node['failure'])}"
+        return *place, *[DASH] * (len(COLUMNS) - 5), f"silent: {line(node['failure'])}"
     wait, results = node["waits_for"], ROUNDS[any(map(node["rounds"].get, ("all", "some")))]
     return (
         *place,
@@ -183,8 +187,8 @@ def cells(node: Row) -> tuple[str, ...]:
         "/".join(compact(node["rounds"].get(result)) for result in results),
         _short(node["partner_wait_s"]),
         compact(node["bytes_per_s"]),
-        _fixed(node["replica_std"], ".1e"),
-        _fixed(node["loss"], ".2f"),
+        DASH if node["replica_std"] is None else figure(_bounded(node["replica_std"]), 2),
+        DASH if node["loss"] is None else f"{_bounded(node['loss']):.2f}",
         "" if wait is None else line(f"{_short(wait['since_s'])} {short_id(wait['whom'])}: {wait['what']}"),
     )
 
@@ -195,9 +199,9 @@ def _whole(value: float) -> str:
     return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
 
 
-def _fixed(value: float | None, form: str) -> str:
-    """A number of bounded width; a dash if it is unknown."""
-    return DASH if value is None else f"{min(finite(value), 9999.0):{form}}"
+def _bounded(value: float) -> float:
+    """A number that takes a bounded width."""
+    return min(finite(value), 9999.0)
 
 
 def _short(seconds: float) -> str:

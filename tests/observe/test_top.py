@@ -56,21 +56,22 @@ def test_a_healthy_swarm_is_shown_as_one_sentence_stages_and_nodes() -> None:
     found = _overview(swarm())
     assert found.sentence == found.progress
     assert found.severity == "ok"
-    drawn = _drawn(found)
+    drawn = _drawn(found, width=120)
     assert drawn[0] == "training: step 1,234 of 5,000 (25 %), 9 nodes, 6.15k tokens/s, loss 2.31"
     assert drawn[2:4] == ["stage replicas tokens/s states", "    0        3    6.15k 3 training"]
-    assert drawn[7].split() == ["node", "st", "state", "step", "inner", "rate", *top.COLUMNS[6:11], "waits", "for"]
+    assert drawn[7].split() == [*top.COLUMNS[:-1], "waits", "for"]
     rows = [row.split() for row in drawn[8:17]]
-    assert [(row[0], row[1]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
-    assert rows[0] == ["12D3…xS0R0", "0", "training", "1234", "1230", "2.05k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
-    assert rows[8][5] == "2.05k", "a later stage is measured in the same way, not by the speed of its device"
+    assert [(row[0], row[2]) for row in rows] == [(f"12D3…xS{s}R{r}", str(s)) for s in range(3) for r in range(3)]
+    assert rows[0][:2] == ["12D3…xS0R0", "192.0.2.1"]
+    assert rows[0][2:] == ["0", "training", "1234", "1230", "2.05k", "11/0/0/1", "0.0s", "0", "–", "2.31"]
+    assert rows[8][6] == "2.05k", "a later stage is measured in the same way, not by the speed of its device"
 
 
 def test_rounds_with_all_replicas_are_labelled() -> None:
     nodes = {name: with_figures(one, rounds={"all": 11, "some": 2, "alone": 1}) for name, one in swarm(1, 1).items()}
     drawn = _drawn(_overview(nodes))
     (row,) = (row.split() for row in drawn if row.startswith("12D3…"))
-    assert row[top.COLUMNS.index("rounds")] == "11/2/1"
+    assert "11/2/1" in row
     assert "all/some/alone" in " ".join(drawn[-2:])
 
 
@@ -115,16 +116,43 @@ def test_a_swarm_that_trains_is_well_even_if_a_finding_warns_of_something() -> N
     assert (found.sentence, found.severity) == (found.progress, "ok")
 
 
-def test_a_wide_screen_shows_the_host_of_each_node() -> None:
+def test_narrow_screens_keep_the_columns_that_say_most() -> None:
+    heads = {
+        width: next(row for row in _drawn(_overview(swarm(2, 1)), width=width) if row.startswith("node ")).split()
+        for width in (120, 119, 100, 99, 80, 79)
+    }
+    assert heads[120] == [*top.COLUMNS[:-1], "waits", "for"]
+    assert heads[119] == heads[100] == [name for name in heads[120] if name not in ("inner", "pwait")]
+    assert heads[99] == heads[80] == [name for name in heads[100] if name not in ("B/s", "spread")]
+    assert heads[79] == [name for name in heads[80] if name != "host"]
+    legends = ["pwait: partner wait" in "\n".join(_drawn(_overview(swarm(2, 1)), width=width)) for width in (120, 119)]
+    assert legends == [True, False]
+    nodes = {"S0R0": waiting(swarm(2, 1)["S0R0"], *gradient_of(1, 0, 5, 20.0)), "S1R0": swarm(2, 1)["S1R0"]}
+    row = next(row for row in _drawn(_overview(nodes), width=80) if row.startswith("12D3…xS0R0"))
+    assert row.endswith("20s 12D3…xS1R0: gradi…")
+
+
+@pytest.mark.parametrize(
+    ("std", "shown"), [(0.0, "0"), (1.234e-5, "0.000012"), (0.0123, "0.012"), (1.234e-9, "1.2e-09"), (1e300, "9,999")]
+)
+def test_the_spread_is_written_as_in_the_report(std: float, shown: str) -> None:
+    nodes = {"S0R0": with_figures(swarm(1, 1)["S0R0"], replica_std=std)}
+    drawn = _drawn(_overview(nodes), width=120)
+    (row,) = (row.split() for row in drawn if row.startswith("12D3…"))
+    assert row[top.COLUMNS.index("spread")] == shown
+
+
+def test_the_host_of_each_node_is_shown() -> None:
     nodes = swarm(2, 2)
     nodes["S0R1"] = with_advert(nodes["S0R1"], metrics="")
     nodes["S1R0"] = silent(with_advert(nodes["S1R0"], metrics=f"http://{'long.' * 9}org:9100/metrics"), "refused")
-    drawn = _drawn(_overview(nodes), width=top.WIDE)
+    drawn = _drawn(_overview(nodes), width=120)
     rows = [row.split() for row in drawn if row.startswith("12D3…")]
     assert [row[1] for row in rows] == ["192.0.2.1", "–", "long.long.long.long.lon…", "192.0.2.2"]
     assert drawn[-6].split()[:3] == ["node", "host", "st"]
     assert [len(row) for row in rows[:2]] == [12, 12], "no other column is lost"
-    assert not any("192.0.2." in row for row in _drawn(_overview(nodes)))
+    rows = [row.split() for row in _drawn(_overview(nodes), width=80) if row.startswith("12D3…")]
+    assert [row[1] for row in rows] == ["192.0.2.1", "–", "long.long.long…", "192.0.2.2"]
 
 
 def test_findings_are_shown_on_top_in_their_colour() -> None:
@@ -159,9 +187,9 @@ def test_a_node_is_shown_with_what_it_waits_for() -> None:
     nodes["S1R0"] = silent(nodes["S1R0"], "Connection refused" * 4)
     cut = next(row for row in _drawn(_overview(nodes)) if row.startswith("12D3…xS1R0"))
     assert len(cut) == terminal.WIDTH
-    assert cut.split()[1:4] == ["1", "training", "–"], "only the last column is cut"
+    assert cut.split()[2:5] == ["1", "training", "–"], "only the last column is cut"
     row = next(row for row in drawn if row.startswith("12D3…xS1R0"))
-    assert row.split()[1:4] == ["1", "training", "–"]
+    assert row.split()[2:5] == ["1", "training", "–"]
     assert row.endswith("silent: Connection refused")
     assert "    1        3     4.1k 1 silent, 2 training" in drawn
 
