@@ -86,12 +86,11 @@ class WeightRestorer:
         return True
 
     def keep_up(self) -> None:
-        """Take over the others' clock, as after a copy, if this one is more than an outer interval behind: under
-        `balanced`, the other replicas of stage 0 would wait for each of these steps."""
+        """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the
+        other replicas of stage 0 would wait for each of these steps."""
         node, clock = self._node, self._clock_of_others()
         mates = self._swarm.members.of_stage(node.index, membership.TRAINED)
-        behind = clock - node.advert.step > node.manifest.outer.inner_steps
-        if behind and self._swarm.inquiry.answering(mates, membership.TRAINED):
+        if clock > node.advert.step + 1.0 and self._swarm.inquiry.answering(mates, membership.TRAINED):
             node.update(step=self._latest_step(node.advert.step, clock))
 
     async def open_data(self, checkpoint: Checkpoint | None = None) -> None:

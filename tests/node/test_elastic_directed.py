@@ -399,6 +399,19 @@ def test_under_balanced_nobody_waits_for_an_origin_that_pauses() -> None:
     assert max(after - before for before, after in pairwise(steps)) < 3.0
 
 
+@pytest.mark.parametrize("down_s", [2.0, 4.0])
+def test_under_balanced_nobody_waits_for_the_steps_that_a_replica_lost_when_it_restarted(down_s: float) -> None:
+    """It is less than an outer interval behind, or more. The others took 24 inner steps in 20 s, or none in 15 s."""
+    outer = {"rule": "noloco", "inner_steps": 20}
+    plan = plan_of((2, 2), steps=100, every_steps=20, routing="balanced", outer=outer)
+    killed_s = times(check(FaultySwarm(plan)), "inner_step", "s0r1")[37]
+    swarm = killed(plan, killed_s, ["s0r1"], down_s)
+    outcome = check(swarm)
+    [(source, came_s)] = [(one.source, one.at_s) for one in swarm.resumptions]
+    assert source == "shard"
+    assert sum(came_s < at_s < came_s + 20.0 for at_s in times(outcome, "inner_step", "s0r0")) > 35
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_under_balanced_nobody_waits_for_a_newcomer_that_fetches_its_weights(stage: int) -> None:
     donor, newcomer = f"s{stage}r0", f"s{stage}r1"
