@@ -17,7 +17,7 @@ from noloco_p2p.config import (
     RunManifest,
 )
 from noloco_p2p.core.messages import Activation, Advert, LossSum
-from noloco_p2p.errors import Violation
+from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
@@ -138,6 +138,30 @@ def test_an_evaluation_goes_round_a_replica_whose_losses_make_no_sense(
         assert outcome.trace.of("evaluation", origin), origin
         assert not [e for e in outcome.trace.of("warning", origin) if "was not evaluated" in str(e.get("message"))]
         assert swarm.process(origin).node.state.evaluated_s < 4.0, origin
+
+
+@pytest.mark.parametrize("replicas", [(3, 3), (3, 3, 3)])
+def test_an_evaluation_goes_round_a_replica_that_is_always_busy(
+    replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica trains as it should. Without another one in its place, each evaluation would hold up training until
+    the deadline of a microbatch, which is 10 minutes."""
+    evaluate, busy = SimTransport.evaluate, f"s{len(replicas) - 1}r1"
+
+    async def refused(self: SimTransport, peer: Advert, activation: Activation, claim: Claim) -> LossSum:
+        loss = await evaluate(self, peer, activation, claim)
+        if peer.peer_id == busy:
+            raise Busy("always")
+        return loss
+
+    monkeypatch.setattr(SimTransport, "evaluate", refused)
+    plan = plan_of(replicas, "random", 1)
+    swarm = SimSwarm(plan)
+    outcome = swarm.run(limit_s=300)
+    for origin in ("s0r0", "s0r1", "s0r2"):
+        assert outcome.trace.of("evaluation", origin), origin
+        assert not [e for e in outcome.trace.of("warning", origin) if "was not evaluated" in str(e.get("message"))]
+        assert swarm.process(origin).node.state.evaluated_s < plan.config.limits.linger_s, origin
 
 
 @pytest.mark.parametrize(

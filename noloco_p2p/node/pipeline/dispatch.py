@@ -69,8 +69,8 @@ class Dispatcher:
         """Set when the node has moved to another stage: what is still under way here must not be sent on from there."""
         self.evaluated = 0
         """Number of held-out microbatches that this node's device has evaluated."""
-        self._busy_since: dict[PeerId, float] = {}
-        """Replicas of the next stage → since when they have answered Busy and served nothing."""
+        self._busy_since: dict[tuple[PeerId, bool], float] = {}
+        """(replica of the next stage, in training?) → since when it has answered Busy and served nothing."""
         self._choice = choice = ReplicaChoice(node, swarm, transport.line)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
@@ -132,8 +132,7 @@ class Dispatcher:
         self.evaluated += 1
         if isinstance(result, LossSum):
             return result
-        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
-        return loss
+        return (await self._deliver(replace(task, inputs=result), self._evaluation, left_s))[0]
 
     # --- the retry loop ---------------------------------------------------------------------------------------------
 
@@ -193,8 +192,7 @@ class Dispatcher:
                 continue
             header = replace(header, patient=patient, label=output.label, avoid=output.avoid)
             activation = replace(activation, header=header)
-            call = partial(self._call, policy, activation, header_first, progressed)
-            calls = {peer.peer_id: partial(call, peer) for peer in peers}
+            calls = {a.peer_id: partial(self._call, policy, activation, header_first, progressed, a) for a in peers}
             left = self._asking.begin() if asks else (lambda: None)
             try:
                 with node.span("send") if policy.trains else nullcontext():
@@ -203,7 +201,7 @@ class Dispatcher:
                 left()
             if answer is not None:
                 self._swarm.answered(answer[0])
-                self._busy_since.pop(answer[0], None)
+                self._busy_since.pop((answer[0], policy.trains), None)
                 return answer[1], answer[0]
             if not policy.trains:
                 await self._pause(attempts)
@@ -260,24 +258,27 @@ class Dispatcher:
         return self._swarm.run_ended and now - attempts.alone_since > limits.linger_s
 
     def _note_busy(self, peer: PeerId, attempts: Attempts) -> None:
-        if not attempts.trains:
-            attempts.failure = "busy"
+        node, newest, now, key = self._node, self._swarm.members.get(peer), self._node.now(), (peer, attempts.trains)
+        attempts.failure = attempts.failure if attempts.trains else "busy"
+        if attempts.trains:
+            node.event("busy", direction="out")
+            attempts.busy.add(peer)
+            attempts.busy_at = attempts.busy_at or now
+        if newest is None or (attempts.trains and node.manifest.routing in routing.FREE):
             return
-        node, newest = self._node, self._swarm.members.get(peer)
-        node.event("busy", direction="out")
-        attempts.busy.add(peer)
-        attempts.busy_at = node.now() if attempts.busy_at is None else attempts.busy_at
-        if node.manifest.routing in routing.FREE or newest is None:
+        began = self._busy_since.get(key, now)
+        self._busy_since = {k: t for k, t in self._busy_since.items() if self._swarm.members.get(k[0])} | {key: began}
+        if not attempts.trains:
+            # The next one in order stands in for it, while those that stay for the last evaluations are still there.
+            attempts.skipped += now - began > node.config.limits.linger_s / 2
             return
         # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
         # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
         # So they do if it has left this microbatch's step: its round may be waiting for a replica that needs them.
-        waited_s, began = node.now() - attempts.busy_at, self._busy_since.get(peer, node.now())
-        self._busy_since = {p: at for p, at in self._busy_since.items() if self._swarm.members.get(p)} | {peer: began}
+        waited_s, passed = now - (attempts.busy_at or now), int(newest.step) > attempts.step
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
-        passed = int(newest.step) > attempts.step
-        if passed or fetches or node.now() - began > node.manifest.outer.deadline_s:
-            attempts.failed[peer] = node.now()
+        if passed or fetches or now - began > node.manifest.outer.deadline_s:
+            attempts.failed[peer] = now
 
     def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
         """The error for the calling stage: in training Busy, if replicas answered nothing else."""
