@@ -1,17 +1,24 @@
-"""Replicas that send false data, in runs with real weights: two stages with 8 replicas each, in one process.
+"""Replicas that lie, in runs with real weights: two stages with 8 replicas each, in one process.
 
-An attacker's own node and weights are honest; only what it sends to others is altered. Nodes may also come and go. Run
-as a program, it prints the held-out loss of each run, and how many rounds were clipped:
+An attacker's own node and weights are honest; only what it tells others is altered. Nodes may also come and go. Run as
+a program, it prints for each run the held-out loss of the honest replicas and of their mean weights, what all nodes say
+it is, the inner steps of stage 0, when the last one ended, and how many rounds were clipped:
 
-    python tests/support/attackers.py STEPS SEEDS [ATTACK[*COUNT][/RULE][@FAULTS] …]
+    python tests/support/attackers.py STEPS SEEDS [ATTACK[*COUNT][/RULE][%ROUTING][+long][@FAULTS] …]
+
+An attack is `none`, `silence`, `busy`, or WHAT-CHANGE: what is altered (TENSORS or FIELDS), and how (CHANGES). Several
+are joined by commas.
 """
 
+import asyncio
 import random
+import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -20,17 +27,20 @@ from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.config import NodeConfig
-from noloco_p2p.core.messages import HostTensor, PeerId
+from noloco_p2p.core.messages import Activation, Advert, HostTensor, PeerId
 from noloco_p2p.core.snapshots import Snapshot
 from noloco_p2p.core.stage_values import Contribution
+from noloco_p2p.errors import Busy
 from noloco_p2p.lab.experiments import real_swarm
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage
-from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, TrainingSummary, small_manifest
+from noloco_p2p.lab.experiments.real_swarm import FinishedTraining
+from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, small_manifest
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.telemetry import Trace
-from noloco_p2p.sim.world import peer_id
+from noloco_p2p.sim.world import SimPlan, peer_id
 
-Change = Callable[[Tensor], Tensor]
+Change = Callable[[Any], Any]
 STEP_S = {"noloco": 0.123, "averaged": 0.123, "gossip": 0.2}
 """Virtual seconds of a step, by outer rule."""
 
@@ -47,52 +57,185 @@ def bias(values: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, Change] = {
-    "none": lambda values: values,
     "noise": noise,
     "flip": lambda values: -values,
     "x1000": lambda values: 1000 * values,
+    "x0.001": lambda values: 0.001 * values,
     "1e38": lambda values: torch.full_like(values, 1e38),
     "nan": lambda values: torch.full_like(values, torch.nan),
     "bias": bias,
-    "still": torch.zeros_like,
+    "still": lambda values: 0 * values,
 }
+"""What becomes of a tensor, or of a number."""
+TENSORS = {"vector": ("encode",), "hidden": ("forward",), "gradient": ("backward", "loss_backward")}
+"""Methods of a stage whose results are sent to others."""
+FIELDS = {
+    "labels": ("step",),
+    "rounds": ("outer_round", "round"),
+    "speeds": ("microbatches_per_s", "capacity_per_s", "steps_per_s"),
+    "holds": ("holds",),
+    "losses": ("loss_sum",),
+    "tokens": ("tokens",),
+}
+"""Fields that are altered wherever they occur: in adverts, descriptions, labels, snapshots, states and replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """Who lies, and how, in what kind of run."""
+
+    name: str
+    count: int = 1
+    """How many replicas of each stage lie: the last ones."""
+    rule: str = "noloco"
+    routing: str = "random"
+    long: bool = False
+    """Whether a step takes 2 s and not 0.08 s, and replicas train on while a partner's vector is in transit."""
+    faults: str = ""
+    """See `faults_of`."""
+
+    @classmethod
+    def of(cls, text: str) -> "Attack":
+        """From `ATTACK[*COUNT][/RULE][%ROUTING][+long][@FAULTS]`."""
+        parts = re.fullmatch(r"([^*/%+@]+)(?:\*(\d+))?(?:/(\w+))?(?:%(\w+))?(\+long)?(?:@(\w+))?", text)
+        assert parts is not None, f"{text!r} is no attack"
+        name, count, rule, routing, long, faults = parts.groups()
+        return cls(name, int(count or 1), rule or "noloco", routing or "random", bool(long), faults or "")
+
+    @property
+    def lies(self) -> list[str]:
+        """What the liars do."""
+        return self.name.split(",")
+
+    def changes(self, kinds: dict[str, tuple[str, ...]]) -> dict[str, Change]:
+        """The methods or fields of these `kinds` that the liars alter, and how."""
+        lies = [lie.partition("-") for lie in self.lies]
+        return {name: CHANGES[change] for what, _, change in lies for name in kinds.get(what, ())}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run that has ended. Losses are on held-out text, in nats per token, of the replicas that do not lie."""
+
+    done: FinishedTraining
+    loss: float
+    """Of replica i of each stage together, the mean over all i."""
+    merged: float
+    """Of their mean weights."""
+
+    @classmethod
+    def of(cls, done: FinishedTraining, liars: Collection[PeerId]) -> "Result":
+        """The losses of a run, computed here, because a liar's replies to evaluations may be false."""
+        honest = [[node for node in nodes if node.peer not in liars] for nodes in done.stages]
+        replicas = [[real_swarm._torch_stage(node) for node in nodes] for nodes in zip(*honest, strict=True)]
+        losses = [real_swarm._held_out_loss(stages, done.held_out) for stages in replicas]
+        return cls(done, fmean(losses), real_swarm._merged_loss(honest, done.held_out))
+
+    @property
+    def trace(self) -> Trace:
+        """What happened."""
+        return self.done.outcome.trace
+
+    @property
+    def said(self) -> list[float]:
+        """The held-out losses that the nodes of stage 0 report, sorted."""
+        return sorted(event.number("loss") for event in self.trace.of("evaluation"))
+
+    def __str__(self) -> str:
+        steps = [event.at_s for event in self.trace.of("inner_step") if event.peer.startswith("s0")]
+        rounds, verdicts = (
+            dict(Counter(str(event.get("result")) for event in self.trace.of(kind)))
+            for kind in ("outer_round", "distrusted")
+        )
+        said = f"said {fmean(self.said):.4f} median {median(self.said):.4f}"
+        losses, times = f"loss {self.loss:.4f} merged {self.merged:.4f} {said}", f"{len(steps)} in {max(steps):.1f} s"
+        return f"{losses} {times} {rounds} {verdicts}"
 
 
 class AttackingStage(InstrumentedStage):
-    """The `attackers` alter their vectors (`vector-…`) or the gradients in their replies (`gradient-…`)."""
+    """The `liars` alter the tensors that they send."""
 
-    attack: ClassVar[str] = "none"
-    attackers: ClassVar[Collection[PeerId]] = ()
+    attack: ClassVar[Attack]
+    liars: ClassVar[Collection[PeerId]]
 
     def __init__(self, stage: Any, monitor: Any, me: PeerId) -> None:
         super().__init__(stage, monitor, me)
-        what, _, change = self.attack.rpartition("-")
-        if me not in self.attackers or change == "none":
-            return
-        if what == "vector":
-            self.encode = self._changed_snapshot(CHANGES[change])
-        else:
-            self.backward = self._changed_reply(stage.backward, CHANGES[change])
-            self.loss_backward = self._changed_reply(stage.loss_backward, CHANGES[change])
+        for name, change in self.attack.changes(TENSORS).items() if me in self.liars else ():
+            setattr(self, name, self._lying(getattr(stage, name), change))
 
-    def _changed_snapshot(self, change: Change) -> Callable[..., Snapshot]:
-        def encode(*arguments: Any) -> Snapshot:
-            sent = self.stage.encode(*arguments)
-            return replace(sent, tensors=(changed(sent.tensors[0], change), *sent.tensors[1:]))
-
-        return encode
-
-    def _changed_reply(self, right: Callable[..., Contribution], change: Change) -> Callable[..., Contribution]:
-        def reply(*arguments: Any) -> Contribution:
-            done = right(*arguments)
-            return done if done.grad is None else replace(done, grad=changed(done.grad, change))
-
-        return reply
+    def _lying(self, right: Callable[..., Any], change: Change) -> Callable[..., Any]:
+        return lambda *arguments: with_tensor(right(*arguments), change)
 
 
-def changed(tensor: HostTensor, change: Change) -> HostTensor:
-    """The tensor that is sent instead."""
-    return host_tensor.from_torch(tensor.name, change(host_tensor.to_torch(tensor)))
+def with_tensor(sent: Any, change: Change) -> Any:
+    """The result of a stage's method with another tensor."""
+    match sent:
+        case HostTensor():
+            return host_tensor.from_torch(sent.name, change(host_tensor.to_torch(sent)))
+        case Snapshot():
+            return replace(sent, tensors=(with_tensor(sent.tensors[0], change), *sent.tensors[1:]))
+        case Contribution():
+            return sent if sent.grad is None else replace(sent, grad=with_tensor(sent.grad, change))
+    graph, hidden = sent
+    return graph, with_tensor(hidden, change)
+
+
+def altered(value: Any, change: Change) -> Any:
+    """Another number, or a list of weights held with other rounds and steps."""
+    if isinstance(value, tuple):
+        return tuple(held._replace(round=change(held.round), step=change(held.step)) for held in value)
+    return change(value)
+
+
+class LyingSwarm(FaultySwarm):
+    """The `liars` say false things of themselves and of their work, do not answer, or answer Busy."""
+
+    def __init__(self, plan: SimPlan, faults: tuple[Fault, ...], attack: Attack, liars: Collection[PeerId]) -> None:
+        super().__init__(plan, faults)
+        self._attack, self._liars = attack, liars
+        self._false = attack.changes(FIELDS)
+
+    def start(self, stage: int, replica: int) -> None:
+        """As in `FaultySwarm`."""
+        super().start(stage, replica)
+        process = self.processes[-1]
+        transport, directory, *_ = process.ports
+        call, submit, announce = transport._call, transport._submit, directory.announce
+
+        async def ask(peer: Advert, invoke: Any, deadline_s: float, what: str, **rest: Any) -> Any:
+            if peer.peer_id not in self._liars:
+                return await call(peer, invoke, deadline_s, what, **rest)
+            return self._told(await call(peer, self._answer(what) or invoke, deadline_s, what, **rest))
+
+        async def send(peer: Advert, sent: Activation, *rest: Any) -> Any:
+            header = replace(sent.header, origin=self._told(sent.header.origin))
+            return await submit(peer, replace(sent, header=header), *rest)
+
+        async def tell(advert: Advert, ttl_s: float) -> None:
+            await announce(self._told(advert), ttl_s)
+
+        transport._call = ask  # type: ignore[method-assign]
+        if process.peer in self._liars:
+            transport._submit = send  # type: ignore[assignment,method-assign]
+            directory.announce = tell  # type: ignore[method-assign]
+
+    def _told(self, truth: Any) -> Any:
+        """What a liar says instead."""
+        false = {name: altered(getattr(truth, name), of) for name, of in self._false.items() if hasattr(truth, name)}
+        return replace(truth, **false) if false else truth
+
+    def _answer(self, what: str) -> Callable[..., Coroutine[Any, Any, Any]] | None:
+        """How a liar handles a call, if not as it should. One that is always busy does describe itself."""
+
+        async def never(*_: object) -> None:
+            await asyncio.Event().wait()
+
+        async def busy(*_: object) -> None:
+            raise Busy("always")
+
+        if "silence" in self._attack.lies:
+            return never
+        return busy if "busy" in self._attack.lies and what not in ("describe", "progress") else None
 
 
 def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fault, ...]:
@@ -111,10 +254,11 @@ def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fau
     return ()
 
 
-def train(
-    attack: str, seed: int, steps: int, attackers: int = 1, replicas: int = 8, rule: str = "noloco", faults: str = ""
-) -> tuple[TrainingSummary, Trace]:
-    """A run in which the last `attackers` replicas of each stage attack, and its trace."""
+def train(attack: str, seed: int, steps: int, replicas: int = 8) -> Result:
+    """A run with liars. `attack`: see `Attack.of`."""
+    torch.manual_seed(seed)  # for the noise
+    lies = Attack.of(attack)
+    rule, slower = lies.rule, 25 if lies.long else 1
     manifest = small_manifest(
         32,
         2,
@@ -122,39 +266,34 @@ def train(
         microbatch_size=2,
         microbatches_per_step=1,
         steps=steps,
-        routing="random",
+        routing=lies.routing,
         inner={"peak_learning_rate": 4e-3, "warmup_steps": 10**6},
-        outer={"rule": rule, "inner_steps": 1 if rule == "gossip" else 5},
+        outer={"rule": rule, "inner_steps": 1 if rule == "gossip" else 5, "overlap": lies.long},
         evaluation={"every_steps": None, "microbatches": 32},
     )
-    liars = {peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas - attackers, replicas)}
-    kind = type("Attacking", (AttackingStage,), {"attack": attack, "attackers": liars})
-    happens = faults_of(faults, replicas, steps * STEP_S[rule], seed)
+    liars = {peer_id(stage, replica) for stage in (0, 1) for replica in range(replicas - lies.count, replicas)}
+    kind = type("Attacking", (AttackingStage,), {"attack": lies, "liars": liars})
+    happens = faults_of(lies.faults, replicas, steps * STEP_S[rule] * slower, seed)
     saves = NodeConfig.model_validate({"checkpoint": {"every_steps": 1}, "rebalance": False})
+    costs = Costs(*(slower * seconds for seconds in (0.01, 0.02, 0.005, 0.005)))
     with (
         patch.object(real_swarm, "InstrumentedStage", kind),
-        patch.object(real_swarm, "SimSwarm", lambda plan: FaultySwarm(plan, happens)),
+        patch.object(real_swarm, "SimSwarm", lambda plan: LyingSwarm(plan, happens, lies, liars)),
     ):
-        config = saves if faults == "restart" else CONFIG
-        done = real_swarm._run(TrainingPlan(manifest, (replicas, replicas), seed, config))
-        return done.summary(), done.outcome.trace
+        config = saves if lies.faults == "restart" else CONFIG
+        plan = TrainingPlan(manifest, (replicas, replicas), seed, config, costs=costs)
+        return Result.of(real_swarm._run(plan), liars)
 
 
 def main(steps: int, seeds: int, attacks: list[str]) -> None:
     """Print a line for each attack and seed."""
     for seed in range(1, seeds + 1):
         for attack in attacks:
-            rest, _, faults = attack.partition("@")
-            rest, _, rule = rest.partition("/")
-            name, _, count = rest.partition("*")
             began = time.process_time()
-            done, trace = train(name, seed, steps, int(count or 1), rule=rule or "noloco", faults=faults)
-            verdicts = Counter(str(event.get("result")) for event in trace.of("distrusted"))
-            took = time.process_time() - began
-            losses = f"loss {done.validation_loss:.4f} merged {done.merged_loss:.4f}"
-            sys.stdout.write(f"{attack} seed {seed} {losses} {dict(done.rounds)} {dict(verdicts)} {took:.0f} s\n")
+            sys.stdout.write(f"{attack} seed {seed} {train(attack, seed, steps)}")
+            sys.stdout.write(f" {time.process_time() - began:.0f} s\n")
             sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or ["vector-none"])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or ["none"])
