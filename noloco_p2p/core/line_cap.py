@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
 
+from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
+
 BYTES_PER_MBIT = 125_000
 HELD_S = 0.1
 """Capacity of the bucket, in seconds at its rate. An event loop that wakes up later than this wastes some of it."""
 MESSAGE_S = 0.05
 """The size to which messages on a capped line are limited, in seconds at its rate."""
-MIN_MESSAGE_BYTES = 16_384
-"""Messages are never limited to less than this, an HTTP/2 frame."""
 SHARE = 0.1
 """Minimum share of a busy line for each waiting kind."""
 

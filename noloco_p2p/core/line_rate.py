@@ -12,6 +12,7 @@ from enum import Enum
 from statistics import median
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.wire import PACK_BYTES
 
 PARTS = 128
 """How many of the last transfers in a direction its rate is derived from."""
@@ -39,6 +40,12 @@ FAST_BYTES_PER_S = 100e6
 """How much may wait unsent in the socket of a connection. It is little, because it is sent before everything that is
 written later. On a line of at least FAST_BYTES_PER_S even the larger amount is sent in 10 ms, and the sender need not
 be woken for every 128 KiB."""
+UNSENT_S = 0.1
+"""On a line that takes longer than this for UNSENT_BYTES, only what it sends in UNSENT_S may wait."""
+MESSAGE_S, MIN_MESSAGE_BYTES, UNMEASURED_BYTES = 0.1, 1 << 14, 1 << 16
+"""A message has what the line sends in MESSAGE_S, but at least MIN_MESSAGE_BYTES, an HTTP/2 frame; on a line that has
+not been measured UNMEASURED_BYTES. A receiver sees nothing of a message before all of it is there, and gives up a
+transfer of which it has seen nothing for 5 s: on a line of 5 Mbit/s that carries several bodies, 1 MiB took longer."""
 CONNECTIONS = 16
 FAR_S, FAR_BYTES, PART_BYTES = 0.01, 1 << 16, 3 << 16
 """If its peer is at least FAR_S away, a body uses one more connection for each FAR_BYTES that the line carries in a
@@ -63,9 +70,10 @@ PEERS = 256
 class LineRate:
     """The measured rate of one direction of a line."""
 
-    def __init__(self, share: float, least_s: float = 0.0) -> None:
-        """`share`: the quantile that counts; transfers shorter than `least_s` are combined into one part."""
-        self._share, self._least_s = share, least_s
+    def __init__(self, share: float, least_s: float = 0.0, most: float = math.inf) -> None:
+        """`share`: the quantile that counts; transfers shorter than `least_s` are combined into one part; `most`: the
+        owner's cap, bytes per second."""
+        self._share, self._least_s, self._most = share, least_s, most
         self._pending = (0.0, 0.0)
         """Bytes and seconds of the transfers since the last part."""
         self._moving = 0
@@ -114,7 +122,7 @@ class LineRate:
     def bytes_per_s(self) -> float | None:
         """The rate of this direction; None if nothing has been measured."""
         if self._rate is None and self._parts:
-            self._rate = _quantile(self._parts, self._share)
+            self._rate = min(self._most, _quantile(self._parts, self._share))
         return self._rate
 
     def seconds(self, kinds: Iterable[str]) -> float:
@@ -143,9 +151,10 @@ class Sending(Enum):
 class MeasuredLine:
     """Both directions of a line, and how far away the peers at its other end are."""
 
-    def __init__(self) -> None:
-        self.up = LineRate(UP_SHARE)
-        self.down = LineRate(DOWN_SHARE, MIN_DOWN_S)
+    def __init__(self, most_up: float = math.inf, most_down: float = math.inf) -> None:
+        """`most_up`, `most_down`: the owner's caps, bytes per second."""
+        self.up = LineRate(UP_SHARE, most=most_up)
+        self.down = LineRate(DOWN_SHARE, MIN_DOWN_S, most_down)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
         """For each peer: how many bodies are being sent to it, and when the last one had been sent."""
@@ -251,7 +260,14 @@ class MeasuredLine:
 
 def unsent_bytes(bytes_per_s: float | None) -> int:
     """How much may wait unsent in the socket of a connection on a line of this rate; None: the rate is unknown."""
-    return MORE_UNSENT_BYTES if bytes_per_s is not None and bytes_per_s >= FAST_BYTES_PER_S else UNSENT_BYTES
+    most = UNSENT_BYTES if bytes_per_s is None else int(bytes_per_s * UNSENT_S)
+    return MORE_UNSENT_BYTES if most >= FAST_BYTES_PER_S * UNSENT_S else max(MIN_MESSAGE_BYTES, min(UNSENT_BYTES, most))
+
+
+def message_bytes(bytes_per_s: float | None) -> int:
+    """The most tensor bytes in one message over a line of this rate; None: the rate is unknown."""
+    most = UNMEASURED_BYTES if bytes_per_s is None else int(bytes_per_s * MESSAGE_S)
+    return max(MIN_MESSAGE_BYTES, min(PACK_BYTES, most))
 
 
 def stripe_bytes(nbytes: int, connections: int) -> int:

@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import (
     ASKED_S,
     DOWN_SHARE,
     FAR_S,
     MIN_ASKED,
     MIN_DOWN_S,
+    MIN_MESSAGE_BYTES,
     PART_BYTES,
     PARTS,
     PEERS,
@@ -19,7 +21,9 @@ from noloco_p2p.core.line_rate import (
     LineRate,
     MeasuredLine,
     Sending,
+    message_bytes,
 )
+from noloco_p2p.core.wire import PACK_BYTES
 
 RATE = 1e6
 """Bytes per second of the lines in these tests."""
@@ -95,6 +99,20 @@ def test_the_systems_own_counts_replace_what_writes_suggest() -> None:
     assert line.bytes_per_s == RATE
     line.ended(line.began(3.0), 100 * RATE, 4.0)
     assert (line.bytes_per_s, line.measured_at) == (RATE, 2.0)
+
+
+def test_a_cap_bounds_the_measured_rate() -> None:
+    line = MeasuredLine(most_up=1e6, most_down=3e6)
+    for rate in (line.up, line.down):
+        rate.counted(2_000_000, 1.0, 1.0)
+    assert (line.up.bytes_per_s, line.down.bytes_per_s) == (1e6, 2e6)
+
+
+@pytest.mark.parametrize(
+    ("mbit_per_s", "most"), [(None, 1 << 16), (0.5, MIN_MESSAGE_BYTES), (8, 100_000), (50, 625_000), (1000, PACK_BYTES)]
+)
+def test_a_message_takes_a_tenth_of_a_second_unless_it_is_long(mbit_per_s: float | None, most: int) -> None:
+    assert message_bytes(None if mbit_per_s is None else mbit_per_s * BYTES_PER_MBIT) == most
 
 
 def test_an_aborted_transfer_counts_with_the_bytes_that_moved() -> None:

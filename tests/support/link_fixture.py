@@ -1,6 +1,7 @@
 """A TCP forwarder between two transports whose connections a test cuts or makes half-open."""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -11,6 +12,7 @@ from transport_fixture import advert
 from noloco_p2p.core.messages import Advert
 
 Fault = Literal["cut", "swallow"]
+SEGMENT_BYTES = 1400
 Passage = tuple[float, int]
 """When, on the loop's clock, and how many bytes."""
 
@@ -32,10 +34,17 @@ class Proxy:
     """Forwards to `port`. The n-th connection meets the n-th fault, after its number of bytes from `port`; later
     connections meet none.
 
-    Connections reach `port` from these `hosts` in turn.
+    Connections reach `port` from these `hosts` in turn. With `bytes_per_s`, all of them together carry no more than
+    that in each direction.
     """
 
-    def __init__(self, port: int, *faults: tuple[int, Fault], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
+    def __init__(
+        self,
+        port: int,
+        *faults: tuple[int, Fault],
+        hosts: Sequence[str] = ("127.0.0.1",),
+        bytes_per_s: float | None = None,
+    ) -> None:
         self.wires: list[Wire] = []
         self.passed: tuple[list[Passage], list[Passage]] = [], []
         """What has arrived from connecting peers, and from `port`."""
@@ -44,10 +53,24 @@ class Proxy:
         self._port = port
         self._faults = faults
         self._hosts = hosts
+        self._bytes_per_s = bytes_per_s
+        self._free_at = [0.0, 0.0]
+        """By direction, as in `passed`: when everything that has been read will have passed."""
         self._tasks: list[asyncio.Task[None]] = []
 
+    def _socket(self) -> socket.socket:
+        """With `bytes_per_s`, its buffer is small, and its segments are those of a network."""
+        made = socket.socket()
+        made.setblocking(False)
+        if self._bytes_per_s is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
+        return made
+
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        listening = self._socket()
+        listening.bind(("127.0.0.1", 0))
+        self._server = await asyncio.start_server(self._accept, sock=listening)
         return self
 
     async def __aexit__(
@@ -73,16 +96,20 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = self._hosts[len(self.wires) % len(self._hosts)], 0
+        far = self._socket()
+        far.bind(source)
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=source)
+            await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", self._port))
+            far_reader, far_writer = await asyncio.open_connection(sock=far)
         except ConnectionRefusedError:
+            far.close()
             writer.transport.abort()
             return
         fault = self._faults[len(self.wires)] if len(self.wires) < len(self._faults) else None
         wire = Wire(writer, far_writer)
         self.wires.append(wire)
-        self._tasks.append(asyncio.create_task(self._pump(reader, far_writer, wire, None, self.passed[0])))
-        self._tasks.append(asyncio.create_task(self._pump(far_reader, writer, wire, fault, self.passed[1])))
+        self._tasks.append(asyncio.create_task(self._pump(reader, far_writer, wire, None, 0)))
+        self._tasks.append(asyncio.create_task(self._pump(far_reader, writer, wire, fault, 1)))
 
     async def _pump(
         self,
@@ -90,13 +117,17 @@ class Proxy:
         writer: asyncio.StreamWriter,
         wire: Wire,
         fault: tuple[int, Fault] | None,
-        seen: list[Passage],
+        way: int,
     ) -> None:
-        passed = 0
+        passed, clock = 0, asyncio.get_running_loop().time
         with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
+            while data := await reader.read(1 << 16 if self._bytes_per_s is None else 4 * SEGMENT_BYTES):
                 passed += len(data)
-                seen.append((asyncio.get_running_loop().time(), len(data)))
+                if self._bytes_per_s is not None:
+                    # Whoever comes next waits until this has passed.
+                    self._free_at[way] = max(clock(), self._free_at[way]) + len(data) / self._bytes_per_s
+                    await asyncio.sleep(self._free_at[way] - clock())
+                self.passed[way].append((clock(), len(data)))
                 if fault is not None and passed > fault[0]:
                     self.faulty.set()
                     if fault[1] == "cut":

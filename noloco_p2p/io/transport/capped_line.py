@@ -7,14 +7,15 @@ message being read. So peers are asked to keep their messages short.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MIN_MESSAGE_BYTES, LineCap, LineTurn, Precedence
-from noloco_p2p.core.line_rate import MeasuredLine
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES, MeasuredLine, message_bytes
 from noloco_p2p.core.messages import Header
 from noloco_p2p.io.transport.frame_codec import is_filler
 from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
@@ -42,7 +43,8 @@ class CappedDirection:
     """One direction of a capped line. Uses the running event loop."""
 
     def __init__(self, mbit_per_s: float) -> None:
-        self._cap = LineCap(mbit_per_s * BYTES_PER_MBIT)
+        self.bytes_per_s = mbit_per_s * BYTES_PER_MBIT
+        self._cap = LineCap(self.bytes_per_s)
         self._timer: asyncio.TimerHandle | None = None
         self.message_bytes = min(wire.PACK_BYTES, self._cap.message_bytes)
         """Longest message that keeps the line smooth."""
@@ -82,10 +84,6 @@ class OwnersLine:
         up, down = limits.upload_mbit_per_s, limits.download_mbit_per_s
         self._up = None if up is None else CappedDirection(up)
         self._down = None if down is None else CappedDirection(down)
-        self.message_bytes = wire.PACK_BYTES if self._up is None else self._up.message_bytes
-        """Most tensor bytes in one message that this node sends."""
-        self.wanted_bytes = 0 if self._down is None else self._down.message_bytes
-        """Most tensor bytes that this node would like to receive in one message; 0 for any number."""
         self.whole_bytes = wire.PACK_BYTES if up is None and down is None else MIN_MESSAGE_BYTES
         """Activations with more tensor bytes are announced, so that the header does not wait along with them."""
 
@@ -95,15 +93,22 @@ class OwnersLine:
         identity_only = "grpc.compression_enabled_algorithms_bitset", 1
         self.grpc_options = ("grpc.http2.bdp_probe", 0), identity_only, *(window if down is None else ())
         """gRPC options of every connection."""
-        self.measured = MeasuredLine()
+        self.measured = MeasuredLine(*(math.inf if one is None else one.bytes_per_s for one in (self._up, self._down)))
         """The line as measured on the messages that are not short."""
         self.unsent = UnsentLimit(self.measured.up)
         """Limit on what may wait unsent in each connection."""
         self._acked = AckedBytes(self.measured.up, own)
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Most tensor bytes that this node would like to receive in one message; 0 for any number."""
+        rate = self.measured.down.bytes_per_s
+        return self._down.message_bytes if self._down is not None else message_bytes(rate) if rate else 0
+
     def agreed(self, wanted_bytes: int) -> int:
         """Most tensor bytes in one message to a peer that wants at most `wanted_bytes`, where 0 means any number."""
-        return max(MIN_MESSAGE_BYTES, min(self.message_bytes, wanted_bytes or wire.PACK_BYTES))
+        most = message_bytes(self.measured.up.bytes_per_s) if self._up is None else self._up.message_bytes
+        return max(MIN_MESSAGE_BYTES, min(most, wanted_bytes or wire.PACK_BYTES))
 
     def sender(self, write: Write, rank: Rank = OTHER) -> Write:
         """`write`, but each message waits for its turn, unless it is short."""

@@ -46,8 +46,8 @@ DESCRIBE_S = 5.0
 LONGEST_CALL_S = 3_000.0
 """Longest call with an activation, seconds. A peer that makes no progress ends its call earlier."""
 SILENCE_S = 5.0
-"""Longest time between two messages of a transfer, seconds. A message is at most about 1 MiB, so a peer that is silent
-for longer hangs, or is behind a link slower than 0.2 MiB/s, over which no weights can be moved."""
+"""Longest time between two messages of a transfer, seconds. A measured line sends each in a tenth of a second, or 16
+KiB, so even if many transfers share the line, a peer that is silent for longer hangs."""
 CAPTURE_S = 20.0
 """Longest wait for the first message of a state, seconds: the peer first copies it from its device."""
 RESUMES, RESUME_PAUSE_S = 3, 0.5
@@ -77,7 +77,7 @@ class GrpcTransport:
         limits = limits or LimitSettings()
         self._line = OwnersLine(limits, links.own)
         self._links = links
-        self._metadata = callers.metadata(self._line.wanted_bytes)
+        self._metadata: Callable[[], Any] = lambda: callers.metadata(self._line.wanted_bytes)
         self.line = self._line.measured
         """See `ports.Transport`."""
         bounds = max_body_bytes, limits.microbatch_deadline_s
@@ -139,7 +139,7 @@ class GrpcTransport:
         request = pb.ProgressRequest(microbatches=[pb.MicrobatchId(**one._asdict()) for one in microbatches])
         async with self._calling(peer, "report of progress", timeout_s, control=True) as (channel, seconds):
             began = asyncio.get_running_loop().time()
-            reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata)
+            reply = await NodeStub(channel.channel).Progress(request, timeout=seconds, metadata=self._metadata())
             self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
         self._line.charge(sent=request.ByteSize(), received=reply.ByteSize())
         return message_codec.from_progress(reply, len(microbatches))
@@ -203,7 +203,7 @@ class GrpcTransport:
             number, further = self._further_calls(peer, others, stripe)
             request = reader.request(number)
             self._line.charge(sent=request.ByteSize(), received=0)
-            call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata)
+            call = channel.fetch(reader.method, request, timeout=left_s, metadata=self._metadata())
             read = reading(call.read)
             result, took_s = await fetched.within(call, further, (read, due(read)), (first_s, SILENCE_S, rest_s))
         self._count(direction="in", kind=what, bytes=sum(tensor.data.nbytes for tensor in result.tensors))
@@ -213,7 +213,7 @@ class GrpcTransport:
         """See `ports.Transport`; takes at most 5 s."""
         async with self._calling(peer, "description", DESCRIBE_S, control=True) as (channel, seconds):
             describe, began = NodeStub(channel.channel).Describe, asyncio.get_running_loop().time()
-            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata)
+            reply = await describe(pb.DescribeRequest(), timeout=seconds, metadata=self._metadata())
             self.line.answered(peer.peer_id, asyncio.get_running_loop().time() - began)
         self._count(direction="in", kind="control", bytes=reply.ByteSize())
         said = message_codec.from_description(reply)
@@ -236,7 +236,7 @@ class GrpcTransport:
         at_once = not claim.asked and message_codec.fits_one_message(activation, line.whole_bytes)
         most = self.line.connections(peer.peer_id, size)
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
-            options = {"timeout": seconds, "metadata": self._metadata}
+            options = {"timeout": seconds, "metadata": self._metadata()}
             line.measured.up.carries("activation", size)
             leaves = partial(self._count, direction="out", kind="activation", bytes=size)
             if most > 1 or not at_once:
@@ -249,7 +249,7 @@ class GrpcTransport:
                 number, further = self._further_calls(peer, connections, (what, seconds, duplex_of))
                 turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
-                longest = stripe_bytes(size, len(further)) if number else line.message_bytes
+                longest = stripe_bytes(size, len(further)) if number else size
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
                 sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
@@ -276,7 +276,7 @@ class GrpcTransport:
     ) -> AsyncIterator[Duplex]:
         """A `Stripe` call on a connection of its own, which carries part of the body with this number."""
         async with self._calling(peer, what, seconds, part=part) as (channel, left_s):
-            call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata)
+            call = channel.send_stream("Stripe", timeout=left_s, metadata=self._metadata())
             try:
                 duplex = duplex_of(call)
                 await duplex[0](stripes.to_stripe(number))

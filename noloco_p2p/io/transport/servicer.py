@@ -68,7 +68,6 @@ class GrpcServicer:
         self._replies: dict[_Reply, None] = {}
         """Replies that are being sent or wait for their turn."""
         self._turns = Turns(line.measured)
-        self._grant = to_grant(line.wanted_bytes)
         self._striped = StripedCalls()
         self.handler: Handler | None = None
 
@@ -289,7 +288,7 @@ class GrpcServicer:
                 self._line.receiver(read, rank_of(header, Precedence.ACTIVATION)),
             )
 
-        ask = partial(Patience().writing(context.write), self._grant)
+        ask = partial(Patience().writing(context.write), to_grant(self._line.wanted_bytes))
         incoming = IncomingActivation(header, frames, self._count, duplex(context)[1], ask, patience)
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, duplex))

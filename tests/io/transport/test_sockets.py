@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transport_fixture import LARGE, Node, activation, echo, pair, run
 
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import FAST_BYTES_PER_S, MORE_UNSENT_BYTES, UNSENT_BYTES, LineRate, unsent_bytes
 from noloco_p2p.io.transport import sockets
 from noloco_p2p.io.transport.sockets import COUNT_S, LOOK_S, MIN_COUNT_BYTES, AckedBytes, UnsentLimit
@@ -91,6 +92,8 @@ def test_both_ends_of_every_connection_between_nodes_are_limited() -> None:
 
 def test_the_limit_follows_the_speed_of_the_line() -> None:
     assert unsent_bytes(None) == unsent_bytes(FAST_BYTES_PER_S - 1) == UNSENT_BYTES
+    for megabits in (1, 2, 5, 20):
+        assert unsent_bytes(megabits * BYTES_PER_MBIT) <= 0.25 * megabits * BYTES_PER_MBIT
     rate = LineRate(1.0)
     unsent = UnsentLimit(rate)
 
