@@ -195,16 +195,18 @@ class MeasuredLine:
             return True
         return nbytes / rate > max(SMALL_S, (self.round_trip_s(peer) or 0.0) / 2)
 
-    def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
+    def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False, wanted_bytes: int = 0) -> int:
         """Over how many connections to send a body to a peer: one may have less in flight than the line would carry.
 
-        A line that has not been measured counts as fast. `comes`: the body comes from the peer.
+        A line that has not been measured counts as fast. `comes`: the body comes from the peer. `wanted_bytes`: the
+        most that the peer wants in a message, which says how fast its own line is; 0 for any number.
         """
-        rate, round_trip_s = (self.down if comes else self.up).bytes_per_s, self.round_trip_s(peer) or 0.0
+        rate, round_trip_s = (self.down if comes else self.up).bytes_per_s or math.inf, self.round_trip_s(peer) or 0.0
+        if 0 < wanted_bytes < PACK_BYTES:
+            rate = min(rate, wanted_bytes / MESSAGE_S)
         if round_trip_s < FAR_S:
             return 1
-        most = CONNECTIONS if rate is None else 1 + int(rate * round_trip_s) // FAR_BYTES
-        return min(CONNECTIONS, most, 1 + nbytes // PART_BYTES)
+        return int(min(CONNECTIONS, 1 + rate * round_trip_s // FAR_BYTES, 1 + nbytes // PART_BYTES))
 
     def leaves(self, peer: PeerId) -> None:
         """A body begins to be sent to a peer; `has_left` must follow."""

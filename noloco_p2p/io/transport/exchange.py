@@ -16,8 +16,8 @@ from noloco_p2p.io.transport.stripes import NO_MORE, Duplex
 from noloco_p2p.ports import Claim
 
 T = TypeVar("T")
-Announced = tuple[bytes, Callable[[int], Iterator[bytes]]]
-"""A header, and a function from the most tensor bytes wanted per message (0 for any number) to the body's messages."""
+Announced = tuple[bytes, Callable[[int], tuple[int, Iterator[bytes]]]]
+"""A header, and a function: the tensor bytes wanted per message (0: any number) → (connections to use, messages)."""
 
 
 def to_grant(message_bytes: int) -> bytes:
@@ -234,7 +234,8 @@ class SentActivation(Collected[T]):
         try:
             await write(self._header)
             if (message_bytes := 0 if self._at_once else await self._granted(read)) is not None:
-                self._messages = self._body(message_bytes)
+                connections, self._messages = self._body(message_bytes)
+                self._stripes = self._stripes[:connections]
                 sending.append(asyncio.create_task(self._send(write)))
             return await self.whole(read)
         finally:

@@ -234,7 +234,8 @@ class GrpcTransport:
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         at_once = not claim.asked and message_codec.fits_one_message(activation, line.whole_bytes)
-        most = self.line.connections(peer.peer_id, size)
+        to_use = partial(self.line.connections, peer.peer_id, size)
+        most = to_use()
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata()}
             line.measured.up.carries("activation", size)
@@ -245,20 +246,19 @@ class GrpcTransport:
                 def duplex_of(call: Any) -> Duplex:
                     return line.sender(call.write, out), line.receiver(call.read, back, first_at_once=True)
 
-                connections = channel.at_most(most) if most > 1 else 0
-                number, further = self._further_calls(peer, connections, (what, seconds, duplex_of))
+                stripe = what, seconds, duplex_of
+                number, further = self._further_calls(peer, channel.at_most(most) if most > 1 else 0, stripe)
                 turn = (self._turns.at_once if at_once else self._turns.of)(peer.peer_id, leaves)
                 call = channel.send_stream(method, **options)
                 longest = stripe_bytes(size, len(further)) if number else size
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
-                sent = head, lambda wanted_bytes: body(min(longest, line.agreed(wanted_bytes)))
+                sent = head, lambda wanted: (to_use(wanted_bytes=wanted), body(min(longest, line.agreed(wanted))))
                 return await SentActivation(sent, turn, claim, feed, further, at_once).exchange(call, duplex_of(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)
             line.charge(sent=len(message), received=0)
-            reply = await channel.send_whole(method, message, **options)
-            line.charge(sent=0, received=len(reply))
+            line.charge(sent=0, received=len(reply := await channel.send_whole(method, message, **options)))
             if (result := feed(reply)) is not None:
                 return result
             raise Violation(f"the {what} from {peer.peer_id} is incomplete")

@@ -43,6 +43,7 @@ from noloco_p2p.core.line_rate import (
     FAR_BYTES,
     FAR_S,
     FILLER_BYTES,
+    MESSAGE_S,
     MIN_STRIPE_BYTES,
     PART_BYTES,
     STRIPES,
@@ -52,6 +53,7 @@ from noloco_p2p.core.line_rate import (
 )
 from noloco_p2p.core.messages import Gradient, Header, HostTensor
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
+from noloco_p2p.core.wire import PACK_BYTES
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import callers, capped_line, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
@@ -132,6 +134,10 @@ def test_a_body_uses_as_many_connections_as_its_bytes_in_flight_need() -> None:
     for round_trip_s, connections in ((0.9, 1), (2.1, 3), (100.0, CONNECTIONS)):
         slow.answered(str(round_trip_s), round_trip_s)
         assert slow.connections(str(round_trip_s), MUCH) == connections
+    wanted = int(FAR_BYTES * MESSAGE_S)
+    fresh.answered("E", 2.1)
+    for wanted_bytes, connections in ((0, CONNECTIONS), (wanted, 3), (PACK_BYTES, CONNECTIONS)):
+        assert fresh.connections("E", MUCH, wanted_bytes=wanted_bytes) == connections, "no more than its peer's line"
 
 
 @pytest.mark.parametrize("connections", [1, 2, 5, CONNECTIONS])
@@ -308,7 +314,7 @@ def test_the_reason_of_a_refusal_comes_only_from_the_first_call() -> None:
         reader = GradientReader(activation(AT_ONCE))
         head, body = message_codec.announced(activation(AT_ONCE), 1)
         going = SentActivation(
-            (head, lambda _: body(1 << 16)), nullcontext(), ALONE, reader.feed, [Refused()], at_once=True
+            (head, lambda _: (1, body(1 << 16))), nullcontext(), ALONE, reader.feed, [Refused()], at_once=True
         )
 
         async def read() -> bytes:

@@ -18,7 +18,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
 from noloco_p2p.io.transport import capped_line
 from noloco_p2p.io.transport.capped_line import OwnersLine
-from noloco_p2p.ports import Body
+from noloco_p2p.ports import ALONE, Body
 from noloco_p2p.sim import virtual_time
 
 EXCESS_S = 0.5
@@ -99,6 +99,36 @@ def test_many_peers_without_a_cap_keep_to_the_cap_of_their_receiver(many: str) -
         )
         assert sum(nbytes for _, nbytes in passed) >= len(names) * sent.hidden.data.nbytes
         assert excess_s(passed, rate) <= len(names) * (WINDOW_BYTES / rate + MESSAGE_S) + EXCESS_S
+
+    run(scenario())
+
+
+def test_far_peers_keep_to_the_cap_of_their_receiver() -> None:
+    """They would send each body over sixteen connections, with a window on each, if the cap did not say how slow its
+    line is."""
+    mbit_per_s, sent = 20, activation((4, 128, 1024))
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            hub, others = transport("H", limits=LimitSettings(download_mbit_per_s=mbit_per_s)), [*map(transport, "ABC")]
+            for one in (hub, *others):
+                closing.push_async_callback(one.close)
+                await one.serve(Node(echo))
+                one.line.answered("H", 0.1)
+            proxies = [await closing.enter_async_context(Proxy(hub.port)) for _ in others]
+            await asyncio.gather(
+                *(
+                    one.propagate(
+                        replace(proxy.peer, peer_id="H"),
+                        replace(sent, header=replace(sent.header, microbatch=MicrobatchId(name, 1, 1))),
+                        replace(ALONE, asked=True),
+                    )
+                    for name, one, proxy in zip("ABC", others, proxies, strict=True)
+                )
+            )
+        passed = sorted(one for proxy in proxies for one in proxy.passed[0])
+        assert sum(nbytes for _, nbytes in passed) >= 3 * sent.hidden.data.nbytes
+        assert excess_s(passed, mbit_per_s * BYTES_PER_MBIT) <= EXCESS_S
 
     run(scenario())
 

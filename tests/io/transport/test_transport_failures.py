@@ -473,7 +473,7 @@ def test_a_caller_cancelled_while_its_header_waits_leaves_no_call() -> None:
 
     async def scenario() -> None:
         call = Full()
-        sent = b"header", lambda message_bytes: iter([b"body"])
+        sent = b"header", lambda message_bytes: (1, iter([b"body"]))
         sending = asyncio.create_task(
             SentActivation(sent, nullcontext(), ALONE, lambda reply: reply, (), False).exchange(
                 call, (call.write, call.read)
