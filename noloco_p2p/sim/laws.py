@@ -27,6 +27,7 @@ def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
         rounds_increase(process)
         progress_counts_once(process)
         weights_are_what_was_frozen(process)
+    in_peace_each_counts_once_per_stage(swarm, outcome)
     weights_survive(swarm)
     newcomers_are_no_partners(swarm, outcome)
     nobody_waits_for_ever(swarm, outcome)
@@ -79,6 +80,16 @@ def no_id_counted_twice(process: SimProcess) -> None:
             if loaded is not None:
                 again = loaded.lineage & set(ids)
                 assert not again, f"{process.peer} counted {sorted(again)} again, which its weights already included"
+
+
+def in_peace_each_counts_once_per_stage(swarm: FaultySwarm, outcome: Outcome) -> None:
+    """In a run without faults no id counts at two replicas of a stage: its body goes to the first that grants it."""
+    if swarm.begun or any(process.crashed or process.told_to_leave for process in outcome.processes):
+        return
+    stages = [stage for process in outcome.processes for stage in recording_stages(process)]
+    counted = Counter((stage.state.index, one.microbatch) for stage in stages for one in stage.counted)
+    twice = [each for each, count in counted.items() if count > 1]
+    assert not twice, f"two replicas of a stage counted the same microbatches: {twice[:3]}"
 
 
 def rounds_increase(process: SimProcess) -> None:

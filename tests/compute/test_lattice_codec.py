@@ -141,8 +141,7 @@ def test_both_replicas_of_a_pair_move_by_opposite_amounts(bits: int, dtype: torc
     assert bool(((sum(merged) - (mine.vector + theirs.vector)).abs() <= 4 * slack).all())
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_it_is_unbiased_over_rounds(bits: int) -> None:
+def check_unbiased(bits: int) -> None:
     """The mean of many rounds' decoded vectors is the vector, to five standard errors, at each value and overall."""
     mine, theirs = make_pair(bits, size=CHUNK + 77)
     rounds = 400
@@ -153,6 +152,27 @@ def test_it_is_unbiased_over_rounds(bits: int) -> None:
     assert float(errors.mean(0).abs().max()) < 5.5 * sigma / math.sqrt(rounds)
     assert abs(float(errors.mean())) < 5 * sigma / math.sqrt(errors.numel())
     assert float(errors.var()) == pytest.approx(1 / 6, rel=0.2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_it_is_unbiased_over_rounds(bits: int) -> None:
+    check_unbiased(bits)
+
+
+@pytest.mark.parametrize("planted", ["no dither", "the same in every round", "half of its range"])
+def test_a_bias_is_found(monkeypatch: pytest.MonkeyPatch, planted: str) -> None:
+    right = PairDither.__init__
+
+    def wrong(self: PairDither, seed: int, round: int, pair: tuple[str, str], parameters: int) -> None:
+        right(self, seed, 1 if planted == "the same in every round" else round, pair, parameters)
+        if planted == "no dither":
+            self.place_K, self.chunk_C = torch.zeros_like(self.place_K), torch.zeros_like(self.chunk_C)
+        elif planted == "half of its range":
+            self.place_K, self.chunk_C = self.place_K / 2, torch.zeros_like(self.chunk_C)
+
+    monkeypatch.setattr(PairDither, "__init__", wrong)
+    with pytest.raises(AssertionError):
+        check_unbiased(4)
 
 
 def test_places_and_chunks_have_numbers_of_their_own() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,12 +13,16 @@ from elastic import plan_of
 from lawful import broken
 
 from noloco_p2p.core import resume, schedule
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, ReplicaState
+from noloco_p2p.core.intake import AttemptKey, Intake
+from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.lab.scenario_files import load
+from noloco_p2p.node.pipeline import dispatch
+from noloco_p2p.node.pipeline.race import first_granted
 from noloco_p2p.node.state import NodeState
+from noloco_p2p.ports import Claim
 from noloco_p2p.sim import linear_stage
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import gaps, weights_survive
@@ -27,6 +32,8 @@ from noloco_p2p.sim.recording import AvailableWeights, Resumption, WeightsChoice
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.traffic import Traffic
 from noloco_p2p.sim.virtual_time import run
+
+Call = Callable[[Claim], Awaitable[object]]
 
 SMALL = (
     "replicas=[2, 2]",
@@ -148,6 +155,34 @@ def test_an_id_that_counts_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert planted() is None, "the stage itself drops known ids"
     monkeypatch.setattr(SpentIds, "spend", lambda *_: True)
     assert "s1r0 counted [" in str(planted())
+
+
+ANNOUNCED = "workload.hidden_size=4096"
+"""Bodies are so large that two replicas are asked for a place."""
+
+
+def test_a_place_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = Intake._end
+
+    def leaks(intake: Intake[Gradient], key: AttemptKey) -> None:
+        end(intake, key)
+        intake._in_flight += next(ended) == 20
+
+    assert planted(ANNOUNCED) is None
+    ended = count()
+    monkeypatch.setattr(Intake, "_end", leaks)
+    assert "Deadlock" in str(planted(ANNOUNCED, "limit_s=100"))
+
+
+def test_a_body_that_is_sent_to_both_that_grant_a_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def both(calls: dict[PeerId, Call], *rest: Callable[..., None]) -> object:
+        greedy = {
+            peer: lambda claim, call=call: call(replace(claim, take=lambda: True)) for peer, call in calls.items()
+        }
+        return await first_granted(greedy, *rest)
+
+    monkeypatch.setattr(dispatch, "first_granted", both)
+    assert "two replicas of a stage counted" in str(planted(ANNOUNCED))
 
 
 def test_a_newcomer_that_is_a_partner_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
