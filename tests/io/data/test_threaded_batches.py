@@ -5,21 +5,21 @@ import bz2
 import gzip
 import itertools
 import json
-import random
 import subprocess
 import sys
 import sysconfig
 import time
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 import pytest
-import zstandard
 from pyarrow import parquet
+from row_files import ROWS_OF_TEXT, write_ids, write_rows, write_text
 from soak import soak
 from tokenizer_files import save_tokenizer
 
@@ -51,32 +51,12 @@ def manifest(kind: str, **changes: object) -> RunManifest:
     return RunManifest.model_validate(small | changes)
 
 
-def write_text(folder: Path) -> tuple[str, ...]:
-    for i in range(120):
-        (folder / f"{i:03}.txt").write_text(f"<{i:03}>" * (20 + i % 7))
-    return (str(folder / "*.txt"),)
-
-
 def write_packed(folder: Path) -> tuple[str, ...]:
     """Two files of 60 blocks."""
     for i, pack in enumerate((gzip, bz2)):
         lines = [f"<{i}:{n:05}>\n" for n in range(60 * LINES)]
         (folder / f"{i}.txt.{('gz', 'bz2')[i]}").write_bytes(pack.compress("".join(lines).encode()))
     return (str(folder / "*.txt.*"),)
-
-
-def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
-    """Two files of 200 rows, in a format that pandas or pyarrow writes."""
-    for part in range(2):
-        rows = datasets.Dataset.from_dict({"text": [f"é{part}:{i}, " * 8 for i in range(200)], "n": list(range(200))})
-        if kind == "arrow":
-            rows.save_to_disk(folder / str(part))
-        elif kind == "zst":
-            packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
-            (folder / f"{part}.jsonl.zst").write_bytes(packed)
-        else:
-            {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](folder / f"{part}.{kind}")
-    return (str(folder / f"**/*.{kind}"),)
 
 
 def write_c4(folder: Path) -> tuple[str, ...]:
@@ -88,20 +68,17 @@ def write_c4(folder: Path) -> tuple[str, ...]:
     return (str(folder / "c4-*.json.gz"),)
 
 
-def write_parquet(folder: Path) -> tuple[str, ...]:
-    chance = random.Random(0)
-    ids = [[chance.randrange(384) for _ in range(chance.randrange(1, 30))] for _ in range(600)]
-    mask = [[1] * (len(row) - len(row) // 3) + [0] * (len(row) // 3) for row in ids]
-    rows = datasets.Dataset.from_dict({"input_ids": ids, "attention_mask": mask})
-    rows.to_parquet(folder / "reddit.parquet", batch_size=100)
-    return (str(folder / "*.parquet"),)
-
-
 def nothing(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-KINDS = {"stdlib": nothing, "text": write_text, "text packed": write_packed, "c4": write_c4, "parquet": write_parquet}
+KINDS = {
+    "stdlib": nothing,
+    "text": write_text,
+    "text packed": write_packed,
+    "c4": write_c4,
+    "parquet": partial(write_ids, "parquet"),
+}
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -246,7 +223,7 @@ def test_packed_text_is_read_whole_in_blocks_of_lines(tmp_path: Path) -> None:
     assert held_out.count(b"\n\n") == len(held_out.split()) // LINES > 0, "an end of text after each block"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow", "zst"])
+@pytest.mark.parametrize("kind", ROWS_OF_TEXT)
 def test_rows_of_text_are_read_from_files_of_many_kinds(kind: str, tmp_path: Path) -> None:
     files = write_rows(kind, tmp_path)
     trained, held_out = one_pass("rows", files)
