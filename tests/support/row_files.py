@@ -38,7 +38,8 @@ def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
             packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
             (folder / f"{part}.jsonl.zst").write_bytes(packed)
         else:
-            {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}[kind](folder / f"{part}.{kind}")
+            write = getattr(rows, {"csv": "to_csv", "jsonl": "to_json", "parquet": "to_parquet"}[kind])
+            write(folder / f"{part}.{kind}")
     return (str(folder / f"**/*.{kind}"),)
 
 

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def nothing(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "stdlib": nothing,
     "text": write_text,
     "text packed": write_packed,
