@@ -6,6 +6,7 @@ import json
 import lzma
 import random
 from pathlib import Path
+from typing import Any
 
 import datasets
 import zstandard
@@ -38,8 +39,8 @@ def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
             packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
             (folder / f"{part}.jsonl.zst").write_bytes(packed)
         else:
-            write = getattr(rows, {"csv": "to_csv", "jsonl": "to_json", "parquet": "to_parquet"}[kind])
-            write(folder / f"{part}.{kind}")
+            write: dict[str, Any] = {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}
+            write[kind](folder / f"{part}.{kind}")
     return (str(folder / f"**/*.{kind}"),)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from daemons import RUN, STRANGER, daemon, run, until
+from machine import in_time
 from members import Club
 from soak import soak
 from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
@@ -257,6 +259,60 @@ def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None
             assert not b.transport.line.up._from_system, (
                 "bytes that the server hands to its end of a stream have not left yet"
             )
+
+    run(scenario)
+
+
+@pytest.mark.soak
+def test_relayed_bodies_get_four_fifths_of_the_line_that_the_relay_gives_them(tmp_path: Path) -> None:
+    club, rate = Club(tmp_path, RUN), 1e6
+
+    async def scenario() -> None:
+        async with relay(club, "r", rate * 8 / 1e6) as r, member(club, "a", r) as a, member(club, "b", r) as b:
+            await b.ways.serve()
+            await b.ways.find_relays()
+            await a.reaches(b, f"relay/{r.id}")  # opens the circuit, and uses up what may be sent in one burst
+            clock = asyncio.get_running_loop().time
+            began = clock()
+            for _ in range(4):
+                await a.reaches(b, f"relay/{r.id}")
+            assert in_time(clock() - began, 4 * 2 * 4 * 512 * 512 / rate / 0.8)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, *soak([signal.SIGKILL])])
+def test_a_lost_relay_is_replaced_within_ten_seconds(tmp_path: Path, how: signal.Signals) -> None:
+    """One that hangs is noticed last: it only does not answer."""
+    club = Club(tmp_path, RUN)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            relays = [await closing.enter_async_context(relay(club, name)) for name in "rst"]
+            by_address = {f"relay/{one.id}": one for one in relays}
+            a = await closing.enter_async_context(member(club, "a", *relays))
+            b = await closing.enter_async_context(member(club, "b", *relays))
+            await b.ways.serve()
+            await b.ways.find_relays()
+            first = [by_address.pop(address) for address in b.ways.addresses()[1:]]
+            assert (len(first), len(by_address)) == (2, 1)
+            announced, clock = asyncio.Event(), asyncio.get_running_loop().time
+
+            async def announce() -> None:
+                if by_address.keys() <= {*b.ways.addresses()}:
+                    announced.set()
+
+            keeping = asyncio.create_task(b.ways.keep(announce))
+            closing.callback(keeping.cancel)
+            lost = first[0].libp2p.p2p._child.pid
+            began = clock()
+            os.kill(lost, how)
+            if how is signal.SIGSTOP:
+                closing.callback(os.kill, lost, signal.SIGCONT)
+            await announced.wait()
+            assert in_time(clock() - began, 10.0)
+            assert f"relay/{first[0].id}" not in b.ways.addresses()
+            await a.reaches(b, *b.ways.addresses()[1:])
 
     run(scenario)
 
