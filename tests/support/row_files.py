@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import datasets
 import zstandard
 
 ROWS_OF_TEXT = ("jsonl", "csv", "parquet", "arrow", "zst")
-PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstandard.compress,
+}
 
 
 def write_text(folder: Path) -> tuple[str, ...]:
