@@ -11,7 +11,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,12 @@ def texts(found: object) -> tuple[str, ...]:
 
 
 def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
-    """The content of a node's `endpoints.json`; None if the file is missing or incomplete."""
-    found = read_json(node_dir / ENDPOINTS)
-    if found is None or not found.keys() >= {field.name for field in fields(NodeEndpoints)}:
+    """The content of a node's `endpoints.json`; None if the file is missing, incomplete or damaged."""
+    found = read_json(node_dir / ENDPOINTS) or {}
+    peer_id, run_id, pid, metrics = (found.get(name) for name in ("peer_id", "run_id", "pid", "metrics"))
+    if not (isinstance(pid, int) and isinstance(peer_id, str) and isinstance(run_id, str) and isinstance(metrics, str)):
         return None
-    return NodeEndpoints(found["peer_id"], found["run_id"], found["pid"], texts(found["join"]), found["metrics"])
+    return NodeEndpoints(peer_id, run_id, pid, texts(found.get("join")), metrics)
 
 
 def scrape(url: str, timeout_s: float) -> MetricsReading:

@@ -94,7 +94,7 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
     """
     found = node_probe.read_json(directory / node_probe.ENDPOINTS) or {}
     before = {
-        "dht_port": str((found.get("join") or [""])[-1]).partition("/tcp/")[2].partition("/")[0],
+        "dht_port": "".join(node_probe.texts(found.get("join"))[-1:]).partition("/tcp/")[2].partition("/")[0],
         "grpc_port": str(found.get("grpc", "")).rpartition(":")[2],
         "metrics_port": str(found.get("metrics", "")).rpartition(":")[2].partition("/")[0],
     }
@@ -206,7 +206,8 @@ def store_local_files(directory: Path, local: NodeConfig) -> None:
 def local_files(directories: Iterable[Path]) -> LocalFiles:
     """The files of the first of these nodes that has stored them."""
     found = next(filter(None, (node_probe.read_json(directory / LOCAL) for directory in directories)), {})
-    return LocalFiles(found.get("tokenizer_dir"), node_probe.texts(found.get("data_files")))
+    tokenizer = found.get("tokenizer_dir")
+    return LocalFiles(tokenizer if isinstance(tokenizer, str) else None, node_probe.texts(found.get("data_files")))
 
 
 def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:

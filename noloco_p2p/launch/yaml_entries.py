@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.humanize import plain
 
 Key = tuple[str, ...]
 
@@ -180,7 +181,8 @@ class _Reader:
     def _walk(self, loader: SettingsLoader, key: Key, node: yaml.Node, place: str) -> Iterator[SettingEntry]:
         """The entries at and below a node; the line of an entry is that of its key, not of its value."""
         if isinstance(node, yaml.MappingNode):
-            lines = [((*key, str(name.value)), self._place(name.start_mark), value) for name, value in node.value]
+            named = ((plain(str(name.value), 100), name.start_mark, value) for name, value in node.value)
+            lines = [((*key, name), self._place(mark), value) for name, mark, value in named]
             for i, (below, where, _) in enumerate(lines):
                 if below in [earlier for earlier, *_ in lines[:i]]:
                     self.faults.append(f"{where}: {'.'.join(below)} is set a second time")

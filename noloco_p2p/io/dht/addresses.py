@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.errors import NO_JSON, ConfigError, LocalError
 from noloco_p2p.io.dht.identity import public_key_of
 from noloco_p2p.io.durable_files import make_folders, read_if_there, write_whole, writing
 
@@ -180,7 +180,7 @@ class KnownPeers:
         """
         try:
             entries = json.loads(read_if_there(self._path) or b"[]")
-        except ValueError:
+        except NO_JSON:
             return
         for entry in entries if isinstance(entries, list) else []:
             with contextlib.suppress(ConfigError):

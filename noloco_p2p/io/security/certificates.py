@@ -35,6 +35,9 @@ from noloco_p2p.errors import Violation
 from noloco_p2p.io.dht.identity import peer_id_of, public_key_of, verify
 
 Role = Literal["member", "observer"]
+_OF_X509 = x509.ExtensionNotFound, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType
+UNREADABLE = ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, *_OF_X509
+"""What `cryptography` raises for certificates that are malformed, or not what they should be."""
 DAY_S = 86_400.0
 ISSUER_S = 365 * DAY_S
 LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}
@@ -133,7 +136,7 @@ class RunTrust:
             if _peer_of(one) != peer_id or _name_below(issuer) != self.suffix:
                 raise ValueError("other names than keys")
             signer = _peer_of(issuer)
-        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.ExtensionNotFound) as error:
+        except UNREADABLE as error:
             raise Violation("the certificate was not issued for this run") from error
         begins = max(cert.not_valid_before_utc.timestamp() for cert in (one, issuer))
         return CertifiedPeer(peer_id, role, signer, begins, expiry(chain))
@@ -171,7 +174,10 @@ def leaf(key: Ed25519PrivateKey, name: str, begins: float, until: float) -> tupl
 @functools.lru_cache(4096)
 def is_signed_by(peer_id: PeerId, certificate: bytes) -> bool:
     """Whether the peer's own key signed this certificate (PEM)."""
-    cert = x509.load_pem_x509_certificate(certificate)
+    try:
+        cert = x509.load_pem_x509_certificate(certificate)
+    except UNREADABLE:
+        return False
     return verify(peer_id, cert.tbs_certificate_bytes, cert.signature)
 
 
@@ -186,9 +192,9 @@ def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
     try:
         certs = x509.load_pem_x509_certificates(chain)
         nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))
-    except (ValueError, UnsupportedAlgorithm) as error:
+        return min(cert.not_valid_after_utc.timestamp() for cert in certs), nodes
+    except UNREADABLE as error:
         raise Violation("the certificate cannot be read") from error
-    return min(cert.not_valid_after_utc.timestamp() for cert in certs), nodes
 
 
 def _open_root(run_id: str) -> Ed25519PrivateKey:

@@ -12,7 +12,7 @@ import base58
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import ConfigError, Declined, LocalError
+from noloco_p2p.errors import NO_JSON, ConfigError, Declined, LocalError
 from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
 from noloco_p2p.io.security.certificates import RunTrust
 
@@ -87,7 +87,7 @@ class UseBook:
         try:
             found = json.loads(data)
             self._used = {number: (int(until), list(map(str, peers))) for number, (until, peers) in found.items()}
-        except (ValueError, TypeError, AttributeError) as error:
+        except (*NO_JSON, TypeError, AttributeError, OverflowError) as error:
             raise LocalError(f"{path}, the book of invitations, cannot be read: {error}") from error
 
     def use(self, invitation: Invitation, peer: PeerId, now: float) -> None:

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from noloco_p2p.core.messages import STATE_NUMBERS, Checkpoint, Holding, HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.errors import NO_JSON, LocalError
+from noloco_p2p.humanize import plain
 from noloco_p2p.io.durable_files import MOUNT_POINT, settle
 
 FORMAT, READABLE = 3, (1, 2, 3)
@@ -30,6 +31,8 @@ FORMAT, READABLE = 3, (1, 2, 3)
 Format 1 had no `returned_norms`, format 2 no `fresh_round`."""
 DTYPES = {"float64": "<f8", "float32": "<f4"}
 """Element types that a replica's state may have → numpy's names for them."""
+MOST_SHOWN = 200
+"""Upper limit on the characters of a file's contents, or of what a library says of them, in an error."""
 MANIFEST_LIMIT_BYTES = 64 << 20
 """A larger file is not one of our manifests, which have at most some hundred thousand spent ids."""
 
@@ -141,7 +144,7 @@ def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) 
     except PermissionError as error:
         raise LocalError(f"checkpoint {path} cannot be read: {error.strerror}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {plain(str(error), MOST_SHOWN)}") from error
 
 
 def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
@@ -206,12 +209,12 @@ def read_manifest(path: Path) -> CheckpointManifest:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: its digest does not match")
         if content.get("format") not in READABLE:
             raise ForeignCheckpointFormat(
-                f"checkpoint {path} has format {content.get('format')}; "
+                f"checkpoint {path} has format {plain(str(content.get('format')), MOST_SHOWN)}; "
                 f"this program reads {' and '.join(map(str, READABLE))}"
             )
         return CheckpointManifest.model_validate(content)
     except (ValidationError, *NO_JSON) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {plain(str(error), MOST_SHOWN)}") from error
 
 
 def manifest_digest(content: dict[str, object]) -> str:
