@@ -199,7 +199,8 @@ class MeasuredLine:
         """Over how many connections to send a body to a peer: one may have less in flight than the line would carry.
 
         A line that has not been measured counts as fast. `comes`: the body comes from the peer. `wanted_bytes`: the
-        most that the peer wants in a message, which says how fast its own line is; 0 for any number.
+        most that the peer wants in a message, which says how fast its own line is, or half as fast if it is capped (so
+        that each connection's window does not exceed the cap); 0 for any number.
         """
         rate, round_trip_s = (self.down if comes else self.up).bytes_per_s or math.inf, self.round_trip_s(peer) or 0.0
         if 0 < wanted_bytes < PACK_BYTES:
