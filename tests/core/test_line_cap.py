@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.core import line_cap
-from noloco_p2p.core.line_cap import HELD_S, MIN_MESSAGE_BYTES, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_cap import HELD_S, LineCap, LineTurn, Precedence
+from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
 
 RATE = 1e6
 GRADIENT, ACTIVATION, OTHER = Precedence

@@ -12,7 +12,8 @@ from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, so
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.lattice_format import BOUND_ZERO, LatticeRequest
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, MIN_MESSAGE_BYTES, SHARE
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, SHARE
+from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
 from noloco_p2p.core.messages import Gradient, Header, MicrobatchId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined
