@@ -2,18 +2,21 @@
 
 `tls`: the handshake fails, so none of our code sees the call. `handler`: TLS accepts the certificate, but our check of
 the caller does not. `door`: our check refuses the call without even reading the certificate. `itself`: the call is
-served, as a call of the peer that the certificate belongs to, whatever the call claims.
+served, as a call of the peer that the certificate belongs to, whatever the call claims. Further tables say what a
+middle hop can do with a microbatch, and who is refused by issuers, relays, the directory and the list of revoked peers.
 
 In an open run everybody holds the root's key, so anyone can be admitted under any name, but not sign with another
 peer's key.
 """
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -28,9 +31,17 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo, ru
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import Advert, Header, MicrobatchId, Origin
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.io.dht.adverts import dht_time
+from noloco_p2p.io.dht.identity import Identity, peer_id_of
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.security import certificates
+from noloco_p2p.io.security.admission import Issuer
+from noloco_p2p.io.security.certificates import DAY_S
 from noloco_p2p.io.security.credentials import Credentials
+from noloco_p2p.io.security.invitations import Invitation, UseBook
+from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport import callers
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
@@ -603,6 +614,200 @@ def test_an_invalid_chain_proves_no_membership(
     assert mallory.club.trust.membership(mallory.chain).peer_id == mallory.peer_id
     with pytest.raises(Violation):
         mallory.club.trust.membership(made(mallory))
+
+
+# --- the other doors: issuers, relays, the directory, the list of revoked peers ---------------------------------------
+
+
+class Doors:
+    """An issuer, a relay, the directory and the list of revoked peers of one member, as Mallory reaches them."""
+
+    def __init__(self, m: Mallory, ahead_s: float = 0.0) -> None:
+        """`ahead_s`: how far Mallory's issuer's clock is ahead."""
+        self.m, club, home = m, m.club, m.club.home
+        self.revoked = Revocations(club.trust)
+        identity = Identity.open(home / "issuer.key")
+        certificate = certificates.issuer_certificate(club.root, club.trust, identity.peer_id, club.now)
+        book = UseBook(home / "book")
+        self.issuer = Issuer(club.trust, identity, certificate, book, lambda: club.now + ahead_s, self.revoked)
+        self.directory = MemberRecords(club.trust, self.revoked)
+
+    def ask(self, caller: str, **asked: str) -> bytes:
+        """Request a certificate."""
+        return self.issuer.answer(caller, json.dumps(asked).encode())
+
+    def renew(self, chain: bytes) -> bytes:
+        """Request a renewal of this certificate."""
+        return self.ask(self.m.peer_id, certificate=chain.decode())
+
+    def join(self, **changes: Any) -> bytes:
+        """Request a certificate with an invitation that is valid except for these changes."""
+        fields: dict[str, Any] = {
+            "run_id": self.m.club.run_id,
+            "uses": 1,
+            "until": self.m.club.now + HOUR_S,
+            "stage": None,
+        } | changes
+        root = fields.pop("root", self.m.club.root)
+        return self.ask(self.m.peer_id, invitation=Invitation.signed(root, **fields).text, role="member")
+
+    def reserve(self, chain: bytes, run_id: str | None = None) -> bytes:
+        """Reserve a place at the relay."""
+        relay = MemberRelay(cast(Libp2pDaemon, None), self.m.club.run_id, self.directory, lambda: 1e6)
+        request = f"{run_id or self.m.club.run_id}\n".encode() + chain
+        return asyncio.run(relay._reserve(self.m.peer_id, request))
+
+    def store(self, chain: bytes, lasts_s: float = 60.0) -> None:
+        """Store a record of his in the directory."""
+        if not self.directory.admits(self.m.peer_id, chain.decode(), dht_time() + lasts_s, []):
+            raise Declined("not stored")
+
+    def revoke(self, *peers: str, number: int | None = None) -> None:
+        """The root revokes peers; an hour ago unless `number` says when, so that stored records have expired."""
+        self.revoked.adopt(self.m.club.revoking(int(self.m.club.now - HOUR_S) if number is None else number, *peers))
+
+    def spread(self, data: bytes) -> None:
+        """Offer a list of revoked peers."""
+        if not self.revoked.adopt(data):
+            raise Declined("not newer")
+
+
+def after(m: Mallory, *revoked: str, **how: Any) -> Doors:
+    """The doors of a member that knows these peers to be revoked."""
+    doors = Doors(m, **how)
+    doors.revoke(*revoked)
+    return doors
+
+
+def door(m: Mallory) -> str:
+    return peer_id_of(public(m.club.door))
+
+
+def his_list(m: Mallory, **changes: Any) -> bytes:
+    """A list that spares him, signed by himself unless the changes name another key."""
+    made: dict[str, Any] = {
+        "root": m.key,
+        "run_id": m.club.run_id,
+        "number": int(m.club.now),
+        "peers": [OTHER],
+    } | changes
+    return DenyList.make(**made).signed
+
+
+def used_up(m: Mallory) -> bytes:
+    """An invitation for one peer, which another one has used."""
+    doors = Doors(m)
+    invitation = Invitation.signed(m.club.root, m.club.run_id, uses=1, until=m.club.now + HOUR_S, stage=None)
+    doors.ask(OTHER, invitation=invitation.text, role="member")
+    return doors.ask(m.peer_id, invitation=invitation.text, role="member")
+
+
+def takes(m: Mallory, chain: bytes) -> None:
+    """The victim's node adopts a certificate that an issuer gives it, if it is better than its own."""
+    if not m.victim.is_renewed_by(chain):
+        raise Declined("not a renewal")
+    m.victim.adopt(chain)
+
+
+def observing(m: Mallory) -> bytes:
+    return m.club.chain(m.peer_id, "observer")
+
+
+def ended(m: Mallory) -> bytes:
+    return m.club.chain(m.peer_id, now=m.club.now - 8 * DAY_S)
+
+
+DOORS: list[tuple[str, str, Callable[[Mallory], object], str]] = [
+    # the list of revoked peers
+    ("membership", "a place in the directory", lambda m: Doors(m).store(m.chain), ""),
+    ("a revoked membership", "a place in the directory", lambda m: after(m, m.peer_id).store(m.chain), "not stored"),
+    ("a revoked membership", "a relay", lambda m: after(m, m.peer_id).reserve(m.chain), "only members"),
+    ("a revoked membership", "to renew it", lambda m: after(m, m.peer_id).renew(m.chain), "was revoked"),
+    ("a revoked membership", "a new invitation", lambda m: after(m, m.peer_id).join(), "was revoked"),
+    ("membership by a revoked issuer", "the directory", lambda m: after(m, door(m)).store(m.chain), "not stored"),
+    ("membership by a revoked issuer", "a relay", lambda m: after(m, door(m)).reserve(m.chain), "only members"),
+    ("membership by a revoked issuer", "to renew it", lambda m: after(m, door(m)).renew(m.chain), "was revoked"),
+    ("a revoked membership", "a list of his own", lambda m: after(m, m.peer_id).spread(his_list(m)), "not signed"),
+    (
+        "an issuer's key",
+        "a list that revokes another issuer",
+        lambda m: Doors(m).spread(his_list(m, root=m.club.door)),
+        "not signed",
+    ),
+    (
+        "a revoked membership",
+        "the root's list of another run",
+        lambda m: after(m, m.peer_id).spread(his_list(m, root=m.club.root, run_id="cd" * 32)),
+        "not signed",
+    ),
+    (
+        "a revoked membership",
+        "the root's list from before",
+        lambda m: after(m, m.peer_id).spread(m.club.revoking(5)),
+        "not newer",
+    ),
+    # a relay
+    ("membership", "a relay", lambda m: Doors(m).reserve(m.chain), ""),
+    ("nothing", "a relay", lambda m: Doors(m).reserve(b""), "only members"),
+    ("a victim's chain, from its advert", "a relay", lambda m: Doors(m).reserve(m.victim.chain), "only members"),
+    ("an observer's certificate", "a relay", lambda m: Doors(m).reserve(observing(m)), "only members"),
+    ("an expired membership", "a relay", lambda m: Doors(m).reserve(ended(m)), "only members"),
+    (
+        "membership of another run of this root",
+        "a relay",
+        lambda m: Doors(m).reserve(m.elsewhere("cd" * 32, m.club.root).chain(m.peer_id)),
+        "only members",
+    ),
+    ("membership", "a relay of another run", lambda m: Doors(m).reserve(m.chain, "cd" * 32), "another run"),
+    # a renewal, or a first certificate
+    ("membership", "to renew it", lambda m: Doors(m).renew(m.chain), ""),
+    ("an expired membership", "to renew it", lambda m: Doors(m).renew(ended(m)), "has expired"),
+    ("a victim's chain, from its advert", "to renew it", lambda m: Doors(m).renew(m.victim.chain), "not the caller's"),
+    ("an observer's certificate", "to renew it as a member's", lambda m: Doors(m).renew(observing(m)), "not the call"),
+    (
+        "membership of another run of this root",
+        "to renew it in this one",
+        lambda m: Doors(m).renew(m.elsewhere("cd" * 32, m.club.root).chain(m.peer_id)),
+        "not the name of a peer of this run",
+    ),
+    ("an invitation", "to join", lambda m: Doors(m).join(), ""),
+    ("an expired invitation", "to join", lambda m: Doors(m).join(until=m.club.now - 1), "has expired"),
+    ("an invitation to another run", "to join", lambda m: Doors(m).join(run_id="cd" * 32), "another run"),
+    ("membership", "an invitation of his own", lambda m: Doors(m).join(root=m.key), "not made by this run's root"),
+    ("an invitation that is used up", "to join", used_up, "used up"),
+    # a clock
+    (
+        "an issuer's clock ahead",
+        "to renew what is over by then",
+        lambda m: Doors(m, 8 * DAY_S).renew(m.chain),
+        "expired",
+    ),
+    ("an expired membership", "a record that outlives it", lambda m: Doors(m).store(m.chain, 8 * DAY_S), "not stored"),
+    (
+        "an issuer's clock ahead",
+        "that a victim adopts a certificate that begins tomorrow",
+        lambda m: takes(m, m.club.chain(m.victim.peer_id, now=m.club.now + DAY_S)),
+        "not a renewal",
+    ),
+    (
+        "an issuer's clock behind",
+        "that a victim adopts a certificate that ends earlier",
+        lambda m: takes(m, m.club.chain(m.victim.peer_id, now=m.club.now - DAY_S)),
+        "not a renewal",
+    ),
+]
+
+
+@pytest.mark.parametrize(("holds", "tries", "act", "why"), DOORS, ids=words)
+def test_who_does_not_belong_to_the_run_is_refused_at_every_door(
+    tmp_path: Path, holds: str, tries: str, act: Callable[[Mallory], object], why: str
+) -> None:
+    mallory = Mallory(Club(tmp_path))
+    if not why:
+        act(mallory)
+        return
+    with pytest.raises((Declined, Violation), match=why):
+        act(mallory)
 
 
 def test_an_observers_chain_states_its_role(tmp_path: Path) -> None:
