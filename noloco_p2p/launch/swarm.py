@@ -272,7 +272,7 @@ def run_swarm(
         size = f"{plural(m.stages, 'stage')} × {plural(m.start_replicas, 'replica')}, {plural(m.steps, 'step')}"
         display.say(f"{size}, in {run_dir}")
         if resumed is not None:
-            display.say(f"resumes at step {resumed.step} (outer round {resumed.round})")
+            display.say(f"resumes from its checkpoints, near step {resumed.step} (outer round {resumed.round})")
         elif plan.resumes:
             display.say("starting again at step 0: nothing was saved")
         watched = nullcontext() if start_tracking is None else start_tracking(run_dir, m.model_dump(mode="json"))

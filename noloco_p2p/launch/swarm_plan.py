@@ -111,7 +111,8 @@ def for_members(plan: SwarmPlan, run_dir: Path) -> SwarmPlan:
 
 
 class ResumePoint(NamedTuple):
-    """Where a resumed run continues."""
+    """About where a resumed run continues. A node may begin a round away: at its own checkpoint, if that is older but
+    comes first, or at a newer one, if its clock jumped over that round."""
 
     round: int
     step: int

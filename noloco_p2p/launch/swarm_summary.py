@@ -21,11 +21,16 @@ def summarise(
 ) -> dict[str, Any]:
     """The swarm's summary. It counts only what was done since the nodes were started, even if the run was resumed.
 
+    `resumed_from_step`: from where it was to continue; the nodes may have begun elsewhere, and say so.
+
     Losses are means over the stage-0 replicas, and `replica_std` has a mean for each stage; `inner_steps` is the mean
     over stage 0, rounded; `outer_rounds` is the largest number of any replica. Figures that no node wrote are null; a
     single replica has no std.
     """
     found = [(node, node.summary or {}) for node in nodes]
+    if resumed_from_step is not None:
+        began = [s["resumed"]["step"] for _, s in found if s.get("resumed")]
+        resumed_from_step = int(min(began, default=resumed_from_step))
     stages = [[s for node, s in found if node.stage == stage] for stage in range(manifest.stages)]
     first = stages[0]
     validation_loss, inner_steps = _mean(first, "validation_loss"), _mean(first, "inner_steps")

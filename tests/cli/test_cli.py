@@ -328,6 +328,9 @@ def test_the_summary_is_computed_from_the_nodes(tmp_path: Path, monkeypatch: pyt
     assert summary["replica_std"] == [pytest.approx(0.1), 0.3]
     assert summary["completed"] is False, "one node wrote no summary"
     assert summary["nodes"][3]["peer_id"] is None
+    nodes.append(written(tmp_path, 0, 2, resumed={"source": "shard", "round": 1, "step": 3.5, "peer": None}))
+    assert swarm_summary.summarise(nodes, manifest, 4, 30.0)["resumed_from_step"] == 3, "where a node did begin"
+    assert swarm_summary.summarise(nodes, manifest, None, 30.0)["resumed_from_step"] is None, "a node was restarted"
     lines = swarm_summary.summary_lines(summary, Path("noloco-runs/tiny-1/summary.json"))
     assert lines[0] == "not completed after 30 s: 10 inner steps, 3 outer rounds"
     assert max(map(len, lines)) <= 60, "the lines fit a narrow terminal"

@@ -278,7 +278,7 @@ def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
         again = nodes.start(command=FORKED, own_dir="run")
         assert again.end() == 0, again.logged() + again.printed()
         nodes.nothing_left()
-    found = re.search(r"^resumes at step (\d+) \(outer round (\d+)\)$", again.printed(), re.M)
+    found = re.search(r"^resumes from its checkpoints, near step (\d+) \(outer round (\d+)\)$", again.printed(), re.M)
     assert found is not None
     step, outer_round = int(found[1]), int(found[2])
     assert 0 < step < steps
@@ -286,11 +286,15 @@ def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
     assert outer_round == min(max(one["round"] for one in stored if one["stage"] == stage) for stage in (0, 1))
     assert step in {int(one["step"]) for one in stored}
     summary = again.summary()
-    assert (summary["completed"], summary["resumed_from_step"]) == (True, step)
+    assert summary["completed"]
     # One replica of each stage is enough to continue, so the one with the newest checkpoint may come too late.
     nodes_said = [json.loads(path.read_text()) for path in run_dir.glob("*/summary.json")]
     counted = [(one["outer_rounds"], steps // 4 - one["resumed"]["round"]) for one in nodes_said]
     assert len(counted) == 4
+    assert summary["resumed_from_step"] == min(int(one["resumed"]["step"]) for one in nodes_said)
+    assert all(
+        abs(one["resumed"]["round"] - outer_round) <= 1 for one in nodes_said if one["resumed"]["source"] == "shard"
+    )
     assert all(0 < rounds <= left for rounds, left in counted), "only the rounds of this launch count"
     assert summary["outer_rounds"] == max(rounds for rounds, _ in counted)
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
