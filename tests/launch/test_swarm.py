@@ -292,9 +292,6 @@ def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
     counted = [(one["outer_rounds"], steps // 4 - one["resumed"]["round"]) for one in nodes_said]
     assert len(counted) == 4
     assert summary["resumed_from_step"] == min(int(one["resumed"]["step"]) for one in nodes_said)
-    assert all(
-        abs(one["resumed"]["round"] - outer_round) <= 1 for one in nodes_said if one["resumed"]["source"] == "shard"
-    )
     assert all(0 < rounds <= left for rounds, left in counted), "only the rounds of this launch count"
     assert summary["outer_rounds"] == max(rounds for rounds, _ in counted)
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
