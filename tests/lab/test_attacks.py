@@ -49,7 +49,7 @@ def test_false_losses_change_no_weights_and_only_what_is_said_of_evaluations_by_
                 "speeds-x1000%weighted": 2.0,
                 "holds-x1000@restart": 2.0,
                 "tokens-still": 2.0,
-                "gradient-flip": 2.0,
+                "gradient-flip": 3.0,
                 "hidden-x1000": 2.0,
                 "hidden-bias": 2.0,
                 "hidden-1e38": 2.5,
