@@ -79,9 +79,7 @@ class Noloco(OuterRule):
     @property
     def instability(self) -> str | None:
         """Checks the outer learning rate, and S1 (METHOD.md, "Stability")."""
-        if self.beta <= 0:
-            return f"beta {self.beta:g} is not a valid outer learning rate: it must be above 0"
-        return outer_update.instability(alpha=self.alpha, gamma=self.gamma)
+        return _stands_still(self.beta) or outer_update.instability(alpha=self.alpha, gamma=self.gamma)
 
     def offer(self, own: Values) -> Offer:
         """u = β·Δ + γ·φ."""
@@ -98,15 +96,17 @@ class Noloco(OuterRule):
 
 @dataclass(frozen=True, slots=True)
 class Averaged(OuterRule):
-    """Averages φ and the outer momentum over the pair: both replicas leave the round with the same φ and δ.
-
-    Stable: δ is bounded for α < 1, and the settings allow no other α.
-    """
+    """Averages φ and the outer momentum over the pair: both replicas leave the round with the same φ and δ."""
 
     alpha: float
     beta: float
     kinds: ClassVar[tuple[str, ...]] = ("slow", "momentum")
     offered: ClassVar[int] = 2
+
+    @property
+    def instability(self) -> str | None:
+        """Checks only the outer learning rate: δ is bounded for α < 1, and the settings allow no other α."""
+        return _stands_still(self.beta)
 
     @property
     def gain(self) -> float:
@@ -173,7 +173,7 @@ class Diloco(OuterRule):
     @property
     def instability(self) -> str | None:
         """Checks only the outer learning rate: φ is the same on all replicas, so nothing drifts apart."""
-        return None if self.beta > 0 else f"beta {self.beta:g} is not a valid outer learning rate: it must be above 0"
+        return _stands_still(self.beta)
 
     def offer(self, own: Values) -> Offer:
         """Δ."""
@@ -244,6 +244,11 @@ DEFAULTS: Mapping[RuleName, Mapping[str, Any]] = {
 """The default settings of each rule, by name (config.OuterSettings); 0 for settings that a rule does not have."""
 
 
+def _stands_still(beta: float) -> str | None:
+    """Why rounds with this outer learning rate would only throw training away; None if they would not."""
+    return None if beta > 0 else f"beta {beta:g} is not a valid outer learning rate: it must be above 0"
+
+
 def state_kinds(rule: OuterRule) -> tuple[str, ...]:
     """What a replica's state holds for every parameter: θ, the rule's kinds, and Adam's two moments."""
     return ("fast", *rule.kinds, "adam_mean", "adam_square")
@@ -256,16 +261,12 @@ def vector_size(rule: OuterRule, parameters: int) -> int:
 
 def make_rule(name: RuleName, *, alpha: float, beta: float, gamma: float, inner_steps: int) -> OuterRule:
     """The rule of this name with these settings; it ignores those that it does not have."""
-    match name:
-        case "noloco":
-            return Noloco(alpha, beta, gamma)
-        case "averaged":
-            return Averaged(alpha, beta)
-        case "gossip":
-            return Gossip(gamma, inner_steps)
-        case "diloco":
-            return Diloco(alpha, beta)
-        case "dct":
-            return Dct(alpha, beta)
-        case "sync":
-            return Sync()
+    rules: dict[RuleName, OuterRule] = {
+        "noloco": Noloco(alpha, beta, gamma),
+        "averaged": Averaged(alpha, beta),
+        "gossip": Gossip(gamma, inner_steps),
+        "diloco": Diloco(alpha, beta),
+        "dct": Dct(alpha, beta),
+        "sync": Sync(),
+    }
+    return rules[name]

@@ -139,6 +139,9 @@ def test_what_a_rule_begins_with_and_offers_of_ten_parameters() -> None:
         ({"rule": "gossip", "gamma": 1.0}, "gamma 1 drives pairs apart"),
         ({"rule": "gossip", "gamma": 0.0}, "gamma 0 drives"),
         ({"rule": "noloco", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
+        ({"rule": "averaged", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
+        ({"rule": "averaged", "alpha": 1.0}, "Input should be less than 1"),
+        ({"rule": "dct", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
         ({"rule": "diloco", "beta": 0.0}, "beta 0 is not a valid outer learning rate"),
         ({"rule": "noloco", "gamma": 1.6}, "break the stability bound S1"),
         ({"rule": "fedavg"}, "Input should be 'noloco'"),
@@ -147,5 +150,5 @@ def test_what_a_rule_begins_with_and_offers_of_ten_parameters() -> None:
 def test_settings_with_which_replicas_drift_apart_are_refused(outer: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         RunManifest.model_validate({"outer": outer})
-    if outer["rule"] in DEFAULTS:
+    if outer["rule"] in DEFAULTS and outer.get("alpha") != 1.0:
         assert RunManifest.model_validate({"outer": outer | {"allow_unstable": True}}).outer.allow_unstable

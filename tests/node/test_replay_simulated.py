@@ -166,22 +166,24 @@ def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         replayed(lockstep("llama", inner=MUON), tmp_path)
 
 
-@pytest.mark.parametrize("rule", ["diloco", "sync"])
+@pytest.mark.parametrize("rule", ["diloco", "dct", "sync"])
 def test_a_rule_that_takes_from_all_computes_the_algorithm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName
 ) -> None:
-    outer = OuterSettings(rule=rule, partner_wait_s=60.0, inner_steps=3 if rule == "diloco" else 1)
+    outer = OuterSettings(rule=rule, partner_wait_s=60.0, inner_steps=1 if rule == "sync" else 3)
     manifest = lockstep("llama").model_copy(update={"outer": outer})
     hold_up(monkeypatch, 0.15)
     outcome = simulate(manifest, tmp_path)
     assert {event.get("result") for event in outcome.trace.of("outer_round")} == {"all"}
     report = replayed(manifest, tmp_path)
-    kinds = {"slow", "fast", "momentum_after", "adam_mean", "loss"} if rule == "diloco" else {"loss"}
+    kinds = {"slow", "fast", "momentum_after", "adam_mean", "loss"} if rule != "sync" else {"loss"}
     assert report.deviations.keys() >= kinds
     assert max(report.deviations.values()) <= TOLERANCE
     lines = [(tmp_path / f"steps-{peer_id(0, replica)}.jsonl").read_text() for replica in range(REPLICAS)]
     assert len(set(lines)) == REPLICAS, "each replica has its own microbatches"
-    other = manifest.model_copy(update={"outer": manifest.outer.model_copy(update={"rule": "diloco", "beta": 0.6})})
+    other = manifest.model_copy(
+        update={"outer": manifest.outer.model_copy(update={"rule": "dct" if rule == "dct" else "diloco", "beta": 0.6})}
+    )
     with pytest.raises(AssertionError):
         replayed(other, tmp_path)
 

@@ -16,6 +16,8 @@ Manifest = dict[str, Any]
 Route = tuple[str, ...]
 LASTING = ("gossip",)
 """Rules under which a round stays open until the partner's vector arrives, even when others fall due meanwhile."""
+ALL = ("diloco", "dct")
+"""Rules under which a replica merges the vectors of all others of its stage after inner steps of its own."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -208,7 +210,7 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
         due, next_due = min(number * m, steps), min((number + 1) * m, steps)
         latest = next_due if outer.get("overlap") else due
         rounds[number] = read_round(record, number, outer)
-        if not lasting and outer["rule"] != "diloco":
+        if not lasting and outer["rule"] not in ALL:
             check_matching(record, number, rounds[number])
         for peer in record.stages:
             where, one = f"round {number}, {peer} (stage {record.stages[peer]})", rounds[number].get(peer)
@@ -228,7 +230,7 @@ def read_rounds(record: Record, manifest: Manifest) -> dict[int, dict[str, Round
 def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]:
     """Peer → what it did in one round, for the peers that did that round.
 
-    Raises AssertionError unless, under `diloco`, no partner is named, because each merges all others of its stage.
+    Raises AssertionError unless, under the rules in ALL, each took from all others of its stage.
     """
     rounds: dict[str, Round] = {}
     for peer in record.stages:
@@ -243,7 +245,7 @@ def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]
             require(float(metadata[key]) == outer[key], f"{where}: {key} was {metadata[key]}, not {outer[key]}")
         frozen_after, merged_after = (int(metadata[f"{event}_after"]) for event in ("frozen", "merged"))
         partner, round = metadata["partner_id"] or None, metadata["partner_round"]
-        if outer["rule"] == "diloco":
+        if outer["rule"] in ALL:
             others = sorted(set(record.replicas(record.stages[peer])) - {peer})
             require(metadata["partner_id"] == ",".join(others), f"{where}: took from {partner}")
             rounds[peer] = Round(None, frozen_after, merged_after, 0)

@@ -3,6 +3,7 @@
 Nothing from the package may be imported here.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,13 +89,63 @@ def merged(
 def merged_with_all(
     group: Sequence[FrozenReplica], mine: FrozenReplica, outer: Mapping[str, Any]
 ) -> dict[str, Tensors]:
-    """`diloco`: δ ← α·δ + mean Δ; φ ← φ + β·(mean Δ + α·δ)."""
+    """`diloco`: δ ← α·δ + mean Δ; φ ← φ + β·(mean Δ + α·δ). `dct`: see `_dct`."""
     slow, momentum = Tensors(), Tensors()
+    if outer["rule"] == "dct":
+        return _dct(group, mine, outer)
     for name, phi in mine.slow.items():
         mean_delta = torch.stack([member.fast[name] - member.slow[name] for member in group]).mean(0)
         momentum[name] = outer["alpha"] * mine.momentum[name] + mean_delta
         slow[name] = phi + outer["beta"] * (mean_delta + outer["alpha"] * momentum[name])
     return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+def _dct(group: Sequence[FrozenReplica], mine: FrozenReplica, outer: Mapping[str, Any]) -> dict[str, Tensors]:
+    """δ ← α·δ + Δ − IDCT(q) + IDCT(mean q); φ ← φ + β·IDCT(mean q). δ is kept as its coefficients, by tile."""
+    slow, momentum = Tensors(), Tensors()
+    for name, phi in mine.slow.items():
+        tiles = _Tiles(phi.shape)
+
+        def added(one: FrozenReplica, name: str = name, tiles: "_Tiles" = tiles) -> torch.Tensor:
+            delta = tiles.coefficients(one.fast[name] - one.slow[name])
+            return outer["alpha"] * one.momentum[name].view(delta.shape) + delta
+
+        shared = torch.stack([tiles.largest(added(one)) for one in group]).mean(0)
+        momentum[name] = (added(mine) - tiles.largest(added(mine)) + shared).view(phi.shape)
+        slow[name] = phi + outer["beta"] * tiles.values(shared)
+    return {"slow": slow, "momentum": momentum, "fast": slow}
+
+
+class _Tiles:
+    """The orthonormal DCT-II of a parameter in tiles, whose sides are the largest divisors up to 64 of the sides of its
+    matrix. Coefficients are N×R×C."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape, sides = shape, (math.prod(shape[:-1]), math.prod(shape[-1:]))
+        self.rows, self.columns = ([n for n in range(1, 65) if side % n == 0][-1] for side in sides)
+        self.grid = (sides[0] // self.rows, self.rows, sides[1] // self.columns, self.columns)
+
+    def coefficients(self, value: torch.Tensor) -> torch.Tensor:
+        tiles = value.reshape(self.grid).transpose(1, 2).reshape(-1, self.rows, self.columns)
+        return torch.einsum("kr,nrc,lc->nkl", _waves(self.rows), tiles, _waves(self.columns))
+
+    def values(self, coefficients: torch.Tensor) -> torch.Tensor:
+        tiles = torch.einsum("kr,nkl,lc->nrc", _waves(self.rows), coefficients, _waves(self.columns))
+        down, rows, across, columns = self.grid
+        return tiles.view(down, across, rows, columns).transpose(1, 2).reshape(self.shape)
+
+    def largest(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """32 of 4,096 coefficients of each tile, rounded up; 0 for the others."""
+        flat = coefficients.flatten(1)
+        kept = flat.abs().argsort(dim=1, descending=True, stable=True)[:, : math.ceil(flat.shape[1] * 32 / 4096)]
+        return torch.zeros_like(flat).scatter(1, kept, flat.gather(1, kept)).view(coefficients.shape)
+
+
+def _waves(size: int) -> torch.Tensor:
+    """Row k is c_k·cos(π·k·(2n + 1) / 2·size)."""
+    n = torch.arange(size, dtype=torch.float64)
+    waves = torch.cos(math.pi * n[:, None] * (2 * n + 1) / (2 * size)) * math.sqrt(2 / size)
+    return torch.cat([waves[:1] / math.sqrt(2), waves[1:]])
 
 
 def _noloco(

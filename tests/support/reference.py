@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from audit_record import (
+    ALL,
     LASTING,
     InnerStep,
     Manifest,
@@ -338,7 +339,7 @@ def merge(
         taken = {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
         lag = abs(min(one.partner_round * outer["inner_steps"], manifest["steps"]) - one.frozen_after)
     after = merged(frozen, theirs, lag, outer)
-    if outer["rule"] == "diloco":
+    if outer["rule"] in ALL:
         group = [replicas[each].frozen[number] for each in record.replicas(replica.stage)]
         after = merged_with_all(group, frozen, outer)
     computed = {"frozen": frozen.fast, "fast": replica.fast}
