@@ -156,6 +156,8 @@ class MeasuredLine:
         self.up = LineRate(UP_SHARE, most=most_up)
         self.down = LineRate(DOWN_SHARE, MIN_DOWN_S, most_down)
         self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._lines: OrderedDict[PeerId, float] = OrderedDict()
+        """Rates of peers' own lines, as far as they limit what is sent to them."""
         self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
         """For each peer: how many bodies are being sent to it, and when the last one had been sent."""
 
@@ -193,18 +195,26 @@ class MeasuredLine:
         rate, at = self.up.bytes_per_s, self.up.measured_at
         if rate is None or at is None or now - at > STALE_S:
             return True
-        return nbytes / rate > max(SMALL_S, (self.round_trip_s(peer) or 0.0) / 2)
+        return nbytes / min(rate, self._lines.get(peer, rate)) > max(SMALL_S, (self.round_trip_s(peer) or 0.0) / 2)
 
-    def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False, wanted_bytes: int = 0) -> int:
-        """Over how many connections to send a body to a peer: one may have less in flight than the line would carry.
+    def granted(self, peer: PeerId, nbytes: int, wanted_bytes: int) -> int:
+        """`connections` of a body for which a peer wants messages of at most `wanted_bytes`. Unless that is 0, it shows
+        how fast the peer's own line is, or half as fast if that is capped: each connection may have a window in transit
+        beyond the cap."""
+        if wanted_bytes:
+            self._lines[peer] = wanted_bytes / MESSAGE_S if wanted_bytes < PACK_BYTES else math.inf
+            self._lines.move_to_end(peer)
+        if len(self._lines) > PEERS:
+            self._lines.popitem(last=False)
+        return self.connections(peer, nbytes)
 
-        A line that has not been measured counts as fast. `comes`: the body comes from the peer. `wanted_bytes`: the
-        most that the peer wants in a message, which says how fast its own line is, or half as fast if it is capped (so
-        that each connection's window does not exceed the cap); 0 for any number.
+    def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
+        """Over how many connections to send a body to a peer: one may have less in flight than the lines would carry.
+
+        A line that has not been measured counts as fast. `comes`: the body comes from the peer.
         """
         rate, round_trip_s = (self.down if comes else self.up).bytes_per_s or math.inf, self.round_trip_s(peer) or 0.0
-        if 0 < wanted_bytes < PACK_BYTES:
-            rate = min(rate, wanted_bytes / MESSAGE_S)
+        rate = rate if comes else min(rate, self._lines.get(peer, math.inf))
         if round_trip_s < FAR_S:
             return 1
         return int(min(CONNECTIONS, 1 + rate * round_trip_s // FAR_BYTES, 1 + nbytes // PART_BYTES))

@@ -145,6 +145,20 @@ def test_a_body_is_announced_when_it_takes_longer_than_half_a_round_trip() -> No
     assert line.sending("p", SMALL_BYTES, 2.0, fits=False) is Sending.ASKED
 
 
+def test_a_body_is_announced_when_it_takes_long_on_the_line_of_its_receiver() -> None:
+    line = line_of(rate=1e9, round_trip_s=0.05)
+    assert not asks(line, 1_000_000)
+    line.granted("p", 1_000_000, 100_000)  # 1 MB/s
+    assert asks(line, 1_000_000)
+    line.granted("p", 1_000_000, 0)
+    assert asks(line, 1_000_000), "that says nothing about its line"
+    line.granted("p", 1_000_000, PACK_BYTES)
+    assert not asks(line, 1_000_000)
+    for number in range(2 * PEERS):
+        line.granted(str(number), 1_000_000, 100_000)
+    assert len(line._lines) == PEERS
+
+
 def test_a_body_sent_to_a_far_peer_at_once_uses_several_connections() -> None:
     far = line_of(rate=1e9, round_trip_s=0.2)
     assert far.sending("p", PART_BYTES - 1, 2.0, fits=True) is Sending.WHOLE

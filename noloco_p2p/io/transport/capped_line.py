@@ -8,8 +8,8 @@ message being read. So peers are asked to keep their messages short.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 from noloco_p2p.config import LimitSettings
@@ -28,6 +28,8 @@ Rank = tuple[Precedence, tuple[int, int]]
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
 """Rank of the first message of a call, ahead of everything: its sender soon asks whether its header has arrived."""
+CALL_WINDOW_BYTES = 1 << 16
+"""Most unread bytes on a call with a cap on downloads: HTTP/2's initial window."""
 WINDOW_BYTES = 1 << 22
 """Most unread bytes on a call, without a cap. With a round trip of 100 ms this allows 335 Mbit/s per connection."""
 BUFFERED_S = 0.001
@@ -184,6 +186,17 @@ class OwnersLine:
             return message
 
         return receive
+
+    @asynccontextmanager
+    async def in_transit(self, rank: Rank) -> AsyncIterator[None]:
+        """While a body comes: charge its turn what may be in transit or unread, and give it back at the end."""
+        if self._down is not None:
+            await self._down.turn(rank, CALL_WINDOW_BYTES)
+        try:
+            yield
+        finally:
+            if self._down is not None:
+                self._down.charge(-CALL_WINDOW_BYTES)
 
     def charge(self, *, sent: int, received: int) -> None:
         """Charge short messages that were sent and received without waiting, in bytes."""

@@ -234,8 +234,7 @@ class GrpcTransport:
         activation = replace(activation, header=self._links.labelled(activation.header))
         size, line = sum(tensor.data.nbytes for tensor in activation.tensors), self._line
         at_once = not claim.asked and message_codec.fits_one_message(activation, line.whole_bytes)
-        to_use = partial(self.line.connections, peer.peer_id, size)
-        most = to_use()
+        most = self.line.connections(peer.peer_id, size)
         async with self._calling(peer, what, LONGEST_CALL_S, control=most > 1) as (channel, seconds):
             options = {"timeout": seconds, "metadata": self._metadata()}
             line.measured.up.carries("activation", size)
@@ -253,7 +252,8 @@ class GrpcTransport:
                 longest = stripe_bytes(size, len(further)) if number else size
                 filler_bytes = self.line.filler_bytes(peer.peer_id, size, comes=True) if number else 0
                 head, body = message_codec.announced(activation, number, filler_bytes)
-                sent = head, lambda wanted: (to_use(wanted_bytes=wanted), body(min(longest, line.agreed(wanted))))
+
+                sent = head, lambda n: (self.line.granted(peer.peer_id, size, n), body(min(longest, line.agreed(n))))
                 return await SentActivation(sent, turn, claim, feed, further, at_once).exchange(call, duplex_of(call))
             leaves()
             [message] = message_codec.to_activation(activation, head_alone=False)

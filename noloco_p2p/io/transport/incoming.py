@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class IncomingActivation:
     _ask: Callable[[], Awaitable[object]]
     """Asks the caller for the body."""
     _patience: Patience
+    _in_transit: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Entered before the body is asked for, and left once it is here."""
     received: int = 0
     complete: bool = False
     """The whole body has been received."""
@@ -56,6 +59,7 @@ class IncomingActivation:
         assembler = message_codec.assembler(self.header.specs)
         frames, self._first = self._first, None
         message: Any = grpc.aio.EOF if frames is None else None
+        coming = AsyncExitStack()
 
         def take(message: bytes) -> bool:
             self.received += len(message)
@@ -66,6 +70,7 @@ class IncomingActivation:
             if stripes is not None:
                 stripes.expect(take)
             if frames == []:
+                await coming.enter_async_context(self._in_transit())
                 await _unbroken(self._ask())
             message_codec.feed(assembler, frames or ())
             frames = None  # frees the bytes of the first message
@@ -85,6 +90,7 @@ class IncomingActivation:
             raise Unreachable("the caller disconnected before its body arrived") from None
         finally:
             assembler.discard()
+            await coming.aclose()
         self.complete = True
         self._count(direction="in", kind="activation", bytes=size)
         return activation

@@ -289,7 +289,8 @@ class GrpcServicer:
             )
 
         ask = partial(Patience().writing(context.write), to_grant(self._line.wanted_bytes))
-        incoming = IncomingActivation(header, frames, self._count, duplex(context)[1], ask, patience)
+        ahead = partial(self._line.in_transit, rank_of(header, Precedence.ACTIVATION))
+        incoming = IncomingActivation(header, frames, self._count, duplex(context)[1], ask, patience, ahead)
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, duplex))
             if nbytes := head.header.filler_bytes:

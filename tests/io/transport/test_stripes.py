@@ -137,7 +137,7 @@ def test_a_body_uses_as_many_connections_as_its_bytes_in_flight_need() -> None:
     wanted = int(FAR_BYTES * MESSAGE_S)
     fresh.answered("E", 2.1)
     for wanted_bytes, connections in ((0, CONNECTIONS), (wanted, 3), (PACK_BYTES, CONNECTIONS)):
-        assert fresh.connections("E", MUCH, wanted_bytes=wanted_bytes) == connections, "no more than its peer's line"
+        assert fresh.granted("E", MUCH, wanted_bytes) == connections, "no more than its peer's line needs"
 
 
 @pytest.mark.parametrize("connections", [1, 2, 5, CONNECTIONS])
