@@ -89,8 +89,6 @@ def test_the_cpu_agrees_with_itself_and_everything_takes_time() -> None:
     # The last stage's backward pass is a difference of two medians, which may be 0 on a busy machine.
     assert 0 <= each[-1]["backward_s"] < 60
     assert all(0 < one[name] < 60 for one in each for name in bench.COSTS if (one, name) != (each[-1], "backward_s"))
-    in_turn = sum(one["forward_s"] + one["backward_s"] for one in each)
-    assert parts / 4 < in_turn < parts * 4, "the seconds of the stages add up to about those of the whole"
 
 
 def test_the_last_stages_backward_is_the_rest_of_its_combined_pass(monkeypatch: pytest.MonkeyPatch) -> None:
