@@ -267,7 +267,7 @@ def test_the_tensors_of_a_checkpoint(checkpoint: Path) -> None:
     holds()
 
 
-@pytest.mark.parametrize("host", ["a" * 70 + ".org", "a..b", "é" * 70])
+@pytest.mark.parametrize("host", ["a" * 70 + ".org", "a..b", "é" * 70, "a b"])
 def test_a_host_that_cannot_be_looked_up(host: str) -> None:
     well, said = health_check.ask(None, f"http://{host}:80")
     assert not well

@@ -30,6 +30,8 @@ PLAIN_FIELDS = (
     "max_position_embeddings",
 )
 """Settings of a model that can be checked without importing its class: all are whole numbers, and no others are set."""
+UNCHECKED = "auto", "cpu"
+"""Devices that every machine has."""
 MAX_PLAIN_LAYERS = 1024
 """Upper limit on the layers of a model that is checked without importing its class."""
 
@@ -41,11 +43,11 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     """
     check_vocabulary(manifest, local)
     parameters = _plain_parameters(manifest)
-    check_swarm_fits(manifest, parameters or 0)
     given = {"model_type": manifest.model.family, **manifest.model.config}
     if type(given.get("num_hidden_layers")) is int:
         check_split(SimpleNamespace(**given), manifest.stages)
-    if parameters is None or local.device not in ("auto", "cpu"):
+    check_swarm_fits(manifest, parameters or 0)
+    if parameters is None or local.device not in UNCHECKED:
         say("checking model and device: importing torch …")
         from noloco_p2p.compute.factory import check_model, stage_sizes
         from noloco_p2p.compute.hardware import pick_device
@@ -61,7 +63,7 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
 
 
 def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:
-    """Check the command line of a node. `runs`: the node will run, so check its ports and address file as well.
+    """Check the command line of a node. `runs`: the node will run, so check its device, ports and address file too.
 
     Raises ConfigError, LocalError.
     """
@@ -73,6 +75,10 @@ def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | N
         if local.stage is not None and local.stage >= manifest.stages:
             raise ConfigError(f"stage {local.stage}: the run has stages 0 to {manifest.stages - 1}")
     if runs:
+        if local.device not in UNCHECKED:
+            from noloco_p2p.compute.hardware import pick_device
+
+            pick_device(local.device)
         check_ports(local.listen)
         if address_file is not None:
             join_file.remove(address_file)

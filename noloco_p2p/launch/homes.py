@@ -28,7 +28,7 @@ class Home(Enum):
     MODEL = "an exported model", ("noloco.json",)
     EXPERIMENT = "the results of an experiment", ("results.json",)
     LINKS = "a page of noloco bench links", ("report.md",)
-    TASKS = "a directory of noloco tasks", ("train.jsonl",)
+    TASKS = "the directory of noloco tasks", ("train.jsonl",)
     TRACKED = "a tracked run", ("tensorboard", "wandb")
     PLOTS = "a directory of plots", ("*.svg",)
     FILE = "a file", ()

@@ -128,7 +128,7 @@ def _members_run(directory: Path) -> tuple[Path, RunManifest]:
     if manifest is None:
         raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of a node of the run")
     if manifest.security.root_key is None:
-        raise ConfigError(f"the run of {node_dir} is open: anybody can join it at its join address")
+        raise ConfigError(f"the run of {node_dir} is open: anybody can join it, and nobody can be expelled")
     return node_dir, manifest
 
 

@@ -4,6 +4,7 @@ It runs every few seconds next to a node that needs the CPU, so nothing heavy is
 """
 
 import http.client
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -53,14 +54,12 @@ def _checked(url: str) -> tuple[str, int]:
 
 
 def _answer(address: tuple[str, int]) -> tuple[bool, str]:
-    connection = http.client.HTTPConnection(*address, timeout=ANSWER_S)
     try:
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        line = answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0]
+        with closing(http.client.HTTPConnection(*address, timeout=ANSWER_S)) as connection:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            line = answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0]
     except (OSError, UnicodeError, http.client.HTTPException) as error:
         where = f"http://{address[0]}:{address[1]}/health"
         return False, f"no node answers at {where}: {getattr(error, 'strerror', None) or error}"
-    finally:
-        connection.close()
     return answer.status == http.client.OK, line

@@ -17,11 +17,14 @@ from noloco_p2p.compute import factory, host_memory
 from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
+from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.launch import compose, foreseen
 
 SWARM, NODE = "swarm", "noloco-node"
+PEER = peer_id_of(bytes(32))
 MISTAKES = [
     (SWARM, "--stages 5", "stages is 5, but the model has only 4 layers: each stage needs one"),
+    (SWARM, "--stages 1000", "stages is 1000, but the model has only 4 layers: each stage needs one"),
     (SWARM, "--set model.config.num_attention_heads=3", "hidden size (128).*multiple.*attention heads (3)"),
     (
         SWARM,
@@ -42,6 +45,8 @@ MISTAKES = [
     (SWARM, "--set data.tokenizer=a/b --set tokenizer_dir=nowhere", "tokenizer_dir: there is no directory nowhere"),
     (SWARM, "--set tokenizer_dir={tok}", "data.tokenizer is 'bytes', which has no files; unset one"),
     (SWARM, "--set device=cuda:99", "cuda:99 not found .*; set device to cpu or auto"),
+    (NODE, "--set device=cuda:99", "cuda:99 not found .*; set device to cpu or auto"),
+    (NODE, f"--join /ip4/127.0.0.1/tcp/1/p2p/{PEER} --set device=cuda:99", "cuda:99 not found"),
     (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "no data file matches {tmp}/*.txt"),
     (SWARM, "--set data.kind=text", "this kind of data needs data_files"),
     (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: it needs one piece to train on"),
