@@ -1,7 +1,7 @@
 """Which peers have recently answered this node, and what they said about themselves.
 
-An advert is a claim: anybody can sign one without running a node. Decisions that many nodes must make alike (targets,
-pairs, guardians, stages) count adverts nevertheless, because they need one view. An action that destroys something, or
+An advert is a claim: anybody can sign one without running a node. Decisions that many nodes must make alike (pairs,
+guardians, stages) count adverts nevertheless, because they need one view. An action that destroys something, or
 that cannot be undone, also needs an answer from the peers that it depends on (ARCHITECTURE.md, "What a stranger can
 do"). Pure.
 """

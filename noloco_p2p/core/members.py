@@ -84,18 +84,19 @@ class Members:
         self._heard: dict[PeerId, tuple[int, float, float]] = {}
         """By peer: (highest step in labels, when that last came, when any label last came: it may have restarted)."""
         self._failures: dict[PeerId, _Failures] = {}
+        self.met: set[PeerId] = set()
+        """Peers that have answered a call of this node; any other may be a mere advert."""
         self._distrusted: dict[PeerId, float] = {}
         """Until when a peer is set aside, whatever it answers."""
         self._by_state: dict[tuple[int, str], list[Advert]] = {}
         """`_adverts` by (stage, state), as of the last reading."""
         self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
         """Cached results of `of_stage`, by stage and states."""
-        self._ids: dict[tuple[int, Set[str]], list[PeerId]] = {}
         self.left_at_step = 0.0
         """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
 
-    def update(self, adverts: Sequence[Advert], *, now: float) -> tuple[int, int]:
-        """Apply a reading of the directory. Returns how many joined and left. An empty one only removes old adverts."""
+    def update(self, adverts: Sequence[Advert], *, now: float, doubts: bool = False) -> tuple[int, int]:
+        """Apply a reading, and doubt new peers if it says so. An empty one only removes. Returns how many (joined, left)."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
@@ -111,6 +112,8 @@ class Members:
                     continue
                 elif old is None or old.stage != advert.stage:
                     self._forget_history(peer)
+                    if doubts:
+                        self._failures[peer] = _Failures()
                     joined += old is None
                     known[peer] = advert
                 elif advert.announced_at >= old.announced_at:
@@ -127,7 +130,9 @@ class Members:
         failures = self._failures.get(advert.peer_id)
         if failures is not None and old.state != advert.state and advert.announced_at > failures.newest_at:
             # A peer that has changed its state since it failed is at work, maybe in a new process.
-            del self._failures[advert.peer_id]
+            failures.aside_until = 0.0
+            if advert.peer_id in self.met:
+                del self._failures[advert.peer_id]
         self._adverts[advert.peer_id] = advert
 
     def _miss(self, listed: Set[PeerId], now: float) -> None:
@@ -148,9 +153,10 @@ class Members:
     def _forget_history(self, peer: PeerId) -> None:
         for history in (self._missed, self._heard, self._failures):
             history.pop(peer, None)
+        self.met.discard(peer)
 
     def _index(self) -> None:
-        self._by_state, self._found, self._ids = {}, {}, {}
+        self._by_state, self._found = {}, {}
         for advert in self._adverts.values():
             self._by_state.setdefault((advert.stage, advert.state), []).append(advert)
 
@@ -174,14 +180,6 @@ class Members:
             self._found[asked] = found
         return found
 
-    def ids(self, stage: int, states: Set[str] = PRESENT) -> Sequence[PeerId]:
-        """The ids of `of_stage`."""
-        asked = stage, frozenset(states)
-        found = self._ids.get(asked)
-        if found is None:
-            found = self._ids[asked] = [advert.peer_id for advert in self.of_stage(stage, states)]
-        return found
-
     def all(self) -> Sequence[Advert]:
         """All other nodes."""
         return [*self._adverts.values()]
@@ -192,7 +190,8 @@ class Members:
 
     def seen(self, *, now: float) -> tuple[SeenPeer, ...]:
         """All other nodes as of `now`. Callable from any thread."""
-        aside, adverts = self._aside(now), tuple(self._adverts.values())
+        aside = dict.fromkeys(self.doubted(), now + FIRST_ASIDE_S / 2) | self._aside(now)
+        adverts = tuple(self._adverts.values())
         return tuple(SeenPeer(a, max(0.0, now - a.announced_at), aside.get(a.peer_id, now) - now) for a in adverts)
 
     # --- trust in peers -------------------------------------------------------------------------------------------
@@ -210,6 +209,16 @@ class Members:
     def answered(self, peer: PeerId) -> None:
         """A peer answered a call, whatever the answer."""
         self._failures.pop(peer, None)
+        if peer in self._adverts:
+            self.met.add(peer)
+
+    def doubted(self) -> Set[PeerId]:
+        """The peers that have never answered, and have failed or were doubted when they came: aside until they do."""
+        return self._failures.copy().keys() - self.met
+
+    def to_meet(self, *, now: float) -> dict[PeerId, int]:
+        """The doubted peers that have not failed just before, and how often each has failed."""
+        return {p: one.count for p, one in self._failures.items() if one.aside_until <= now and p not in self.met}
 
     def distrust(self, peer: PeerId, *, now: float) -> None:
         """Set a peer aside for DISTRUSTED_S, whatever it answers."""
@@ -220,19 +229,20 @@ class Members:
         return {peer: until for peer, until in self._distrusted.items() if until > now}
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
-        """Whether the peer is set aside now, because it failed or is distrusted."""
-        return peer in self._aside(now)
+        """Whether the peer is set aside now, because it failed, is doubted or distrusted."""
+        failures, until = self._failures.get(peer), self._distrusted.get(peer, now)
+        return until > now or (failures is not None and (failures.aside_until > now or peer not in self.met))
 
     def _aside(self, now: float) -> dict[PeerId, float]:
         failed = {peer: one.aside_until for peer, one in self._failures.copy().items() if one.aside_until > now}
         return failed | self.distrusted(now)
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
-        """Ready replicas of a stage that are not set aside; if all are, only the one whose time ends first."""
-        ready = self.ids(stage, READY)
-        if without:
-            ready = [peer for peer in ready if peer not in without]
-        aside = self._aside(now)
+        """Ready replicas that are not set aside (nor doubted, unless all are); if all are, the one that is back first."""
+        doubted, aside = self.doubted(), self._aside(now)
+        listed = [advert.peer_id for advert in self.of_stage(stage, READY)]
+        ready = [peer for peer in listed if peer not in doubted] or listed
+        ready = [peer for peer in ready if peer not in without]
         if not aside or not ready:
             return ready
         return [p for p in ready if p not in aside] or [min(ready, key=lambda peer: (aside[peer], peer))]
@@ -288,12 +298,3 @@ class Members:
                 step, at = max(step, float(heard[0])), heard[1]
             found.append((step, max(0.0, now - at), advert.steps_per_s))
         return found
-
-
-def lacking(
-    me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
-) -> dict[int, int]:
-    """How many replicas in one of `states` each stage still lacks before the run may start; empty if none lacks any."""
-    at = [advert.stage for advert in (*others, me) if advert.state in states]
-    counts = [at.count(stage) for stage in range(stages)]
-    return {s: start_replicas - n for s, n in enumerate(counts) if n < start_replicas}

@@ -5,7 +5,7 @@ older. A stage without living replicas resumes from the best of its weights that
 those that a guardian holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -49,6 +49,14 @@ def eldest(replicas: Iterable[Advert]) -> Advert:
 def run_has_begun(adverts: Iterable[Advert]) -> bool:
     """Whether any node trains or has trained, even if that was before all nodes were stopped."""
     return any(a.state in TRAINED or a.step > 0 or a.holds for a in adverts)
+
+
+def lacking(
+    me: Advert, others: Sequence[Advert], stages: int, start_replicas: int, states: Collection[str]
+) -> dict[int, int]:
+    """How many replicas in one of `states` each stage still lacks before the run may start; empty if none lacks any."""
+    at = [advert.stage for advert in (*others, me) if advert.state in states]
+    return {s: start_replicas - at.count(s) for s in range(stages) if at.count(s) < start_replicas}
 
 
 def common_round(adverts: Sequence[Advert], stages: int) -> int | None:

@@ -72,7 +72,7 @@ class Guardian:
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
             await node.waits.until(lambda: False, "stage to guard", Resource.SWARM, idle=True)
         while True:
-            self._read, seen = False, (node.advert.outer_round, inquiry.batches)
+            self._read, seen = False, (node.advert.outer_round, inquiry.answers)
             self._drop()
             # The stage that has waited longest comes first, because the rest after its pull delays the others.
             for stage in sorted(self._wards(), key=lambda stage: self._pulled.get(stage, NEVER)):
@@ -80,7 +80,7 @@ class Guardian:
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             rest_s = self._rests_until - node.now()
             await node.waits.until(
-                lambda seen=seen: self._read or (node.advert.outer_round, inquiry.batches) != seen,  # type: ignore[misc]
+                lambda seen=seen: self._read or (node.advert.outer_round, inquiry.answers) != seen,  # type: ignore[misc]
                 "stage to guard",
                 Resource.SWARM,
                 AGAIN_S if leaving else rest_s if rest_s > 0 else None,
@@ -123,8 +123,7 @@ class Guardian:
 
     async def _look_after(self, stage: int) -> None:
         """Pull the ward's weights if there may be newer ones: from one replica, or from another if that fails."""
-        replicas = self._replicas(stage)
-        node = self._node
+        node, replicas = self._node, self._replicas(stage)
         if not replicas:
             await self._copy(stage)
             return

@@ -28,29 +28,45 @@ class Inquiry:
         self._node = node
         self._members = members
         self.exchanges = Exchanges(node.config.directory.ttl_s)
-        self._to_ask: dict[PeerId, Advert] = {}
-        self.batches = 0
-        """Number of batches of answers so far."""
+        self._to_ask: dict[PeerId, tuple[Advert, bool]] = {}
+        """Peers that are or will be asked, and whether a decision depends on it."""
+        self.answers = 0
+        """Number of peers asked so far on which a decision depended."""
 
     async def run(self, transport: Transport, changed: Callable[[], None]) -> None:
-        """Ask peers and record their answers; `changed` is called after every batch. Never ends."""
-        while True:
-            await self._node.waits.until(lambda: bool(self._to_ask), "peer to ask", Resource.SWARM, idle=True)
-            await asyncio.gather(*(self._ask_one(transport, advert) for advert in self._to_ask.values()))
-            self._to_ask.clear()
-            self.batches += 1
+        """Ask peers and record their answers; `changed` is called after each. Never ends."""
+        asked: set[PeerId] = set()
+
+        async def ask(advert: Advert) -> None:
+            await self._ask_one(transport, advert)
+            self.answers += self._to_ask.pop(advert.peer_id)[1]
+            asked.remove(advert.peer_id)
             changed()
+            self.meet()
             self._node.waits.pulse()
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._node.waits.until(
+                    lambda: len(self._to_ask) > len(asked), "peer to ask", Resource.SWARM, idle=True
+                )
+                for peer in [one for one in self._to_ask if one not in asked]:
+                    asked.add(peer)
+                    tasks.create_task(ask(self._to_ask[peer][0]))
 
     def forget(self) -> None:
         """Forget all answers. They are out of date after a standstill, even if this node's clock does not show it."""
         self.exchanges = Exchanges(self._node.config.directory.ttl_s)
 
     async def _ask_one(self, transport: Transport, advert: Advert) -> None:
-        said = None
-        with suppress(PeerError), self._node.waits.waiting("description", advert.peer_id, idle=True):
+        peer, said = advert.peer_id, None
+        with suppress(PeerError), self._node.waits.waiting("description", peer, idle=True):
             said = await transport.describe(advert)
-        self.exchanges.note(advert.peer_id, said, now=self._node.now())
+        self.exchanges.note(peer, said, now=self._node.now())
+        if said is not None and peer not in self._members.met:
+            self._members.answered(peer)
+        elif peer not in self._members.met:
+            self._members.failed(peer, now=self._node.now())
 
     def unknown(self, adverts: Iterable[Advert], since: float | None = None) -> list[Advert]:
         """The peers that have not been asked recently (or since `since`)."""
@@ -59,9 +75,26 @@ class Inquiry:
     def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
         """Queue the peers that have not been asked recently (or since `since`), up to PROBES at a time."""
         for advert in self.unknown(adverts, since):
-            if advert.peer_id not in self._to_ask and len(self._to_ask) < PROBES:
-                self._to_ask[advert.peer_id] = advert
+            peer = advert.peer_id
+            if self._asking(deciding=True) < PROBES and not (peer in self._to_ask and self._to_ask[peer][1]):
+                self._to_ask[peer] = self._to_ask.get(peer, (advert,))[0], True
                 self._node.waits.pulse()
+
+    def meet(self, caller: PeerId | None = None) -> None:
+        """Ask peers that have never answered, PROBES at a time: any of those that were asked in vain least often, so
+        that a newcomer does not wait behind silent ones, and a `caller` even if PROBES others are being asked."""
+        due = {p: n for p, n in self._members.to_meet(now=self._node.now()).items() if p not in self._to_ask}
+        fewest, free = min(due.values(), default=0), PROBES - self._asking(deciding=False)
+        least = [peer for peer, count in due.items() if count == fewest]
+        chosen = self._node.rng.sample(least, min(max(0, free), len(least)))
+        if caller in due and caller not in chosen and free > -PROBES:
+            chosen.append(caller)
+        for advert in filter(None, map(self._members.get, chosen)):
+            self._to_ask[advert.peer_id] = advert, False
+            self._node.waits.pulse()
+
+    def _asking(self, *, deciding: bool) -> int:
+        return sum(decides == deciding for _, decides in self._to_ask.values())
 
     async def until_asked(self, adverts: Sequence[Advert], *, anew: bool) -> None:
         """Ask these peers, at most PROBES, and wait until each has answered or timed out, which takes seconds.
@@ -85,14 +118,15 @@ class Inquiry:
 
     def few(self, adverts: Sequence[Advert]) -> Sequence[Advert]:
         """Choose up to PROBES peers to ask: first those that have answered before, then those whose microbatches have
-        arrived, then the others in a random order that is the same every time."""
+        arrived, then the others in a random order that is the same every time, and last those that are doubted."""
         if len(adverts) <= PROBES:
             return adverts
-        node, now = self._node, self._node.now()
+        node, now, doubted = self._node, self._node.now(), self._members.doubted()
 
-        def order(peer: PeerId) -> tuple[bool, bool, float]:
-            unknown = self.exchanges.said(peer, now=now) is None
-            return unknown, self._members.heard_at(peer) == -inf, generator(node.manifest.seed, node.me, peer).random()
+        def order(peer: PeerId) -> tuple[bool, bool, bool, float]:
+            unknown, unheard = self.exchanges.said(peer, now=now) is None, self._members.heard_at(peer) == -inf
+            draw = generator(node.manifest.seed, node.me, peer).random()
+            return unknown, unheard and peer in doubted, unheard, draw
 
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
 

@@ -181,7 +181,7 @@ class Joining:
 
     def _missing(self, replicas: int, states: frozenset[str]) -> dict[int, int]:
         node = self._node
-        return membership.lacking(node.advert, self._swarm.members.all(), node.manifest.stages, replicas, states)
+        return resume.lacking(node.advert, self._swarm.members.all(), node.manifest.stages, replicas, states)
 
     def _report_missing(self, missing: dict[int, int]) -> None:
         self._report("waiting for " + ", ".join(f"{n} more of stage {s}" for s, n in sorted(missing.items())))
@@ -276,9 +276,10 @@ class Joining:
     async def _know_the_clock(self) -> bool:
         """Whether a training node has answered, or none is listed. Otherwise this node may not reach the others."""
         listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
-        asked = self._swarm.inquiry.few(listed)
-        await self._swarm.inquiry.until_asked(asked, anew=False)
-        return not listed or bool(self._swarm.inquiry.answering(asked, membership.TRAINED))
+        inquiry = self._swarm.inquiry
+        asked = inquiry.few([a for a in listed if not inquiry.is_silent(a.peer_id)] or listed)
+        await inquiry.until_asked(asked, anew=False)
+        return not listed or bool(inquiry.answering(asked, membership.TRAINED))
 
     async def _ask_around(self) -> list[Advert]:
         """The others' adverts, updated by asking the peers that decide where the weights come from, eight at a time,

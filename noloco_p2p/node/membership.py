@@ -42,7 +42,8 @@ class Membership:
     def read(self, adverts: Sequence[Advert]) -> None:
         """Take over the result of a reading of the directory."""
         node = self._node
-        joined, departed = self.members.update(adverts, now=node.now())
+        begun = any(advert.state in members.TRAINED for advert in (node.advert, *adverts))
+        joined, departed = self.members.update(adverts, now=node.now(), doubts=begun)
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
         counts[own] = counts.get(own, 0) + 1
         node.event("membership", counts=counts, joined=joined, departed=departed)
@@ -50,6 +51,7 @@ class Membership:
             node.trouble(DISTRUST, None)
         self.look_for_the_end()
         self.inquiry.ask_first_stage()
+        self.inquiry.meet()
 
     def look_for_the_end(self) -> None:
         """Find out whether the run has ended. It has if a node of stage 0 answers that it has finished. It also has if
@@ -71,26 +73,27 @@ class Membership:
 
     def partners(self, round: int) -> list[Advert]:
         """The other replicas of this stage from which this one may pull in an outer round: after their first complete
-        interval, and with weights of the same lineage."""
-        me = self._node.advert
-        mates = self.members.of_stage(me.stage, members.IN_ROUNDS)
+        interval, with weights of the same lineage, and not doubted."""
+        me, doubted = self._node.advert, self.members.doubted()
+        mates = [a for a in self.members.of_stage(me.stage, members.IN_ROUNDS) if a.peer_id not in doubted]
         return [a for a in mates if a.partner_from_round <= round and a.fresh_round == me.fresh_round]
 
     def fix_view(self) -> None:
-        """Fix the membership on which the coming inner step is based."""
-        node = self._node
-
-        def ids(stage: int) -> tuple[PeerId, ...]:
-            found = self.members.ids(stage, members.READY)
-            return tuple(sorted([*found, node.me]) if stage == node.index else found)
+        """Fix the membership on which the coming inner step is based, without peers that are doubted. Under `balanced`
+        all nodes must see the same replicas: there one that only this node cannot reach counts, unless more than a
+        third of its stage are doubted."""
+        node, doubted = self._node, self.members.doubted()
 
         def speeds(stage: int) -> dict[PeerId, float]:
-            found = {advert.peer_id: advert.capacity_per_s for advert in self.members.of_stage(stage, members.READY)}
-            return found | ({node.me: node.advert.capacity_per_s} if stage == node.index else {})
+            listed = [*self.members.of_stage(stage, members.READY), *([node.advert] if stage == node.index else [])]
+            found = [advert for advert in listed if advert.peer_id not in doubted]
+            few = node.manifest.routing == "balanced" and 3 * len(found) >= 2 * len(listed)
+            return {advert.peer_id: advert.capacity_per_s for advert in (listed if few else found)}
 
-        self.view = routing.StepView(node.me, ids(0), ids(node.index), ids(node.index + 1))
+        origins, mates, following = map(speeds, (0, node.index, node.index + 1))
+        self.view = routing.StepView(node.me, tuple(sorted(origins)), tuple(sorted(mates)), tuple(sorted(following)))
         if node.manifest.routing == "weighted":
-            shares, mine = routing.odds(speeds(node.index + 1)), routing.odds(speeds(node.index))[node.me]
+            shares, mine = routing.odds(following), routing.odds(mates)[node.me]
             self.view = replace(self.view, shares=shares, my_share=mine)
 
     def heard(self, origin: Origin | None = None) -> None:

@@ -71,6 +71,7 @@ class RpcHandler:
         me = self._node.advert
         if self._node.chosen_stage is None:
             raise Declined("this node has not chosen its stage yet")
+        self._swarm.inquiry.meet(caller)
         return NodeDescription(
             me.peer_id, me.run_id, me.stage, me.state, me.step, me.outer_round, me.version, me.fresh_round
         )

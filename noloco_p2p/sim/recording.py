@@ -135,8 +135,11 @@ class WeightsChoice:
 
     def take(self) -> AvailableWeights:
         """What was available when it chose."""
-        seen, self._seen = self._seen, None
-        return seen if seen is not None and now_s() <= self._counts_until_s else self._available()
+        seen, self._seen, now = self._seen, None, self._available()
+        # A replica that trains has learnt from a round, not from what it asked before, that others are ahead.
+        if seen is None or now_s() > self._counts_until_s or (seen.replaced is None and now.replaced is not None):
+            return now
+        return seen
 
     def _see(self, seen: AvailableWeights) -> None:
         self._seen, self._counts_until_s = seen, now_s() + self._settled_s

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
 
-from noloco_p2p.core.members import STATES, TRAINING, TRANSITIONS, Members, lacking, next_state
+from noloco_p2p.core.members import READY, STATES, TRAINING, TRANSITIONS, Members, next_state
 from noloco_p2p.core.messages import Advert, Origin
 
 EVENTS = sorted({event for _, event in TRANSITIONS})
@@ -67,9 +68,9 @@ def test_only_successive_readings_that_miss_a_peer_count() -> None:
     known = [advert("a", announced_at=1.0), advert("b", announced_at=1.0)]
     for now, found in ((1, known), (40, known[1:]), (41, known), (42, known[1:])):
         read(members, found, now=now)
-        assert members.ids(1) == ["a", "b"]
+        assert [one.peer_id for one in members.of_stage(1)] == ["a", "b"]
     read(members, known[1:], now=43)
-    assert members.ids(1) == ["b"]
+    assert [one.peer_id for one in members.of_stage(1)] == ["b"]
 
 
 def test_if_nothing_can_be_read_a_peer_is_believed_for_three_lives_of_an_advert() -> None:
@@ -88,7 +89,8 @@ def test_a_reading_counts_who_joined_and_left_and_keeps_peers_sorted() -> None:
     assert read(members, [advert("c", 0), advert("a", state="left"), advert("b"), advert("d")], now=2) == (2, 1)
     assert read(members, [advert("c"), advert("b", state="left"), advert("e", state="left")], now=3) == (0, 1)
     read(members, [advert("b")], now=4)
-    assert [one.peer_id for one in members.all()] == members.ids(1) == ["b", "c", "d"]
+    for found in (members.all(), members.of_stage(1)):
+        assert [one.peer_id for one in found] == ["b", "c", "d"]
 
 
 @pytest.mark.parametrize("way", ["left", "moved"])
@@ -135,6 +137,7 @@ def test_an_older_advert_does_not_replace_a_newer_one() -> None:
 def test_a_failing_peer_is_set_aside_for_a_growing_bounded_time() -> None:
     members = Members("me", 30)
     read(members, [advert("a"), advert("b")], now=0)
+    members.answered("a")
     now, waits = 0.0, []
     for _ in range(9):
         members.failed("a", now=now)
@@ -163,6 +166,7 @@ def test_when_all_are_set_aside_the_first_to_return_is_tried() -> None:
 def test_a_distrusted_peer_is_set_aside_for_an_hour_whatever_it_answers() -> None:
     members = Members("me", 30)
     read(members, [advert("a"), advert("b")], now=10)
+    members.answered("b")
     members.distrust("a", now=10.0)
     members.failed("b", now=20.0)
     members.answered("a")
@@ -205,13 +209,6 @@ def test_a_clock_without_a_measured_speed_holds_nobody_back() -> None:
     assert members.clocks(members.of_stage(0, TRAINING), now=3) == [(5.0, 3.0, 1.0)]
 
 
-def test_lacking_names_what_is_missing() -> None:
-    others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
-    me = advert("me", 1, "waiting")
-    assert lacking(me, others, 2, 2, {"waiting"}) == {0: 1, 1: 1}
-    assert lacking(me, others, 2, 1, {"waiting"}) == {}
-
-
 def used(members: Members, *, now: float) -> list[str]:
     return list(members.usable(1, now=now))
 
@@ -219,6 +216,7 @@ def used(members: Members, *, now: float) -> list[str]:
 def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> None:
     members = Members("me", 30)
     read(members, [advert("a"), advert("b")], now=0)
+    members.answered("a")
     for now in (0.0, 10.0, 20.0):
         members.failed("a", now=now)
     assert members.is_aside("a", now=23.9)
@@ -232,6 +230,7 @@ def test_a_hung_peer_that_answers_again_is_used_again_soon_after_its_time() -> N
 def test_a_failed_peer_that_has_changed_its_state_since_is_used_at_once() -> None:
     members = Members("me", 30)
     read(members, [advert("a", state="syncing"), advert("b")], now=0)
+    members.answered("a")
     for now in (5.0, 10.0, 15.0, 20.0):
         members.failed("a", now=now)
     read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
@@ -276,3 +275,90 @@ def test_the_furthest_clock_of_those_that_left_stage_0_is_known() -> None:
     read(members, [advert("a", 0, state="left", step=8.0)], now=1.0)
     read(members, [advert("c", 0, state="left", step=5.0)], now=2.0)
     assert members.left_at_step == 8.0
+
+
+def test_a_peer_that_never_answered_stays_aside_until_it_does() -> None:
+    members = Members("me", 30)
+    members.update([advert("a", 1), advert("b", 1)], now=0)
+    members.update([advert("a", 1), advert("b", 1), advert("new", 1)], now=0, doubts=True)
+    assert used(members, now=0) == ["a", "b"], "who was there from the start counts until it fails"
+    members.answered("a")
+    for peer in "ab":
+        members.failed(peer, now=0)
+    assert members.doubted() == {"b", "new"}
+    assert used(members, now=50) == ["a"]
+    assert [members.is_aside(peer, now=50) for peer in ("a", "b", "new")] == [False, True, True]
+    assert [one.aside_s > 0 for one in members.seen(now=50)] == [False, True, True]
+    later = [replace(advert(peer, 1, "syncing"), announced_at=60) for peer in ("b", "new")]
+    members.update([advert("a", 1), *later], now=60)
+    assert used(members, now=60) == ["a"], "an advert is no answer"
+    members.answered("new")
+    assert used(members, now=60) == ["a", "new"]
+    members.failed("new", now=61)
+    assert used(members, now=62) == ["a", "new"], "one that has answered comes back by itself"
+
+
+def test_doubted_peers_are_called_only_if_there_are_no_others() -> None:
+    members = Members("me", 30)
+    members.update([advert("x"), advert("y")], now=0, doubts=True)
+    assert used(members, now=0) == ["x", "y"]
+    members.failed("x", now=0)
+    assert used(members, now=0.5) == ["y"]
+    members.failed("y", now=0.6)
+    assert used(members, now=0.7) == ["x"], "its time ends first"
+    members.answered("y")
+    members.failed("y", now=10)
+    assert used(members, now=10.5) == ["y"], "it has failed just now, but it exists"
+    assert list(members.usable(1, now=10.5, without={"y"})) == []
+
+
+def test_those_that_failed_least_often_are_met_first() -> None:
+    members = Members("me", 30)
+    members.update([advert("x"), advert("y")], now=0, doubts=True)
+    assert members.to_meet(now=0) == {"x": 0, "y": 0}
+    members.failed("x", now=0)
+    assert members.to_meet(now=0.5) == {"y": 0}
+    assert members.to_meet(now=1.0) == {"x": 1, "y": 0}
+    members.answered("y")
+    members.failed("y", now=2.0)
+    assert members.to_meet(now=9.0) == {"x": 1}, "it needs no answer to come back"
+    for now in range(10, 500, 70):
+        members.failed("x", now=now)
+    assert members.to_meet(now=450) == {}
+    members.update([advert("x", state="syncing", announced_at=450), advert("y")], now=451)
+    assert list(members.to_meet(now=451)) == ["x"], "a new process is asked at once"
+
+
+@pytest.mark.parametrize("way", ["left", "moved"])
+def test_a_peer_that_comes_back_after_it_left_or_moved_has_to_answer_anew(way: str) -> None:
+    members = Members("me", 30)
+    read(members, [advert("a"), advert("b")], now=0)
+    members.answered("a")
+    members.answered("nobody")
+    if way == "left":
+        read(members, [advert("a", state="left"), advert("b")], now=1)
+        members.answered("a")
+    assert members.met == ({"a"} if way == "moved" else set()), "nothing is kept about peers that are not listed"
+    back = advert("a", 1 if way == "left" else 0)
+    members.update([replace(back, announced_at=2), advert("b")], now=2, doubts=True)
+    assert members.doubted() == {"a"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_peers_announce_and_do_nothing_is_kept_about_those_that_are_not_listed(seed: int) -> None:
+    rng, members, peers = random.Random(seed), Members("me", 5), ["me", *"abcdefgh"]
+    for now in range(200):
+        peer = rng.choice(peers)
+        some = rng.sample(peers, rng.randrange(5))
+        adverts = [advert(p, rng.randrange(2), rng.choice(STATES), announced_at=now - rng.random()) for p in some]
+        members.update(adverts, now=now, doubts=rng.random() < 0.5)
+        if rng.random() < 0.5:
+            members.answered(peer)
+        else:
+            members.failed(peer, now=now)
+        listed = {one.peer_id for one in members.all()}
+        assert listed >= members.met | members.doubted() | members.to_meet(now=now).keys()
+        ready, without = {one.peer_id for one in members.of_stage(1, READY)}, set(rng.sample(peers, 2))
+        assert ready - without >= {*members.usable(1, now=now, without=without)}
+        assert bool(ready) == bool(members.usable(1, now=now)), "a stage with replicas is called"
+        assert {one.advert.peer_id for one in members.seen(now=now) if one.aside_s > 0} >= members.doubted()

@@ -6,7 +6,15 @@ import pytest
 
 from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.messages import STREAM, Advert, Holding
-from noloco_p2p.core.resume import NEAR_ROUNDS, RestoreSource, common_round, deciding, restore_sources, run_has_begun
+from noloco_p2p.core.resume import (
+    NEAR_ROUNDS,
+    RestoreSource,
+    common_round,
+    deciding,
+    lacking,
+    restore_sources,
+    run_has_begun,
+)
 
 STAGES = 3
 
@@ -35,6 +43,13 @@ def test_a_run_has_begun_when_somebody_has_trained(state: str) -> None:
     assert run_has_begun([*waiting, advert("d", 2, state)])
     assert run_has_begun([*waiting, advert("d", 2, "waiting", holds=held(2, 1))])
     assert run_has_begun([*waiting, replace(advert("d", 2, "draining"), step=0.5)])
+
+
+def test_lacking_names_what_is_missing() -> None:
+    others = [advert("a", 0, "waiting"), advert("b", 1, "starting")]
+    me = advert("me", 1, "waiting")
+    assert lacking(me, others, 2, 2, {"waiting"}) == {0: 1, 1: 1}
+    assert lacking(me, others, 2, 1, {"waiting"}) == {}
 
 
 def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:

@@ -22,6 +22,8 @@ def test_an_origin_whose_microbatch_breaks_off_is_given_up_even_after_the_others
         node = NodeState(me, manifest, NodeConfig(), cast(Any, SimpleNamespace(event=lambda *_, **__: None)))
         swarm = Membership(node)
         swarm.read([Advert(peer, manifest.run_id, 0, (), state="training") for peer in ("A", "B")])
+        for peer in "AB":
+            swarm.members.answered(peer)
         server = MicrobatchServer(node, swarm, cast(Any, None))
         assert server.may_open()
         server.open()

@@ -29,25 +29,18 @@ class Asking:
         Always if the policy names the replica, because a later body may be the one that it waits for, and always if
         this node is leaving.
         """
-        node = self._node
-        return (
-            node.manifest.routing not in routing.FREE
-            or node.draining
-            or self._transport.line.asks_for(len(self._asked))
-        )
+        limited = self._node.manifest.routing in routing.FREE and not self._node.draining
+        return not limited or self._transport.line.asks_for(len(self._asked))
 
     async def until_may_ask(self, microbatch: MicrobatchId, longest_s: float) -> bool:
         """Wait for the bodies that go first. False if none of them has been sent within `longest_s`."""
         why = for_microbatch(microbatch)
         while not self.may_ask():
-            ended = self._ended
-            if not await self._node.waits.until(
-                lambda ended=ended: self._ended > ended or self.may_ask(),  # type: ignore[misc]
-                "line",
-                Resource.LINE,
-                longest_s,
-                why=why,
-            ):
+
+            def goes_on(ended: int = self._ended) -> bool:
+                return self._ended > ended or self.may_ask()
+
+            if not await self._node.waits.until(goes_on, "line", Resource.LINE, longest_s, why=why):
                 return False
         return True
 

@@ -233,7 +233,7 @@ class Dispatcher:
             swarm.answered(id)
             self._note_busy(id, attempts)
             return
-        if isinstance(error, Unreachable | Violation):
+        if isinstance(error, Unreachable | Violation) or (isinstance(error, Stalled) and id not in swarm.members.met):
             swarm.failed(id)
         else:
             attempts.skipped += 1
