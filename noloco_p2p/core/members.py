@@ -96,7 +96,7 @@ class Members:
         """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
 
     def update(self, adverts: Sequence[Advert], *, now: float, doubts: bool = False) -> tuple[int, int]:
-        """Apply a reading, and doubt new peers if it says so. An empty one only removes. Returns how many (joined, left)."""
+        """Apply a reading, with new peers doubted if it `doubts`. An empty one only removes. Returns (joined, left)."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer = advert.peer_id
@@ -238,7 +238,7 @@ class Members:
         return failed | self.distrusted(now)
 
     def usable(self, stage: int, *, now: float, without: Collection[PeerId] = ()) -> Sequence[PeerId]:
-        """Ready replicas that are not set aside (nor doubted, unless all are); if all are, the one that is back first."""
+        """Ready replicas not set aside (nor doubted, unless all are); if all are, the one that is back first."""
         doubted, aside = self.doubted(), self._aside(now)
         listed = [advert.peer_id for advert in self.of_stage(stage, READY)]
         ready = [peer for peer in listed if peer not in doubted] or listed
