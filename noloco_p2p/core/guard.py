@@ -13,14 +13,15 @@ from statistics import median
 
 from noloco_p2p.core.messages import TensorSpec
 
-RADIUS = 5.0
-"""A partner is clipped beyond this many times the median distance of earlier partners. Figures: METHOD.md."""
-REFUSED = 8.0
+RADIUS = 4.0
+"""A partner is clipped beyond this many times the usual distance, which is the lower quartile of those of earlier
+partners: one liar makes its victims, and whoever meets these next, appear far away. Figures: METHOD.md."""
+REFUSED = 10.0
 """A vector is refused if all groups together are more than this many radii away. Honest replicas are not that far
 apart, even after a long separation. A single group may be: its usual distance can be tiny, if it consists of a few
 values that all replicas move alike until they are separated."""
-WINDOW, FEWEST = 16, 3
-"""The median is over at most WINDOW and at least FEWEST distances."""
+WINDOW, FEWEST = 12, 3
+"""The quartile is over at most WINDOW and at least FEWEST distances."""
 UNKNOWN = 0.5
 """With fewer distances, the radius is this fraction of the norm of the replica's own group."""
 FURTHEST = 1.5
@@ -55,7 +56,8 @@ class PairDistances:
         """How far away a partner may be, by group. Empty while too few distances are known; 0 where still unknown."""
         if len(self._taken) < FEWEST:
             return ()
-        taken, scaled = (map(median, zip(*found, strict=True)) for found in (self._taken, self._scaled))
+        both, quarter = (self._taken, self._scaled), len(self._taken) // 4
+        taken, scaled = ([sorted(group)[quarter] for group in zip(*found, strict=True)] for found in both)
         return tuple(RADIUS * max(one, other * learning_rate) for one, other in zip(taken, scaled, strict=True))
 
     def observe(self, distances: Sequence[float], learning_rate: float) -> None:

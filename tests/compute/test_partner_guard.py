@@ -99,6 +99,7 @@ def test_what_is_out_of_all_proportion_is_refused_from_the_first_round_on(rule: 
 
 def test_two_that_agree_with_each_other_but_not_with_this_replica_are_taken() -> None:
     stage, other, third = replicas("noloco", "me", "other", "third")
+    acquainted(third, other)
     acquainted(stage, other)
     assert pulled(stage, other, 9, 0.08)[1].verdict == "refused"
     assert pulled(stage, other, 9, 0.08)[1].verdict == "refused", "the same peer again is no confirmation"

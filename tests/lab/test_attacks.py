@@ -63,3 +63,10 @@ def test_false_losses_change_no_weights_and_only_what_is_said_of_evaluations_by_
 )
 def test_a_lie_costs_little(attack: str, size: tuple[int, int], percent: float) -> None:
     assert train(attack, 1, *size).loss < (1 + percent / 100) * honest(attack, size).loss
+
+
+@pytest.mark.soak
+def test_a_liar_that_goes_as_far_as_it_may_does_not_drive_the_others_apart() -> None:
+    """It drags whoever meets it away from the others. The next partners must not take that for the usual distance."""
+    attack = "vector-far/gossip"
+    assert train(attack, 1, *WHOLE).loss < honest(attack, WHOLE).loss + 0.1

@@ -28,7 +28,7 @@ from torch import Tensor
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.core.messages import Activation, Advert, HostTensor, PeerId
-from noloco_p2p.core.snapshots import Snapshot
+from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import Busy
 from noloco_p2p.lab.experiments import real_swarm
@@ -41,7 +41,7 @@ from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 Change = Callable[[Any], Any]
-STEP_S = {"noloco": 0.123, "averaged": 0.123, "gossip": 0.2}
+STEP_S = {"noloco": 0.123, "averaged": 0.123, "gossip": 0.16}
 """Virtual seconds of a step, by outer rule."""
 
 
@@ -67,6 +67,15 @@ CHANGES: dict[str, Change] = {
     "still": lambda values: 0 * values,
 }
 """What becomes of a tensor, or of a number."""
+
+
+def spikes(values: Tensor) -> Tensor:
+    """One value in 4,096, at a random place."""
+    return torch.zeros_like(values).index_fill_(0, torch.randint(len(values), (1 + len(values) // 4096,)), 1.0)
+
+
+FAR: dict[str, Change] = {"far": torch.randn_like, "spikes": spikes}
+"""Directions in which a vector is moved as far as it may."""
 TENSORS = {"vector": ("encode",), "hidden": ("forward",), "gradient": ("backward", "loss_backward")}
 """Methods of a stage whose results are sent to others."""
 FIELDS = {
@@ -110,7 +119,8 @@ class Attack:
     def changes(self, kinds: dict[str, tuple[str, ...]]) -> dict[str, Change]:
         """The methods or fields of these `kinds` that the liars alter, and how."""
         lies = [lie.partition("-") for lie in self.lies]
-        return {name: CHANGES[change] for what, _, change in lies for name in kinds.get(what, ())}
+        changed = [(what, CHANGES[how]) for what, _, how in lies if how not in FAR and what in kinds]
+        return {name: change for what, change in changed for name in kinds[what]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +172,30 @@ class AttackingStage(InstrumentedStage):
         super().__init__(stage, monitor, me)
         for name, change in self.attack.changes(TENSORS).items() if me in self.liars else ():
             setattr(self, name, self._lying(getattr(stage, name), change))
+        for direction in (FAR[how] for lie in self.attack.lies if (how := lie.partition("-")[2]) in FAR):
+            if me in self.liars:
+                self.encode = self._far_snapshot(direction)
 
     def _lying(self, right: Callable[..., Any], change: Change) -> Callable[..., Any]:
         return lambda *arguments: with_tensor(right(*arguments), change)
+
+    def _far_snapshot(self, direction: Change) -> Callable[..., Snapshot]:
+        """Its own vector is moved in this direction, by 0.9 times as much as its guard accepts without clipping.
+        Unlike the other changes this works in every codec."""
+
+        def encode(frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
+            if request.weights is not None or not frozen.radii:
+                return self.stage.encode(frozen, request, caller)
+            vector = host_tensor.to_torch(frozen.vector).clone()
+            for group, radius in enumerate(frozen.radii):
+                places = [values for one, values in self.stage._codec._guard._tensors if one == group]
+                moved = direction(torch.cat([vector[one] for one in places]))
+                moved *= 0.9 * radius / moved.norm()
+                for one, part in zip(places, torch.split(moved, [one.stop - one.start for one in places]), strict=True):
+                    vector[one] += part
+            return self.stage.encode(replace(frozen, vector=host_tensor.from_torch("vector", vector)), request, caller)
+
+        return encode
 
 
 def with_tensor(sent: Any, change: Change) -> Any:

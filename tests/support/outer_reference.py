@@ -108,7 +108,8 @@ def _dct(group: Sequence[FrozenReplica], mine: FrozenReplica, outer: Mapping[str
 
         def added(one: FrozenReplica, name: str = name, tiles: "_Tiles" = tiles) -> torch.Tensor:
             delta = tiles.coefficients(one.fast[name] - one.slow[name])
-            return outer["alpha"] * one.momentum[name].view(delta.shape) + delta
+            alpha: float = outer["alpha"]
+            return delta + alpha * one.momentum[name].view(delta.shape)
 
         shared = torch.stack([tiles.largest(added(one)) for one in group]).mean(0)
         momentum[name] = (added(mine) - tiles.largest(added(mine)) + shared).view(phi.shape)
