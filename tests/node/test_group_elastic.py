@@ -13,7 +13,7 @@ from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.transport import RESUMES_S
 
 
-@pytest.mark.parametrize(("rule", "inner_steps"), [("diloco", 4), ("sync", 1)])
+@pytest.mark.parametrize(("rule", "inner_steps"), [("diloco", 4), ("dct", 4), ("sync", 1)])
 @pytest.mark.parametrize("seed", [*range(2), *soak(range(2, 40))])
 def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: int, seed: int) -> None:
     plan, faults = drawn(seed)
