@@ -62,6 +62,7 @@ def next_state(state: str, event: str) -> str:
 class _Failures:
     """The failures of a peer since its last answer."""
 
+    doubted: bool = False  # only an answer brings it back
     count: int = 0
     newest_at: float = float("-inf")
     aside_until: float = 0.0
@@ -113,7 +114,7 @@ class Members:
                 elif old is None or old.stage != advert.stage:
                     self._forget_history(peer)
                     if doubts:
-                        self._failures[peer] = _Failures()
+                        self._failures[peer] = _Failures(doubted=True)
                     joined += old is None
                     known[peer] = advert
                 elif advert.announced_at >= old.announced_at:
@@ -196,28 +197,28 @@ class Members:
 
     # --- trust in peers -------------------------------------------------------------------------------------------
 
-    def failed(self, peer: PeerId, *, now: float) -> None:
-        """A call to a peer failed: set the peer aside for a time that doubles with each failure."""
+    def failed(self, peer: PeerId, *, now: float, answered: bool = False) -> None:
+        """A call to a peer failed, or it `answered` falsely: set it aside for a time that doubles with each failure."""
         if peer not in self._adverts:
             return
+        self.met |= {peer} if answered else set()
         failures = self._failures.setdefault(peer, _Failures())
         if now >= failures.aside_until:
-            failures.newest_at = now
+            failures.newest_at, failures.doubted = now, failures.doubted or failures.count > 0
             failures.aside_until = now + min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**failures.count)
             failures.count = min(failures.count + 1, 16)
 
     def answered(self, peer: PeerId) -> None:
         """A peer answered a call, whatever the answer."""
         self._failures.pop(peer, None)
-        if peer in self._adverts:
-            self.met.add(peer)
+        self.met |= {peer} & self._adverts.keys()
 
     def doubted(self) -> Set[PeerId]:
-        """The peers that have never answered, and have failed or were doubted when they came: aside until they do."""
-        return self._failures.copy().keys() - self.met
+        """The peers that have never answered, and have failed twice or were doubted when they came."""
+        return {peer for peer, one in self._failures.copy().items() if one.doubted} - self.met
 
     def to_meet(self, *, now: float) -> dict[PeerId, int]:
-        """The doubted peers that have not failed just before, and how often each has failed."""
+        """The peers to ask because they never answered, not just after a failure, and how often each has failed."""
         return {p: one.count for p, one in self._failures.items() if one.aside_until <= now and p not in self.met}
 
     def distrust(self, peer: PeerId, *, now: float) -> None:
@@ -230,8 +231,7 @@ class Members:
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
         """Whether the peer is set aside now, because it failed, is doubted or distrusted."""
-        failures, until = self._failures.get(peer), self._distrusted.get(peer, now)
-        return until > now or (failures is not None and (failures.aside_until > now or peer not in self.met))
+        return peer in self._aside(now) or peer in self.doubted()
 
     def _aside(self, now: float) -> dict[PeerId, float]:
         failed = {peer: one.aside_until for peer, one in self._failures.copy().items() if one.aside_until > now}

@@ -141,7 +141,7 @@ class Guardian:
                 theirs = await self._fetch(donor, stage, round, wait_s)
             except PeerError as error:
                 if isinstance(error, Violation):
-                    self._swarm.members.failed(donor.peer_id, now=node.now())
+                    self._swarm.members.failed(donor.peer_id, now=node.now(), answered=True)
                 node.event("warning", message=f"no weights of stage {stage} from {donor.peer_id} to guard: {error}")
                 continue
             self._last_asked[stage] = signs

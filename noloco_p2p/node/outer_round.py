@@ -266,7 +266,7 @@ class OuterRounds:
         except PeerError as error:
             self._delivered.discard(peer.peer_id)
             if isinstance(error, Violation):  # late weights prove nothing: a full line delays them
-                self._swarm.members.failed(peer.peer_id, now=self._node.now())
+                self._swarm.members.failed(peer.peer_id, now=self._node.now(), answered=True)
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
         self._delivered.add(peer.peer_id)

@@ -285,6 +285,10 @@ def test_a_peer_that_never_answered_stays_aside_until_it_does() -> None:
     members.answered("a")
     for peer in "ab":
         members.failed(peer, now=0)
+    assert members.doubted() == {"new"}, "others count in targets until there is time to ask them"
+    assert members.to_meet(now=1) == {"b": 1, "new": 0}
+    for peer in "ab":
+        members.failed(peer, now=1)
     assert members.doubted() == {"b", "new"}
     assert used(members, now=50) == ["a"]
     assert [members.is_aside(peer, now=50) for peer in ("a", "b", "new")] == [False, True, True]
@@ -296,6 +300,16 @@ def test_a_peer_that_never_answered_stays_aside_until_it_does() -> None:
     assert used(members, now=60) == ["a", "new"]
     members.failed("new", now=61)
     assert used(members, now=62) == ["a", "new"], "one that has answered comes back by itself"
+
+
+def test_a_peer_that_answers_falsely_is_set_aside_and_not_doubted() -> None:
+    members = Members("me", 30)
+    members.update([advert("x"), advert("y")], now=0, doubts=True)
+    for now in (0, 5):
+        members.failed("x", now=now, answered=True)
+    members.failed("nobody", now=0, answered=True)
+    assert (members.doubted(), members.met) == ({"y"}, {"x"})
+    assert [members.is_aside("x", now=now) for now in (5.5, 9)] == [True, False]
 
 
 def test_doubted_peers_are_called_only_if_there_are_no_others() -> None:
