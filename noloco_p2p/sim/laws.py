@@ -83,8 +83,9 @@ def no_id_counted_twice(process: SimProcess) -> None:
 
 
 def in_peace_each_counts_once_per_stage(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """In a run without faults no id counts at two replicas of a stage: its body goes to the first that grants it."""
-    if swarm.begun or any(process.crashed or process.told_to_leave for process in outcome.processes):
+    """In a run without faults or failed calls no id counts at two replicas of a stage: the first that grants gets it."""
+    disturbed = swarm.begun or outcome.trace.of("reroute")
+    if disturbed or any(process.crashed or process.told_to_leave for process in outcome.processes):
         return
     stages = [stage for process in outcome.processes for stage in recording_stages(process)]
     counted = Counter((stage.state.index, one.microbatch) for stage in stages for one in stage.counted)
