@@ -287,13 +287,15 @@ def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
     assert step in {int(one["step"]) for one in stored}
     summary = again.summary()
     assert summary["completed"]
-    # One replica of each stage is enough to continue, so the one with the newest checkpoint may come too late.
+    # One replica of each stage is enough to continue: the other may come when the run is nearly or quite at its end.
     nodes_said = [json.loads(path.read_text()) for path in run_dir.glob("*/summary.json")]
-    counted = [(one["outer_rounds"], steps // 4 - one["resumed"]["round"]) for one in nodes_said]
-    assert len(counted) == 4
-    assert summary["resumed_from_step"] == min(int(one["resumed"]["step"]) for one in nodes_said)
-    assert all(0 < rounds <= left for rounds, left in counted), "only the rounds of this launch count"
-    assert summary["outer_rounds"] == max(rounds for rounds, _ in counted)
+    assert len(nodes_said) == 4
+    resumed = [one for one in nodes_said if one["resumed"] is not None]
+    assert {one["stage"] for one in resumed} == {0, 1}
+    assert summary["resumed_from_step"] == min(int(one["resumed"]["step"]) for one in resumed)
+    own = [(one["outer_rounds"], one["resumed"]["round"]) for one in resumed if one["resumed"]["source"] == "shard"]
+    assert all(rounds <= steps // 4 - round for rounds, round in own), "only the rounds of this launch count"
+    assert summary["outer_rounds"] == max(one["outer_rounds"] for one in resumed) > 0
     assert peers == {path.parent.name: path.read_bytes() for path in run_dir.glob("*/identity.key")}
     found_again = [name for name, place in joined_at(run_dir).items() if place == places[name]]
     assert found_again, "nodes keep their ports unless another process has taken them"
