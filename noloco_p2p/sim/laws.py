@@ -83,7 +83,7 @@ def no_id_counted_twice(process: SimProcess) -> None:
 
 
 def in_peace_each_counts_once_per_stage(swarm: FaultySwarm, outcome: Outcome) -> None:
-    """In a run without faults or failed calls no id counts at two replicas of a stage: the first that grants gets it."""
+    """In a run without faults or failed calls no id counts twice in a stage: the first replica that grants gets it."""
     disturbed = swarm.begun or outcome.trace.of("reroute")
     if disturbed or any(process.crashed or process.told_to_leave for process in outcome.processes):
         return
