@@ -18,7 +18,7 @@ from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
 BYTES_PER_MBIT = 125_000
 HELD_S = 0.1
 """Capacity of the bucket, in seconds at its rate. An event loop that wakes up later than this wastes some of it."""
-MESSAGE_S = 0.05
+CAPPED_MESSAGE_S = 0.05
 """The size to which messages on a capped line are limited, in seconds at its rate."""
 SHARE = 0.1
 """Minimum share of a busy line for each waiting kind."""
@@ -78,7 +78,7 @@ class LineCap:
     @property
     def message_bytes(self) -> int:
         """The largest message that keeps the traffic smooth."""
-        return max(MIN_MESSAGE_BYTES, int(self._rate * MESSAGE_S))
+        return max(MIN_MESSAGE_BYTES, int(self._rate * CAPPED_MESSAGE_S))
 
     def ask(self, turn: LineTurn) -> None:
         """Queue a message."""

@@ -75,9 +75,9 @@ class Inquiry:
     def ask(self, adverts: Iterable[Advert], since: float | None = None) -> None:
         """Queue the peers that have not been asked recently (or since `since`), up to PROBES at a time."""
         for advert in self.unknown(adverts, since):
-            peer = advert.peer_id
-            if self._asking(deciding=True) < PROBES and not (peer in self._to_ask and self._to_ask[peer][1]):
-                self._to_ask[peer] = self._to_ask.get(peer, (advert,))[0], True
+            asked, decides = self._to_ask.get(advert.peer_id, (advert, False))
+            if not decides and self._asking(deciding=True) < PROBES:
+                self._to_ask[advert.peer_id] = asked, True
                 self._node.waits.pulse()
 
     def meet(self, caller: PeerId | None = None) -> None:

@@ -87,8 +87,8 @@ class Membership:
         def speeds(stage: int) -> dict[PeerId, float]:
             listed = [*self.members.of_stage(stage, members.READY), *([node.advert] if stage == node.index else [])]
             found = [advert for advert in listed if advert.peer_id not in doubted]
-            few = node.manifest.routing == "balanced" and 3 * len(found) >= 2 * len(listed)
-            return {advert.peer_id: advert.capacity_per_s for advert in (listed if few else found)}
+            few_doubted = node.manifest.routing == "balanced" and 3 * len(found) >= 2 * len(listed)
+            return {advert.peer_id: advert.capacity_per_s for advert in (listed if few_doubted else found)}
 
         origins, mates, following = map(speeds, (0, node.index, node.index + 1))
         self.view = routing.StepView(node.me, tuple(sorted(origins)), tuple(sorted(mates)), tuple(sorted(following)))

@@ -27,7 +27,7 @@ def judge(swarm: FaultySwarm, outcome: Outcome) -> None:
         rounds_increase(process)
         progress_counts_once(process)
         weights_are_what_was_frozen(process)
-    in_peace_each_counts_once_per_stage(swarm, outcome)
+    undisturbed_ids_count_once_per_stage(swarm, outcome)
     weights_survive(swarm)
     newcomers_are_no_partners(swarm, outcome)
     nobody_waits_for_ever(swarm, outcome)
@@ -82,7 +82,7 @@ def no_id_counted_twice(process: SimProcess) -> None:
                 assert not again, f"{process.peer} counted {sorted(again)} again, which its weights already included"
 
 
-def in_peace_each_counts_once_per_stage(swarm: FaultySwarm, outcome: Outcome) -> None:
+def undisturbed_ids_count_once_per_stage(swarm: FaultySwarm, outcome: Outcome) -> None:
     """In a run without faults or failed calls no id counts twice in a stage: the first replica that grants gets it."""
     disturbed = swarm.begun or outcome.trace.of("reroute")
     if disturbed or any(process.crashed or process.told_to_leave for process in outcome.processes):

@@ -132,7 +132,8 @@ class Dispatcher:
         self.evaluated += 1
         if isinstance(result, LossSum):
             return result
-        return (await self._deliver(replace(task, inputs=result), self._evaluation, left_s))[0]
+        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
+        return loss
 
     # --- the retry loop ---------------------------------------------------------------------------------------------
 
@@ -259,11 +260,12 @@ class Dispatcher:
 
     def _note_busy(self, peer: PeerId, attempts: Attempts) -> None:
         node, newest, now, key = self._node, self._swarm.members.get(peer), self._node.now(), (peer, attempts.trains)
-        attempts.failure = attempts.failure if attempts.trains else "busy"
         if attempts.trains:
             node.event("busy", direction="out")
             attempts.busy.add(peer)
             attempts.busy_at = attempts.busy_at or now
+        else:
+            attempts.failure = "busy"
         if newest is None or (attempts.trains and node.manifest.routing in routing.FREE):
             return
         began = self._busy_since.get(key, now)

@@ -3,6 +3,7 @@ along when it redraws the lines."""
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from noloco_p2p.observe.plotting.svg import CHARACTER, Colour, Element, decimal, element
@@ -34,7 +35,7 @@ def draw_labels(svg: Element, ends: Sequence[LineEnd], right: float, top: float,
         own = [end for end in ends if end.label == label]
         x = max(end.x for end in own)
         near = [end.y for end in own if end.x >= x - NEAR]
-        found.append(LineEnd(label, own[0].colour, x, sum(near) / len(near)))
+        found.append(LineEnd(label, own[0].colour, x, fmean(near)))
     for end, y in zip(found, spread([end.y for end in found], GAP, top, bottom), strict=True):
         group = element(svg, "g", class_="label", data_l=end.label)
         path = f"M{decimal(end.x)} {decimal(end.y)}L{decimal(right + LEADER - 3)} {decimal(y)}"
@@ -51,13 +52,9 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     groups: list[list[float]] = []  # neighbours that touch each other: where each wants its first one to be
     for place, index in enumerate(order):
         groups.append([wanted[index] - place * gap])
-        while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]
-    firsts = [_mean(group) for group in groups for _ in group]
+    firsts = [fmean(group) for group in groups for _ in group]
     highest = high - (len(order) - 1) * gap
     found = {index: min(max(firsts[place], low), highest) + place * gap for place, index in enumerate(order)}
     return [found[index] for index in range(len(wanted))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -103,6 +103,15 @@ async def relay(
         yield peer
 
 
+@asynccontextmanager
+async def relayed(club: Club, bytes_per_s: float) -> AsyncIterator[tuple[Peer, Peer, str]]:
+    """Two members, and the address at which the first reaches the second through a relay that allows this rate."""
+    async with relay(club, "r", bytes_per_s * 8 / 1e6) as r, member(club, "a", r) as a, member(club, "b", r) as b:
+        await b.ways.serve()
+        await b.ways.find_relays()
+        yield a, b, f"relay/{r.id}"
+
+
 def relay_of(peer: Peer, records: MemberRecords | None, mbit_per_s: float | None) -> MemberRelay | None:
     """The relay of a node with this `limits.relay_mbit_per_s`; its run is open if there are no `records`."""
     local = NodeConfig(limits=LimitSettings(relay_mbit_per_s=mbit_per_s))
@@ -246,13 +255,11 @@ def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None
     club, rate = Club(tmp_path, RUN), 2e6
 
     async def scenario() -> None:
-        async with relay(club, "r", rate * 8 / 1e6) as r, member(club, "a", r) as a, member(club, "b", r) as b:
-            await b.ways.serve()
-            await b.ways.find_relays()
+        async with relayed(club, rate) as (a, b, address):
             clock = asyncio.get_running_loop().time
             began = clock()
             for _ in range(2):
-                await a.reaches(b, f"relay/{r.id}")
+                await a.reaches(b, address)
             there_and_back = 4 * 4 * 512 * 512
             assert clock() - began >= there_and_back / rate - relay_service.BURST_S
             b.transport._line._acked.follow(clock() + COUNT_S)
@@ -268,14 +275,12 @@ def test_relayed_bodies_get_four_fifths_of_the_line_that_the_relay_gives_them(tm
     club, rate = Club(tmp_path, RUN), 1e6
 
     async def scenario() -> None:
-        async with relay(club, "r", rate * 8 / 1e6) as r, member(club, "a", r) as a, member(club, "b", r) as b:
-            await b.ways.serve()
-            await b.ways.find_relays()
-            await a.reaches(b, f"relay/{r.id}")  # opens the circuit, and uses up what may be sent in one burst
+        async with relayed(club, rate) as (a, b, address):
+            await a.reaches(b, address)  # opens the circuit, and uses up what may be sent in one burst
             clock = asyncio.get_running_loop().time
             began = clock()
             for _ in range(4):
-                await a.reaches(b, f"relay/{r.id}")
+                await a.reaches(b, address)
             assert in_time(clock() - began, 4 * 2 * 4 * 512 * 512 / rate / 0.8)
 
     run(scenario)

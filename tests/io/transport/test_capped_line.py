@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from noloco_p2p.config import LimitSettings
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, SHARE, Precedence
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, SHARE, Precedence
 from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OwnersLine
@@ -26,10 +26,10 @@ def test_messages_that_never_arrive_use_none_of_the_line(end: type[BaseException
 
     async def scenario() -> None:
         line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
-        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * MESSAGE_S))
+        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * CAPPED_MESSAGE_S))
 
         async def never() -> bytes:
-            await asyncio.sleep(MESSAGE_S)
+            await asyncio.sleep(CAPPED_MESSAGE_S)
             raise end
 
         async def comes() -> bytes:
@@ -44,7 +44,7 @@ def test_messages_that_never_arrive_use_none_of_the_line(end: type[BaseException
         losing = asyncio.create_task(lose())
         for _ in range(MESSAGES):
             await read()
-        assert clock() <= (MESSAGES + 1) * MESSAGE_S
+        assert clock() <= (MESSAGES + 1) * CAPPED_MESSAGE_S
         all_here = True
         await losing
 
@@ -56,7 +56,7 @@ def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_gi
 
     async def scenario() -> None:
         line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
-        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * MESSAGE_S))
+        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * CAPPED_MESSAGE_S))
 
         async def comes() -> bytes:
             return message
@@ -94,11 +94,11 @@ def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_gi
         full = [asyncio.create_task(bodies()) for _ in range(2)]
         fetches = [asyncio.create_task(fetch(100, 100)) for _ in range(2)]
         assert await asyncio.gather(*fetches) == ["whole", "whole"]
-        assert clock() > 100 * MESSAGE_S / SHARE
+        assert clock() > 100 * CAPPED_MESSAGE_S / SHARE
         began = clock()
         with pytest.raises(Unreachable, match="no more of the weights for 5 s"):
             await fetch(100, 20)
-        assert clock() - began < 2 * (SILENCE_S + 20 * MESSAGE_S / SHARE)
+        assert clock() - began < 2 * (SILENCE_S + 20 * CAPPED_MESSAGE_S / SHARE)
         for task in full:
             task.cancel()
 

@@ -12,7 +12,7 @@ from transport_fixture import LARGE, Node, activation, echo, hang, pair, run, so
 
 from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.lattice_format import BOUND_ZERO, LatticeRequest
-from noloco_p2p.core.line_cap import BYTES_PER_MBIT, MESSAGE_S, SHARE
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, SHARE
 from noloco_p2p.core.line_rate import MIN_MESSAGE_BYTES
 from noloco_p2p.core.messages import Gradient, Header, MicrobatchId
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -103,7 +103,7 @@ def test_many_peers_without_a_cap_keep_to_the_cap_of_their_receiver(many: str) -
             mbit_per_s * BYTES_PER_MBIT,
         )
         assert sum(nbytes for _, nbytes in passed) >= len(names) * sent.hidden.data.nbytes
-        uncounted_s = 0.0 if many == "callers" else len(names) * (WINDOW_BYTES / rate + MESSAGE_S)
+        uncounted_s = 0.0 if many == "callers" else len(names) * (WINDOW_BYTES / rate + CAPPED_MESSAGE_S)
         assert excess_s(passed, rate) <= uncounted_s + EXCESS_S
 
     run(scenario())
