@@ -261,7 +261,7 @@ def test_a_run_whose_last_weights_are_not_saved_is_not_completed(tmp_path: Path)
 
 
 def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
-    run_dir, steps = tmp_path / "run", 48
+    run_dir, steps = tmp_path / "run", 240  # so many that it is killed in time, however slow this process is
     with node_processes(tmp_path) as nodes:
         killed = nodes.start(*size(2, 2, steps, checkpoint__every_steps="1"), command=FORKED, own_dir="run")
         killed.wait_for(lambda: checkpoints_of(run_dir) >= 12, "three checkpoints of each node")
@@ -274,7 +274,7 @@ def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
         stored = [json.loads(path.read_text()) for path in run_dir.glob("*/checkpoints/*/stage-*.json")]
         refused = nodes.start(*size(2, 2, 99), command=FORKED, own_dir="run")
         assert (refused.end(), len(refused.logged().splitlines())) == (2, 1)
-        assert "--steps: steps is 99 here, 48 in the unfinished run" in refused.logged()
+        assert f"--steps: steps is 99 here, {steps} in the unfinished run" in refused.logged()
         again = nodes.start(command=FORKED, own_dir="run")
         assert again.end() == 0, again.logged() + again.printed()
         nodes.nothing_left()
