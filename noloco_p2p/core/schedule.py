@@ -12,6 +12,8 @@ READING_S = 0.5
 """Shortest time between two readings of the membership."""
 ADVERTS_PER_S = 200
 """Maximum number of adverts read per second, on average: each has a signature to check, and there may be thousands."""
+FURTHEST_BEHIND = 2.0
+"""Steps by which a clock may still lag after an inner step: a slow node catches up with the others at once."""
 READINGS = 4.0
 """An advert is rarely older than the time that this many readings take: its sender announces after a reading."""
 
@@ -40,13 +42,13 @@ def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | Non
 
 
 def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
-    """The clock after an inner step: step + 1 + ¼·(median − step − ½), never backwards, never above `steps`.
+    """The clock after an inner step: step + 1 + max(¼·behind, behind − 2) with behind = median − step − ½, never
+    backwards, never above `steps`.
 
-    Without `pull` (under `balanced` and rules that exchange gradients), or if no stage-0 replica is known to train, it
-    is step + 1.
+    Without `pull` (under `balanced` and rules that exchange gradients), or without clocks of stage 0, it is step + 1.
     """
-    correction = 0.25 * (median - step - 0.5) if pull and median is not None else 0.0
-    return min(float(steps), max(step, step + 1.0 + correction))
+    behind = median - step - 0.5 if pull and median is not None else 0.0
+    return min(float(steps), max(step, step + 1.0 + max(0.25 * behind, behind - FURTHEST_BEHIND)))
 
 
 def clock_median(samples: Iterable[float]) -> float | None:

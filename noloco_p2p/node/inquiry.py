@@ -12,7 +12,7 @@ from math import inf
 
 from noloco_p2p.core import schedule
 from noloco_p2p.core.exchanges import LIFETIMES, PROBES, Exchanges
-from noloco_p2p.core.members import STAGE_0_AT_WORK, TRAINED, TRAINING, Members
+from noloco_p2p.core.members import HOLDING, STAGE_0_AT_WORK, TRAINED, Members
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Resource
@@ -163,9 +163,10 @@ class Inquiry:
     # --- the clocks of stage 0 --------------------------------------------------------------------------------------
 
     def clocks(self) -> list[float]:
-        """The clocks of the stage-0 replicas that answer, projected to now. Peers that are only listed do not count."""
+        """The clocks of the stage-0 replicas that answer, projected to now: those that train, and those that have
+        finished, or the slowest would take the run's last steps one by one. Peers that are only listed do not count."""
         node, m = self._node, self._node.manifest.outer.inner_steps
-        answering = self.answering(self._members.of_stage(0, TRAINING), TRAINED)
+        answering = self.answering(self._members.of_stage(0, HOLDING), TRAINED)
         most = schedule.most_projected(m, len(self._members), node.advert.steps_per_s)
         return [schedule.project(*clock, most) for clock in self._members.clocks(answering, now=node.now())]
 

@@ -232,7 +232,7 @@ class NodeState:
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
     def finish_inner_step(self, result: StepResult, clocks: Iterable[float], line: MeasuredLine) -> None:
-        """Advance the clock, step ← step + 1 + ¼·(median − step − ½) over the projected `clocks` of stage 0, and update
+        """Advance the clock towards the median of the projected `clocks` of stage 0 (`schedule.advance`), and update
         this node's speeds.
 
         The announced speed counts inner steps. The speed of the clock itself would feed back: a clock that lags would

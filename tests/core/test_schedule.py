@@ -88,7 +88,16 @@ def test_the_clock_never_goes_back_and_never_beyond_the_end(
     if not pull or median is None:
         assert after == min(steps, step + 1)
     elif step < after < steps:
-        assert after == pytest.approx(step + 1 + (median - step - 0.5) / 4)
+        behind = median - step - 0.5
+        assert after == pytest.approx(step + 1 + max(behind / 4, behind - 2))
+
+
+def test_a_clock_at_a_sixth_of_the_speed_stays_within_nine_steps_of_the_others() -> None:
+    slow, others = 0.0, 0.0
+    for _ in range(40):
+        others += 6.0
+        slow = advance(slow, others, 1000, True)
+        assert others - slow < 9.0
 
 
 def test_equal_clocks_advance_by_one_and_different_ones_converge() -> None:

@@ -174,7 +174,7 @@ def test_random_routes_keep_later_replicas_closer_together(monkeypatch: pytest.M
     monkeypatch.setattr(routing_policies, "TrainingPlan", partial(TrainingPlan, corpora=corpora()[:4]))
 
     def std(policy: str) -> float:
-        settings = {"kind": "train", "policy": policy, "rounds": "with", "rate": 3e-3, "replicas": 4}
+        settings = {"kind": "train", "policy": policy, "rounds": "with", "rate": 3e-3, "hidden": 64, "replicas": 4}
         found = routing_policies.measure(Case(policy, settings | {"steps": 10, "seed": 1}))
         return float(found["spread"][1][0][1])
 

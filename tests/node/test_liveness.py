@@ -96,6 +96,9 @@ LARGE_SEEDS = 16
 LATE_SEED = 130
 """A step takes twenty times as long as the first: too little is known by then to find that unusual."""
 AT_ONCE_SEEDS = (30, 37, 50, 56)
+UNEVEN_SEED = 142
+"""Under `fixed` one of two replicas gets all microbatches, and is soon ahead of their steps."""
+IN_EVERY_RUN = {*range(4), LATE_SEED, *AT_ONCE_SEEDS, UNEVEN_SEED}
 
 
 def drawn(seed: int) -> tuple[SimPlan, str]:
@@ -134,8 +137,7 @@ def drawn(seed: int) -> tuple[SimPlan, str]:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [*range(4), LATE_SEED, *AT_ONCE_SEEDS, *soak([*range(4, LARGE_SEEDS), *sorted({*range(100, 150)} - {LATE_SEED})])],
+    "seed", [*sorted(IN_EVERY_RUN), *soak(sorted({*range(LARGE_SEEDS), *range(100, 150)} - IN_EVERY_RUN))]
 )
 def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -144,7 +146,7 @@ def test_without_faults_nobody_is_set_aside_and_nothing_is_sent_twice(
     found, words = drawn(seed)
     swarm = SimSwarm(found)
 
-    def failed(self: Members, peer: PeerId, *, now: float) -> None:
+    def failed(self: Members, peer: PeerId, *, now: float, answered: bool = False) -> None:
         if swarm.process(peer).running:
             aside.append((self._me, peer))
 

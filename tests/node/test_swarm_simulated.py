@@ -157,6 +157,16 @@ def test_a_faster_origin_takes_more_inner_steps() -> None:
     assert steps["s0r0"].inner_steps > 1.5 * steps["s0r1"].inner_steps
 
 
+def test_an_origin_at_a_sixth_of_the_speed_ends_with_the_others() -> None:
+    outcome = SimSwarm(clock_plan((3, 3), slow={"s0r2": 6.0})).run(limit_s=3000)
+    last, others, slow = (
+        [event.at_s for event in outcome.trace.of("inner_step", peer)] for peer in ("s0r1", "s0r0", "s0r2")
+    )
+    ended_at_s = max(last[-1], others[-1])
+    assert len(slow) < len(others) / 4
+    assert sum(at_s > ended_at_s for at_s in slow) <= 2, "one that it was in, and one more"
+
+
 def test_nodes_that_nobody_can_dial_exchange_snapshots_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {peer_id(1, 0), peer_id(1, 2)}
 

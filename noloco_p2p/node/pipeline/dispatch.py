@@ -276,8 +276,9 @@ class Dispatcher:
             return
         # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
         # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
-        # So they do if it has left this microbatch's step: its round may be waiting for a replica that needs them.
-        waited_s, passed = now - (attempts.busy_at or now), int(newest.step) > attempts.step
+        # So they do if its slots of this microbatch's step are gone: its round may be waiting for one that needs them.
+        waited_s = now - (attempts.busy_at or now)
+        passed = node.manifest.routing == "balanced" and int(newest.step) > attempts.step
         fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
         if passed or fetches or now - began > node.manifest.outer.deadline_s:
             attempts.failed[peer] = now
