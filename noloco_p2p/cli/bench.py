@@ -63,7 +63,8 @@ def bench_baseline(
 
     The baseline has as many processes: data parallel, sharded data parallel, or DiLoCo with an outer step every
     outer.inner_steps, by an all-reduce or, as in OpenDiLoCo, by hivemind's averager. The figures are tokens/s, and the
-    loss at equal steps and data. Both sides train with AdamW. The swarm uses the rule noloco unless outer.rule is set.
+    loss at equal steps and data. Both sides train with AdamW, and the swarm uses the rule noloco, unless
+    inner.optimizer or outer.rule is set.
     """
     from noloco_p2p.lab.bench import baseline
     from noloco_p2p.launch import settings

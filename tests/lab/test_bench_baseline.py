@@ -294,10 +294,11 @@ def test_diloco_at_every_step_is_refused() -> None:
         baseline.make_plan("diloco", 4, RunManifest(inner=ADAMW), CPU)
 
 
-def test_muon_is_refused() -> None:
-    line = r"^the baselines train with AdamW only: --set inner.optimizer=adamw$"
+def test_muon_is_refused_where_matrices_are_sharded() -> None:
+    line = r"^fsdp shards the matrices that Muon needs whole: --set inner.optimizer=adamw$"
     with pytest.raises(ConfigError, match=line):
-        baseline.make_plan("ddp", 4, RunManifest(), CPU)
+        baseline.make_plan("fsdp", 4, RunManifest(), CPU)
+    assert baseline.make_plan("ddp", 4, RunManifest(), CPU).manifest.inner.optimizer == "muon"
 
 
 def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +344,10 @@ def test_errors_of_torch_are_reported_in_one_line(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.soak
-def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     """With the same weights, streams, schedule and held-out data nothing is left in which they could differ."""
     server = SharedServer()
     monkeypatch.setattr(node_fleet, "ForkServerProcess", lambda: server)
@@ -351,6 +355,7 @@ def test_a_swarm_of_one_replica_without_rounds_and_clip_is_ddp(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     sets = [*SMALL, *(w for one in ("outer.pairing=none", "inner.clip_norm=1e9", "device=cpu") for w in ("--set", one))]
     words = ["baseline", "--kind", "ddp", "--replicas", "2", "--steps", "5", *sets, "--json"]
+    words += ["--set", f"inner.optimizer={optimizer}"]
     found = json.loads(CliRunner().invoke(benches, words, catch_exceptions=False).stdout)
     swarm, ddp = found["swarm"], found["baseline"]
     assert swarm["tokens"] == ddp["tokens"] == 5 * 2 * 2 * 32

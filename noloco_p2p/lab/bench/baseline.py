@@ -42,7 +42,7 @@ TARGET = 1.0
 STEPS = ".steps"
 """Ending of a file to which the first process of the baseline adds a byte at each step."""
 DEFAULTS: Mapping[Key, object] = {("inner", "optimizer"): "adamw", ("outer", "rule"): "noloco"}
-"""Default settings: the baselines' optimizer, and outer rounds as far apart as DiLoCo's outer steps."""
+"""Default settings: the optimizer that every kind has, and outer rounds as far apart as DiLoCo's outer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class RankFigures(NamedTuple):
 def make_plan(kind: str, processes: int, manifest: RunManifest, local: NodeConfig) -> BaselinePlan:
     """The plan of a run that is evaluated only at its end.
 
-    Raises ConfigError if the run cannot be divided, uses Muon, or is DiLoCo at every step, and LocalError if there are
-    too few GPUs.
+    Raises ConfigError if the run cannot be divided, shards what Muon needs whole, or is DiLoCo at every step, and
+    LocalError if there are too few GPUs.
     """
-    if manifest.inner.optimizer != "adamw":
-        raise ConfigError("the baselines train with AdamW only: --set inner.optimizer=adamw")
+    if kind == "fsdp" and manifest.inner.optimizer == "muon":
+        raise ConfigError("fsdp shards the matrices that Muon needs whole: --set inner.optimizer=adamw")
     if "diloco" in kind and manifest.outer.inner_steps == 1:
         raise ConfigError("outer.inner_steps is 1, but DiLoCo needs several inner steps between its outer steps")
     for name, number in (("--replicas", processes), ("microbatches_per_step", manifest.microbatches_per_step)):

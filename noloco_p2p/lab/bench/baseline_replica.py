@@ -51,10 +51,14 @@ class BaselineReplica:
         self._device = device
         dtype = DTYPES[manifest.compute_dtype]
         whole = make_stage_module(model_family.checked_config(manifest), 0, 1, seed=manifest.seed, dtype=dtype)
+        names = whole.layer_matrices() if manifest.inner.optimizer == "muon" else frozenset()
+        by_muon = {whole.parameters[name] for name in names}
         self.model: Any = self._spread(whole.causal.to(device))
         """The model as wrapped by the subclass."""
         self._part = replace(whole, causal=self.model)
-        self._optimizer = InnerOptimizer(dict(self.model.named_parameters()), manifest.inner)
+        parameters = dict(self.model.named_parameters())
+        matrices = {name for name, parameter in parameters.items() if parameter in by_muon}
+        self._optimizer = InnerOptimizer(parameters, manifest.inner, matrices)
 
     def inner_step(self, step: int, batches: Sequence[Batch]) -> int:
         """Take inner step `step`, counted from 1, on this process's microbatches. Returns their number of tokens."""
