@@ -101,6 +101,11 @@ METHODS = {
     "gossip-int4-muon": Method("gossip, m = 1, int4, overlapped, Muon", outer=INT4, inner=MUON, long=True),
     "gossip-int4-2-muon": Method("gossip, m = 2, int4, overlapped, Muon", outer=INT4 | {"inner_steps": 2}, inner=MUON),
     "noloco-muon": Method("NoLoCo, m = 10, Muon", outer={"rule": "noloco"}, inner=MUON),
+    "averaged-muon": Method("averaged φ and δ, m = 10, Muon", outer={"rule": "averaged"}, inner=MUON),
+    "diloco-muon": Method("DiLoCo, H = 20, Muon", outer={"rule": "diloco", "inner_steps": 20}, inner=MUON),
+    "dct-muon": Method("DCT momentum, H = 20, Muon", outer={"rule": "dct", "inner_steps": 20}, inner=MUON),
+    "gossip-muon": Method("gossip, m = 1, Muon", outer={"rule": "gossip", "codec": "full"}, inner=MUON),
+    "apart-muon": Method("no communication, Muon", 1, inner=MUON),
 }
 
 
@@ -155,7 +160,7 @@ def measure(case: Case) -> Figures:
     from noloco_p2p.lab.experiments.real_swarm import train, train_apart
 
     name, plan = str(case.settings["method"]), plan_of(case.settings)
-    if name == "apart":
+    if name.startswith("apart"):
         swarms, merged = train_apart(plan, range(REPLICAS))
     else:
         swarms = [train(plan)]

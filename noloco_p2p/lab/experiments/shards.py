@@ -7,8 +7,8 @@ reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for ever
 each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it sees only one kind,
 like the replica of stage 0 that it serves.
 
-The outer rules have their defaults, but DiLoCo has H = {DILOCO_STEPS} (its default, 500, is longer than the run). All
-use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a cosine to a tenth. Losses are in
+The outer rules have their defaults, but DiLoCo and DCT momentum have H = {DILOCO_STEPS} (their defaults, 500 and 128,
+are too long for the run). All use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a cosine to a tenth. Losses are in
 nats per byte, the mean over the replicas on held-out text with equal parts of all kinds; mean ± standard deviation over
 seeds, and differences between runs with the same seed. *Foreign kinds*: by how much the other replicas' loss on a kind
 is above that of the replica that reads it, the mean over kinds; 0 if no replica knows a kind better. *One kind alone*:
@@ -50,7 +50,9 @@ STAGES, RATE, DILOCO_STEPS = 2, 1e-2, 20
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "sync": ("data parallel (`sync`)", {"rule": "sync"}),
     "noloco": ("NoLoCo, m = 10", {"rule": "noloco", "overlap": True}),
+    "averaged": ("averaged φ and δ, m = 10", {"rule": "averaged", "overlap": True}),
     "diloco": ("DiLoCo, H = 20", {"rule": "diloco", "inner_steps": DILOCO_STEPS}),
+    "dct": ("DCT momentum, H = 20", {"rule": "dct", "inner_steps": DILOCO_STEPS}),
     "gossip": ("gossip, m = 1, int4", {"rule": "gossip", "overlap": True}),
     "gossip-fixed": ("gossip, fixed routes", {"rule": "gossip", "overlap": True}),
     "none": ("no outer rounds", {"pairing": "none"}),
