@@ -6,6 +6,7 @@ They record only what the stage really used.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -87,10 +88,10 @@ class Audit:
             "frozen_after": str(inner_steps[0]),
             "merged_after": str(inner_steps[1]),
         }
-        if theirs and theirs[0].factors:
-            vectors = [kind for kind in tensors if kind.startswith("partner_vector")]
-            names = [f"{kind}/{name}" for kind in vectors for name in tensors[kind]]
-            metadata["clip"] = json.dumps(dict(zip(names, theirs[0].factors, strict=True)))
+        names = [f"{kind}/{name}" for kind in tensors if kind.startswith("partner_vector") for name in tensors[kind]]
+        for key, values in (("limit", theirs[0].limits), ("clip", theirs[0].factors)) if theirs else ():
+            if values:
+                metadata[key] = json.dumps({name: each for name, each in zip(names, values, strict=True) if each < inf})
         metadata |= {name: repr(getattr(outer, name)) for name in ("alpha", "beta", "gamma")}
         flat = {f"{kind}/{name}": tensor for kind, named in tensors.items() for name, tensor in named.items()}
         self._save(f"round-{number:06d}-{self._peer_id}.safetensors", flat, metadata)

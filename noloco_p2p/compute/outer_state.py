@@ -15,7 +15,7 @@ from noloco_p2p.compute.dct_tiles import DctTiles
 from noloco_p2p.compute.lattice_pull import ReplicaDistances
 from noloco_p2p.config import OuterSettings
 from noloco_p2p.core import agreement, outer_update
-from noloco_p2p.core.guard import PairDistances, moved_by
+from noloco_p2p.core.guard import PairDistances, limits, moved_by
 from noloco_p2p.core.lattice_format import LATTICE_BITS
 from noloco_p2p.core.outer_rules import Dct, Offer, OuterRule
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, largest_accepted
@@ -94,7 +94,14 @@ class OuterState:
 
     def radii(self) -> tuple[float, ...]:
         """How far a partner's vector may be from the one just frozen, by group of tensors."""
-        radii = self._pairs.radii(self.learning_rate)
+        return self._usual(self._pairs)
+
+    def limits(self) -> tuple[float, ...]:
+        """How far a single value of it may be, by group of tensors."""
+        return limits(self._usual(self._sizes))
+
+    def _usual(self, pairs: PairDistances) -> tuple[float, ...]:
+        radii = pairs.radii(self.learning_rate)
         return moved_by(radii, self.rule.gain) if self.rule.gain else radii
 
     def observe(self, theirs: Sequence[PartnerVector]) -> None:
@@ -102,6 +109,8 @@ class OuterState:
         for one in theirs:
             if one.apart:
                 self._pairs.observe(one.apart, self.learning_rate)
+            if one.sizes:
+                self._sizes.observe(one.sizes, self.learning_rate)
             if self._distances is not None and one.distances is not None:
                 self._distances.observe(host_tensor.to_torch(one.distances))
 
@@ -184,4 +193,4 @@ class OuterState:
         """Forget how far away other replicas are, which is unknown for new weights."""
         codec = self._settings.codec
         self._distances = ReplicaDistances(LATTICE_BITS[codec]) if codec in LATTICE_BITS else None
-        self._pairs = PairDistances()
+        self._pairs, self._sizes = PairDistances(), PairDistances()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import hypot, inf, prod, sqrt
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ class PartnerGuard:
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         self._offered, self._groups = offered, len(places)
         self._tensors = [(places[name], slice(*ends)) for name, ends in zip(names, pairwise(ends), strict=True)]
+        self._parts = [
+            (group, slice(at, min(at + CHUNK, values.stop)))
+            for group, values in self._tensors
+            for at in range(values.start, values.stop, CHUNK)
+        ]
         self._stranger: PartnerVector | None = None
         """The last vector, if it was refused. If another peer's vector agrees with it, this replica is the outlier."""
 
@@ -43,16 +49,37 @@ class PartnerGuard:
             agreed = other is not None and other.peer != theirs.peer and self._agree(other, theirs, radii)
             return replace(theirs, verdict="outlier" if agreed and not far else "refused")
         self._stranger = None
-        apart = tuple(map(min, apart, radii))
-        if min(factors) == 1:
-            return replace(theirs, apart=apart)
-        clipped = host_tensor.clone(found)
-        by_tensor = [factors[group] for group, _ in self._tensors]
-        for factor, (_, values) in zip(by_tensor, self._tensors, strict=True):
-            if factor < 1:
-                torch.lerp(own[values], found[values], factor, out=clipped[values])
-        vector = host_tensor.from_torch("vector", clipped)
-        return replace(theirs, vector=vector, apart=apart, factors=tuple(by_tensor), verdict="clipped")
+        vector = self._within(own, found, mine.limits) if mine.limits else found
+        if vector is not found:
+            apart = self._distances(own, vector)
+            factors = guard.factors(apart, radii) or factors
+            theirs = replace(theirs, limits=self._by_tensor(mine.limits))
+        if theirs.distances is not None:
+            sizes = self._sizes(own, vector, apart)
+            theirs = replace(theirs, sizes=tuple(map(mul, factors, sizes)))
+        theirs = replace(theirs, apart=tuple(map(min, apart, radii)))
+        if min(factors) < 1:
+            theirs = replace(theirs, factors=self._by_tensor(factors))
+            vector = host_tensor.clone(found) if vector is found else vector
+            for factor, (_, values) in zip(theirs.factors, self._tensors, strict=True):
+                if factor < 1:
+                    torch.lerp(own[values], vector[values], factor, out=vector[values])
+        if vector is found:
+            return theirs
+        return replace(theirs, vector=host_tensor.from_torch("vector", vector), distances=None, verdict="clipped")
+
+    def _within(self, own: Tensor, found: Tensor, limits: Sequence[float]) -> Tensor:
+        """A copy in which no value is further away than its group's limit; `found` itself if none is."""
+        within = found
+        for group, part in self._parts:
+            limit = limits[group]
+            if float(torch.linalg.vector_norm(found[part] - own[part], inf)) > limit:
+                within = host_tensor.clone(found) if within is found else within
+                torch.clamp(found[part], own[part] - limit, own[part] + limit, out=within[part])
+        return within
+
+    def _by_tensor(self, by_group: Sequence[float]) -> tuple[float, ...]:
+        return tuple(by_group[group] for group, _ in self._tensors)
 
     def _filled_in(self, radii: Sequence[float], own: Tensor) -> tuple[float, ...]:
         """The radii with unknown ones, which are 0, estimated from the norm of everything offered for the group."""
@@ -72,9 +99,14 @@ class PartnerGuard:
     def _distances(self, own: Tensor, theirs: Tensor | None) -> tuple[float, ...]:
         """L2 norms by group of the difference, or of `own` if `theirs` is None; infinite if the squares overflow."""
         squares = [0.0] * self._groups
-        for group, values in self._tensors:
-            for at in range(values.start, values.stop, CHUNK):
-                part = slice(at, min(at + CHUNK, values.stop))
-                gap = own[part] if theirs is None else torch.sub(own[part], theirs[part])
-                squares[group] += float(torch.dot(gap, gap))
+        for group, part in self._parts:
+            gap = own[part] if theirs is None else torch.sub(own[part], theirs[part])
+            squares[group] += float(torch.dot(gap, gap))
         return tuple(map(sqrt, squares))
+
+    def _sizes(self, own: Tensor, theirs: Tensor, apart: Sequence[float]) -> tuple[float, ...]:
+        """The sizes of the differences (`guard.LIMIT`) by group, if their L2 norms are `apart`."""
+        sums = [0.0] * self._groups
+        for group, part in self._parts:
+            sums[group] += float(torch.linalg.vector_norm(torch.sub(own[part], theirs[part]), 1))
+        return tuple(norm * norm / total if total else 0.0 for norm, total in zip(apart, sums, strict=True))

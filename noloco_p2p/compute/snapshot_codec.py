@@ -74,7 +74,8 @@ class SnapshotCodec:
         kept = host_tensor.from_torch("vector", on_host if vector is theta else host_tensor.to_host(vector))
         view = GroupView((), outer.digest(on_host)) if self._common else None
         round, step, inner_steps = place
-        return FrozenRound(peer, round, step, kept, weights, inner_steps, bounds, view, outer.radii())
+        far = outer.radii(), outer.limits()
+        return FrozenRound(peer, round, step, kept, weights, inner_steps, bounds, view, *far)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         """What `caller` requests of a frozen round, as it travels.

@@ -28,6 +28,11 @@ FURTHEST = 1.5
 """A vector that would be clipped is refused if it is further away than this many times the norm of the replica's own.
 The replica's own vector with the opposite sign is two norms away."""
 
+LIMIT = 2.0
+"""In a codec with bounds, a single value may be this many radii of sizes away. The size of a group's difference is
+‖d‖² / Σ|d|: the mean magnitude in which larger values weigh more, so values that no replica moves do not count, and a
+few far ones hardly."""
+
 LARGEST_NORM, NORMS_KEPT = 3.0, 64
 """A returning gradient is clipped to LARGEST_NORM times the median norm of the last NORMS_KEPT."""
 
@@ -76,6 +81,11 @@ def moved_by(radii: Sequence[float], gain: float) -> tuple[float, ...]:
     half = len(radii) // 2
     first, second = radii[:half], radii[half:]
     return (*(max(one, gain * other) for one, other in zip(first, second, strict=True)), *second)
+
+
+def limits(sizes: Sequence[float]) -> tuple[float, ...]:
+    """How far a single value may be, by group, given the radii of sizes; infinite where those are 0, thus unknown."""
+    return tuple(LIMIT * size or inf for size in sizes)
 
 
 def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, ...] | None:

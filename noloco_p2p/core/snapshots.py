@@ -63,6 +63,8 @@ class FrozenRound:
     """Only under a rule that takes from all replicas of the stage."""
     radii: tuple[float, ...] = ()
     """How far away a partner's vector may be, by group of tensors (`core.guard`); empty if not known yet."""
+    limits: tuple[float, ...] = ()
+    """How far away a single value may be, by group; empty if not known yet, and in codecs without bounds."""
     fresh_round: int = 0
     """The lineage of the weights, as in `Advert`."""
 
@@ -135,15 +137,20 @@ class PartnerVector:
     sample: HostTensor
     """`sample`: θ_f at `sampled_coordinates`, in compute_dtype."""
     distances: HostTensor | None = None
-    """`distances`: how far it is from the puller's own vector, by chunk, float64; only in a codec that has bounds."""
+    """`distances`: how far it is from the puller's own vector, by chunk, float64; only in a codec that has bounds,
+    and None if the guard clipped the vector: then it tells nothing about replicas that do not lie."""
     missing: LatticeRequest | None = None
     """What to request next: the chunks that are still unknown. A vector with missing chunks is never merged."""
     view: GroupView | None = None
     """As in `FrozenRound`."""
     apart: tuple[float, ...] = ()
     """How far it is from the puller's own vector after clipping, by group of tensors."""
+    sizes: tuple[float, ...] = ()
+    """The sizes of these differences (`core.guard.LIMIT`), by group; only in a codec that has bounds."""
+    limits: tuple[float, ...] = ()
+    """The largest magnitude to which each tensor's differences were reduced; empty if all were smaller."""
     factors: tuple[float, ...] = ()
-    """By what the difference of each tensor was multiplied; empty if the vector was not clipped."""
+    """By what the difference of each tensor was then multiplied; empty if by 1."""
     verdict: Verdict = ""
     """The guard's verdict (`core.guard`); empty if it left the vector as it was. A `refused` one is never merged."""
 

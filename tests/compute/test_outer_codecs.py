@@ -87,6 +87,7 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
         assert sum(after[0].bounds) < sum(pair[0].snapshot(0, 0).bounds) + 1
     # With other weights it is like a new replica: the distances to others that it has seen mean nothing any more.
     assert after[0].radii
+    assert bool(after[0].limits) == (codec in LATTICES)
     new, other_weights = make_replica("a", codec, seed=2), SnapshotRequest(0, weights="bfloat16")
     for stage in (pair[0], new):
         stage.adopt(pair[1].encode(after[1], other_weights, "a"))

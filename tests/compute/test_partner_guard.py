@@ -9,6 +9,7 @@ from stages import make_batch, make_label, make_manifest, make_stages, microbatc
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.compute.partner_guard import PartnerGuard
 from noloco_p2p.compute.stage import TorchStage
+from noloco_p2p.core import guard
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 
 RULES = ("noloco", "averaged", "gossip")
@@ -73,6 +74,60 @@ def test_who_is_far_is_merged_as_if_it_were_at_the_radius(rule: str) -> None:
             assert torch.allclose(values(far)[one], expected, rtol=0, atol=1e-15)
             at += theta.numel()
     assert at == len(values(mine))
+
+
+def test_a_single_far_value_comes_no_further_than_the_limit_in_a_codec_with_bounds() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    mine, theirs = pulled(stage, other, 9)
+    assert (mine.limits, theirs.sizes) == ((), ())
+    judge = PartnerGuard(stage._outer.parameters, 1).judge
+    theirs = replace(theirs, distances=host_tensor.from_torch("distances", torch.zeros(1)))
+    usual = judge(mine, theirs)
+    assert (usual.verdict, usual.vector, usual.distances) == ("", theirs.vector, theirs.distances)
+    limits = guard.limits([guard.RADIUS * size for size in usual.sizes])
+    far = values(theirs).clone()
+    far[7] += 0.9 * mine.radii[0]
+    sent = replace(theirs, vector=host_tensor.from_torch("vector", far))
+    assert judge(mine, sent).verdict == "", "nothing else finds it"
+    found, before = judge(replace(mine, limits=limits), sent), values(theirs)
+    assert (found.verdict, found.distances, found.factors) == ("clipped", None, ())
+    assert float(values(found)[7] - values(mine)[7]) == pytest.approx(limits[0])
+    assert torch.equal(values(found)[:7], before[:7])
+    assert torch.equal(values(found)[8:], before[8:])
+    assert found.limits[0] == limits[0]
+    assert usual.apart[0] < found.apart[0] < 0.9 * mine.radii[0]
+    assert values(sent)[7] == far[7], "what was sent is left as it was"
+
+
+def test_both_single_values_and_whole_groups_may_be_too_far() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    mine, theirs = pulled(stage, other, 9, 0.005)
+    unlimited = values(pulled(stage, other, 9)[1]) + 0.005 - values(mine)
+    limits = (0.004,) * len(mine.radii)
+    judge = PartnerGuard(stage._outer.parameters, 1).judge
+    found = judge(
+        replace(mine, limits=limits), replace(theirs, vector=host_tensor.from_torch("vector", values(mine) + unlimited))
+    )
+    assert found.apart == pytest.approx(mine.radii)
+    at = 0
+    for factor, limit, theta in zip(found.factors, found.limits, stage.parameters.values(), strict=True):
+        one = slice(at, at + theta.numel())
+        expected = values(mine)[one] + factor * unlimited[one].clamp(-limit, limit)
+        assert torch.allclose(values(found)[one], expected, rtol=0, atol=1e-15)
+        at += theta.numel()
+
+
+def test_a_value_out_of_all_proportion_is_not_made_acceptable_by_the_limit() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    mine, theirs = pulled(stage, other, 9)
+    limited = replace(mine, limits=(1e-3,) * len(mine.radii))
+    for change in (1e3, 1e38):
+        vector = host_tensor.from_torch("vector", values(theirs) + change)
+        found = PartnerGuard(stage._outer.parameters, 1).judge(limited, replace(theirs, vector=vector))
+        assert (found.verdict, found.limits) == ("refused", ())
 
 
 def test_slow_weights_may_be_as_far_as_the_momentum_that_moves_them_can_bring_them() -> None:

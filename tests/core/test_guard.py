@@ -7,12 +7,14 @@ import pytest
 from noloco_p2p.core.guard import (
     FEWEST,
     LARGEST_NORM,
+    LIMIT,
     NORMS_KEPT,
     RADIUS,
     REFUSED,
     NormClip,
     PairDistances,
     factors,
+    limits,
     moved_by,
 )
 from noloco_p2p.core.guard import group_of as group
@@ -57,6 +59,11 @@ def test_a_far_vector_is_clipped_to_the_radius_and_one_much_too_far_is_refused()
     for distances, radii in (((9 * REFUSED, 1.0), (1.0, inf)), ((1.0, inf), (1.0, inf)), ((1.0, nan), (1.0, inf))):
         assert factors(distances, radii) is None, "an unknown radius hides nothing"
     assert factors((1.0, 9.0), (2.0, inf)) == (1.0, 1.0)
+
+
+def test_a_single_value_is_limited_where_the_usual_size_is_known() -> None:
+    assert limits((3.0, 0.0)) == (3 * LIMIT, inf)
+    assert limits(()) == ()
 
 
 def test_one_liar_of_eight_moves_no_radius() -> None:

@@ -57,6 +57,8 @@ def test_false_losses_change_no_weights_and_only_what_is_said_of_evaluations_by_
                 "hidden-noise": 4.0,
                 "hidden-still": 4.0,
                 "hidden-flip": 7.0,
+                "vector-spikes/gossip": 2.0,
+                "vector-spikes*2/gossip": 2.0,
             }.items()
         ),
     ],

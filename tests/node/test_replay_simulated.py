@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import reference
 import torch
 from audit_writer import MODELS
 from reference import TOLERANCE, Report, float64_llama, replay, require_variety
@@ -138,6 +139,24 @@ def test_what_was_clipped_is_on_record_and_computes_the_algorithm(
     steps.write_text(steps.read_text().replace('"clip": 0.', '"clip": 0.9'))
     with pytest.raises(AssertionError, match="deviates by"):
         replayed(lockstep("llama", rule="averaged"), tmp_path)
+
+
+@pytest.mark.parametrize(("rule", "codec"), [("averaged", "int4"), *soak([("gossip", "int4"), ("noloco", "int8")])])
+def test_single_values_that_were_limited_are_on_record_and_compute_the_algorithm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName, codec: OuterCodec
+) -> None:
+    """From the second round on, even usual values are further away than the limits; groups are clipped as well."""
+    for name, value in {"FEWEST": 1, "LIMIT": 0.3, "RADIUS": 0.9}.items():
+        monkeypatch.setattr(guard, name, value)
+    manifest = lockstep("llama", rule=rule, codec=codec)
+    outcome = simulate(manifest, tmp_path)
+    assert {event.get("result") for event in outcome.trace.of("distrusted")} >= {"clipped"}
+    report = replayed(manifest, tmp_path)
+    assert max(report.deviations.values()) <= TOLERANCE
+    right = reference.decoded
+    monkeypatch.setattr(reference, "decoded", lambda *a: right(*a[:-1], {name: one / 2 for name, one in a[-1].items()}))
+    with pytest.raises(AssertionError, match="has a difference above its limit"):
+        replayed(manifest, tmp_path)
 
 
 MUON = {"optimizer": "muon", "weight_decay": 0.1}

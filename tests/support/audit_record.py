@@ -62,6 +62,8 @@ class Round:
     """The partner's round that was merged."""
     factors: dict[str, float] = field(default_factory=dict)
     """Name in the file → factor by which the tensor's difference to the partner's was clipped; empty: not clipped."""
+    limits: dict[str, float] = field(default_factory=dict)
+    """Name in the file → largest magnitude to which differences were reduced before that; empty: none was."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +252,8 @@ def read_round(record: Record, number: int, outer: Manifest) -> dict[str, Round]
             require(metadata["partner_id"] == ",".join(others), f"{where}: took from {partner}")
             rounds[peer] = Round(None, frozen_after, merged_after, 0)
             continue
-        factors = json.loads(metadata.get("clip", "{}"))
-        rounds[peer] = Round(partner, frozen_after, merged_after, int(round or 0), factors)
+        clips = (json.loads(metadata.get(key, "{}")) for key in ("clip", "limit"))
+        rounds[peer] = Round(partner, frozen_after, merged_after, int(round or 0), *clips)
         if partner is not None:
             other = partner != peer and record.stages.get(partner) == record.stages[peer]
             require(other, f"{where}: {partner} is no other replica of its stage")

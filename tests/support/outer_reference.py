@@ -46,17 +46,19 @@ def decoded(
     used: Sequence[Tensors],
     outer: Mapping[str, Any],
     factors: Mapping[str, float],
+    limits: Mapping[str, float],
 ) -> list[Tensors]:
     """What the parts of `theirs` may be decoded to at the replica `mine`, which `used` these values; see `as_decoded`.
 
-    Afterwards the difference of each tensor to the replica's own was multiplied by its factor in `factors`.
+    Afterwards single differences to the replica's own were reduced to the limit of their tensor in `limits`, and then
+    those of each tensor were multiplied by its factor in `factors`.
     """
     own, other, found = map(_joined, (mine.offered(outer), theirs.offered(outer), used))
-    by_name = {
-        f"{at}/{name}": factors.get(f"partner_vector{at or ''}/{name}", 1.0) for at, p in enumerate(used) for name in p
-    }
+    places = {f"{at}/{name}": f"partner_vector{at or ''}/{name}" for at, part in enumerate(used) for name in part}
+    by_name = {name: factors.get(place, 1.0) for name, place in places.items()}
+    most = {name: limits.get(place, math.inf) for name, place in places.items()}
     whole = {name: own[name] + (values - own[name]) / by_name[name] for name, values in found.items()}
-    joined = as_decoded(own, other, whole if factors else found, outer["codec"])
+    joined = as_decoded(own, other, whole if factors else found, outer["codec"], most)
     clipped = {name: own[name] + by_name[name] * (joined[name] - own[name]) for name in joined} if factors else joined
     return [{name: clipped[f"{at}/{name}"] for name in part} for at, part in enumerate(used)]
 

@@ -167,7 +167,9 @@ def initial_replicas(record: Record, model: Any, manifest: Manifest) -> dict[str
     for stage in range(record.depth):
         first: Tensors | None = None
         for peer in record.replicas(stage):
-            weights = load_file(record.audit / f"initial-{peer}.safetensors")
+            found = load_file(record.audit / f"initial-{peer}.safetensors")
+            # In the model's order, in which vectors are cut into chunks; anything else is refused below.
+            weights = {name: found.pop(name) for name, _ in model.named_parameters() if name in found} | found
             names += list(weights) if first is None else []
             first = weights if first is None else first
             equal = weights.keys() == first.keys() and all(torch.equal(weights[name], first[name]) for name in first)
@@ -335,7 +337,7 @@ def merge(
             {name: recorded[f"partner_vector{at or ''}/{name}"] for name in replica.fast}
             for at in range(len(partner.offered(outer)))
         ]
-        theirs = partner, decoded(frozen, partner, used, outer, one.factors)
+        theirs = partner, decoded(frozen, partner, used, outer, one.factors, one.limits)
         taken = {f"partner_vector{at or ''}": part for at, part in enumerate(theirs[1])}
         lag = abs(min(one.partner_round * outer["inner_steps"], manifest["steps"]) - one.frozen_after)
     after = merged(frozen, theirs, lag, outer)
