@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import hypot, inf, prod, sqrt
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -49,14 +48,15 @@ class PartnerGuard:
             agreed = other is not None and other.peer != theirs.peer and self._agree(other, theirs, radii)
             return replace(theirs, verdict="outlier" if agreed and not far else "refused")
         self._stranger = None
-        vector = self._within(own, found, mine.limits) if mine.limits else found
-        if vector is not found:
-            apart = self._distances(own, vector)
-            factors = guard.factors(apart, radii) or factors
-            theirs = replace(theirs, limits=self._by_tensor(mine.limits))
+        vector = found
         if theirs.distances is not None:
-            sizes = self._sizes(own, vector, apart)
-            theirs = replace(theirs, sizes=tuple(map(mul, factors, sizes)))
+            vector, sums = self._within(own, found, mine.limits or (inf,) * self._groups)
+            if vector is not found:
+                apart = self._distances(own, vector)
+                factors = guard.factors(apart, radii) or factors
+                theirs = replace(theirs, limits=self._by_tensor(mine.limits))
+            each = zip(factors, apart, sums, strict=True)
+            theirs = replace(theirs, sizes=tuple(one * far * far / total if total else 0.0 for one, far, total in each))
         theirs = replace(theirs, apart=tuple(map(min, apart, radii)))
         if min(factors) < 1:
             theirs = replace(theirs, factors=self._by_tensor(factors))
@@ -68,15 +68,18 @@ class PartnerGuard:
             return theirs
         return replace(theirs, vector=host_tensor.from_torch("vector", vector), distances=None, verdict="clipped")
 
-    def _within(self, own: Tensor, found: Tensor, limits: Sequence[float]) -> Tensor:
-        """A copy in which no value is further away than its group's limit; `found` itself if none is."""
-        within = found
+    def _within(self, own: Tensor, found: Tensor, limits: Sequence[float]) -> tuple[Tensor, list[float]]:
+        """A copy in which no value is further away than its group's limit, or `found` itself if none is; and the sums
+        of how far its values are, by group."""
+        within, sums = found, [0.0] * self._groups
         for group, part in self._parts:
-            limit = limits[group]
-            if float(torch.linalg.vector_norm(found[part] - own[part], inf)) > limit:
+            gap, limit = torch.sub(own[part], found[part]).abs_(), limits[group]
+            if float(gap.amax()) > limit:
                 within = host_tensor.clone(found) if within is found else within
                 torch.clamp(found[part], own[part] - limit, own[part] + limit, out=within[part])
-        return within
+                gap.clamp_(max=limit)
+            sums[group] += float(gap.sum())
+        return within, sums
 
     def _by_tensor(self, by_group: Sequence[float]) -> tuple[float, ...]:
         return tuple(by_group[group] for group, _ in self._tensors)
@@ -103,10 +106,3 @@ class PartnerGuard:
             gap = own[part] if theirs is None else torch.sub(own[part], theirs[part])
             squares[group] += float(torch.dot(gap, gap))
         return tuple(map(sqrt, squares))
-
-    def _sizes(self, own: Tensor, theirs: Tensor, apart: Sequence[float]) -> tuple[float, ...]:
-        """The sizes of the differences (`guard.LIMIT`) by group, if their L2 norms are `apart`."""
-        sums = [0.0] * self._groups
-        for group, part in self._parts:
-            sums[group] += float(torch.linalg.vector_norm(torch.sub(own[part], theirs[part]), 1))
-        return tuple(norm * norm / total if total else 0.0 for norm, total in zip(apart, sums, strict=True))

@@ -105,11 +105,9 @@ def test_both_single_values_and_whole_groups_may_be_too_far() -> None:
     acquainted(stage, other)
     mine, theirs = pulled(stage, other, 9, 0.005)
     unlimited = values(pulled(stage, other, 9)[1]) + 0.005 - values(mine)
-    limits = (0.004,) * len(mine.radii)
-    judge = PartnerGuard(stage._outer.parameters, 1).judge
-    found = judge(
-        replace(mine, limits=limits), replace(theirs, vector=host_tensor.from_torch("vector", values(mine) + unlimited))
-    )
+    sent = host_tensor.from_torch("vector", values(mine) + unlimited)
+    mine = replace(mine, limits=(0.004,) * len(mine.radii))
+    found = PartnerGuard(stage._outer.parameters, 1).judge(mine, replace(theirs, vector=sent, distances=sent))
     assert found.apart == pytest.approx(mine.radii)
     at = 0
     for factor, limit, theta in zip(found.factors, found.limits, stage.parameters.values(), strict=True):
@@ -126,7 +124,9 @@ def test_a_value_out_of_all_proportion_is_not_made_acceptable_by_the_limit() -> 
     limited = replace(mine, limits=(1e-3,) * len(mine.radii))
     for change in (1e3, 1e38):
         vector = host_tensor.from_torch("vector", values(theirs) + change)
-        found = PartnerGuard(stage._outer.parameters, 1).judge(limited, replace(theirs, vector=vector))
+        found = PartnerGuard(stage._outer.parameters, 1).judge(
+            limited, replace(theirs, vector=vector, distances=vector)
+        )
         assert (found.verdict, found.limits) == ("refused", ())
 
 
