@@ -6,6 +6,7 @@ from dataclasses import replace
 from noloco_p2p.core import members, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica
+from noloco_p2p.core.trials import Trials
 from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 
@@ -27,6 +28,7 @@ class Membership:
         self._node = node
         self.members = members.Members(node.me, node.config.directory.ttl_s)
         self.inquiry = Inquiry(node, self.members)
+        self.trials = Trials(node.config.limits.patience_floor_s, node.now, self.members.get)
         self.view = routing.StepView(node.me)
         self.heard_at = float("-inf")
         """When the last microbatch arrived, or at stage 0 the last gradient."""
@@ -43,6 +45,8 @@ class Membership:
         """Take over the result of a reading of the directory."""
         node = self._node
         begun = any(advert.state in members.TRAINED for advert in (node.advert, *adverts))
+        known = ((self.members.get(advert.peer_id), advert) for advert in adverts)
+        self.trials.restarted(new.peer_id for old, new in known if old is not None and old.state != new.state)
         joined, departed = self.members.update(adverts, now=node.now(), doubts=begun)
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
         counts[own] = counts.get(own, 0) + 1

@@ -25,6 +25,7 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.outer_rules import OuterRule
 from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.status import ForRound, Resource
+from noloco_p2p.core.trials import Trials
 from noloco_p2p.errors import PeerError, Violation
 from noloco_p2p.node.frozen_rounds import FrozenRounds
 from noloco_p2p.node.group_pull import GroupPull
@@ -70,8 +71,7 @@ class OuterRounds:
         self._pulling: asyncio.Task[Pull] | None = None
         """The pull in progress, even while its round is being ended."""
         self._step_busy_s = 0.0
-        self._delivered: set[PeerId] = set()
-        """Mates whose last pull returned a snapshot."""
+        self._trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
         self.ahead: tuple[PeerId, ...] = ()
         """Under a rule that takes from all: the replicas from which this one differed in the newest round."""
 
@@ -244,7 +244,7 @@ class OuterRounds:
         if chosen is None:
             return Pull(reason)
         failure = "aside"
-        if not members.is_aside(chosen, now=node.now()):
+        if not members.is_aside(chosen, now=node.now()) and chosen in self._trials.among([*mates]):
             found = await self._try_fetch(mates[chosen], mine, self._partner_wait_s(goes_on), goes_on)
             if found.theirs:
                 return replace(found, reason=reason)
@@ -252,9 +252,8 @@ class OuterRounds:
         others = [p for p in sorted(mates) if p != chosen and not members.is_aside(p, now=node.now())]
         if not others:
             return Pull(failure)
-        self._delivered &= mates.keys()
         # Peers that have answered with a snapshot before exist; others may only be listed.
-        likely = pairing.without_relay([p for p in others if p in self._delivered] or others, node.me, hidden)
+        likely = pairing.without_relay(self._trials.among(others, proven=True), node.me, hidden)
         found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
 
@@ -262,15 +261,13 @@ class OuterRounds:
         """A peer's snapshot of about the same round, or the reason why there is none, as a label. The peer's error
         message goes to the log."""
         try:
-            found = await self._puller.fetch(peer, mine, wait_s, idle)
+            with self._trials.call(peer.peer_id):
+                return await self._puller.fetch(peer, mine, wait_s, idle)
         except PeerError as error:
-            self._delivered.discard(peer.peer_id)
             if isinstance(error, Violation):  # late weights prove nothing: a full line delays them
                 self._swarm.members.failed(peer.peer_id, now=self._node.now(), answered=True)
             self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
             return Pull(type(error).__name__.lower())
-        self._delivered.add(peer.peer_id)
-        return found
 
     def _partner_wait_s(self, goes_on: bool) -> float:
         """How long to wait for a partner that has not reached the round, seconds. By default two inner steps: in wall

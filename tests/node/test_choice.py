@@ -11,6 +11,7 @@ import pytest
 from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.routing import StepView
+from noloco_p2p.core.trials import Trials
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
 
 PER_STEP = 6
@@ -44,7 +45,8 @@ class Chooser:
         line = MeasuredLine()
         for peer, seconds in ROUND_TRIPS_S.items():
             line.answered(peer, seconds)
-        swarm: Any = SimpleNamespace(members=members, view=view)
+        self.trials = Trials(1.0, lambda: 0.0, adverts.get)
+        swarm: Any = SimpleNamespace(members=members, view=view, trials=self.trials)
         self._of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
 
     def choose(

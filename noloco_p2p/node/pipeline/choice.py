@@ -91,6 +91,7 @@ class ReplicaChoice:
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
         usable = members.usable(node.index + 1, now=node.now(), without=attempts.failed)
+        usable = self._swarm.trials.among(usable, proven=bool(attempts.failed), busy=attempts.busy)
         usable = [peer for peer in usable if peer not in attempts.avoid] or usable
         free = [peer for peer in usable if peer not in attempts.busy] if policy in routing.FREE else usable
         if not free or (attempts.busy and policy not in routing.FREE):
@@ -116,6 +117,7 @@ class ReplicaChoice:
         """The replicas that may get a microbatch, if that is known before its output is ready; otherwise none."""
         members, index = self._swarm.members, self._node.index
         peers = members.usable(index + 1, now=self._node.now(), without=())
+        peers = self._swarm.trials.among(peers)
         if len(peers) > 1:
             known = index == 0 and self._node.manifest.routing == "random"
             peers = list(self._drawn_together(origin, peers)) if known else []
@@ -158,5 +160,6 @@ class ReplicaChoice:
         turn = (origin.index + attempts.skipped) % len(replicas)
         in_turn = [*replicas[turn:], *replicas[:turn]]
         free = [a for a in in_turn if not members.is_aside(a.peer_id, now=node.now())]
-        chosen = (free or in_turn)[0]
+        likely = self._swarm.trials.among([a.peer_id for a in free], proven=bool(attempts.failed))
+        chosen = next((a for a in free if a.peer_id in likely), in_turn[0])
         return Choice([chosen], sending(chosen) is not Sending.WHOLE)

@@ -218,9 +218,10 @@ class Dispatcher:
     ) -> R:
         """Make one call to one replica, and watch over its progress."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
-        with self._node.waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch)):
+        waiting = self._node.waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch))
+        with waiting, self._swarm.trials.call(peer.peer_id, usual=policy.trains) as trial_s:
             reply = policy.send(peer, activation, replace(claim, asked=header_first))
-            return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed)
+            return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed, trial_s)
 
     def _note_failure(self, attempts: Attempts, id: PeerId, error: PeerError) -> None:
         """Record that a call failed: set the peer aside if it is at fault, and raise what must not be retried. A peer
@@ -234,7 +235,7 @@ class Dispatcher:
             swarm.answered(id)
             self._note_busy(id, attempts)
             return
-        if isinstance(error, Unreachable | Violation) or (isinstance(error, Stalled) and id not in swarm.members.met):
+        if isinstance(error, Unreachable | Violation) or (isinstance(error, Stalled) and swarm.trials.on_trial(id)):
             swarm.failed(id)
         else:
             attempts.skipped += 1

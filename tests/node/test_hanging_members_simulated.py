@@ -1,0 +1,84 @@
+"""Members that say who they are and serve nothing, ten times as many as honest ones, in swarms of real nodes under
+virtual time (ARCHITECTURE.md, "On trial")."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from elastic import plan_of
+from lawful import check
+from soak import soak
+from test_strangers_simulated import stranger, swarm_with
+
+from noloco_p2p.core.messages import Advert, MicrobatchId, NodeDescription, PeerId, Progress
+from noloco_p2p.sim.figures import RunFigures, figures
+from noloco_p2p.sim.transport import SimTransport
+
+HONEST, TIMES = 4, 10
+FROM_S, STEPS = 3.0, 60
+LEFT = {2: 0.87, 3: 0.8}
+"""The smallest acceptable share of the tokens/s, by number of stages."""
+REPORTS = ("nothing", "unknown", "standstill", "progress")
+"""What they report about the microbatches that they have been sent."""
+
+
+def is_hanging(peer: PeerId) -> bool:
+    return peer.startswith("x")
+
+
+def make_hang(monkeypatch: pytest.MonkeyPatch, reports: str) -> None:
+    describe, progress, numbers = SimTransport.describe, SimTransport.progress, count()
+
+    async def described(self: SimTransport, peer: Advert) -> NodeDescription:
+        if not is_hanging(peer.peer_id):
+            return await describe(self, peer)
+        await asyncio.sleep(0.01)
+        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "1", 0)
+
+    async def reported(
+        self: SimTransport, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
+    ) -> list[Progress | None]:
+        if not is_hanging(peer.peer_id) or reports == "nothing":
+            return await progress(self, peer, microbatches, timeout_s)
+        await asyncio.sleep(0.01)
+        known = Progress(next(numbers) if reports == "progress" else 1, 0.0)
+        return [None if reports == "unknown" else known] * len(microbatches)
+
+    monkeypatch.setattr(SimTransport, "describe", described)
+    monkeypatch.setattr(SimTransport, "progress", reported)
+
+
+def hanging_beside(stages: int, seed: int, times: int) -> RunFigures:
+    """The figures of a swarm beside so many times as many, who are listed until the run should have ended: later,
+    honest nodes would wait for them."""
+    plan = plan_of((HONEST,) * stages, steps=STEPS, seed=seed, microbatches_per_step=4)
+    others = [
+        stranger(f"x{stage}n{i}", stage, outer_round=1, settled=True)
+        for stage in range(stages)
+        for i in range(times * HONEST)
+    ]
+    swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=1.5 * STEPS)
+    for one in others:
+        swarm.network.hold(one.peer_id)
+    return figures(check(swarm), swarm.network.traffic.byte_counts(), 100, stages)
+
+
+@pytest.mark.parametrize(
+    ("reports", "stages", "seed"),
+    [
+        ("nothing", 2, 1),
+        ("progress", 2, 2),
+        *soak((reports, stages, seed) for reports in REPORTS for stages in (2, 3) for seed in (1, 2, 3)),
+    ],
+)
+def test_ten_times_as_many_hanging_members_cost_little(
+    reports: str, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of the cost falls into the first seconds. When an answer was enough to be sent microbatches, twice as many
+    cost 58 and, if they told of no microbatch, 86 % of the tokens/s."""
+    make_hang(monkeypatch, reports)
+    quiet, hanging = (hanging_beside(stages, seed, times) for times in (0, TIMES))
+    share = hanging.tokens_per_s / quiet.tokens_per_s
+    assert share >= LEFT[stages], f"{share:.3f} of the tokens/s"
+    assert hanging.rounds.get("alone", 0) <= sum(hanging.rounds.values()) / 2
