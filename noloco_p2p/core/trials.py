@@ -21,6 +21,10 @@ SPARE_SILENCES = 5.0
 SHORTEST_SILENCES = 5.0
 """How long a trial may always take, likewise."""
 
+SERVED_TIMES = 16.0
+"""How much longer than a first trial a call to a peer that serves may take: so at least 64 medians, because `weighted`
+reckons with peers that are as slow as that (`core/routing`)."""
+
 
 class Trials:
     """The calls of one kind that a node makes. A peer is on trial until it has served one, and after two failures in a
@@ -66,21 +70,22 @@ class Trials:
         """Note how a call to a peer ends, and if it is a `usual` one, how long it takes. Busy is neither a failure nor
         a success, and neither is a cancelled call.
 
-        Yields how many seconds it may take; None: as long as it makes progress. A trial may take longer than the usual
-        calls, and after each failure twice as long, so that a slow peer passes in the end."""
+        Yields how many seconds it may take, whatever progress the peer reports; None: too little is known. A trial may
+        take longer than the usual calls, and after each failure twice as long, so that a slow peer passes in the end.
+        """
         began, trial, failed = self._now(), self.on_trial(peer), self._failures.get(peer, 0)
         usual_s = self._took.deadline_s(SHORTEST_SILENCES * self._patience_s)
         at_stake_s = self._patience_s if trial and self._spend(0.0) < self._most_s else 0.0
         self._spend(at_stake_s)
         try:
-            yield usual_s and usual_s * 2.0**failed if trial else None
+            yield usual_s and usual_s * (2.0**failed if trial else SERVED_TIMES)
         except (Unreachable, Declined, Violation):
             if self._failures.get(peer, 0) == failed:  # otherwise it is the same outage, or it has served meanwhile
                 self._failures[peer] = failed + 1
-            if trial:
+            self._failures = {one: count for one, count in self._failures.items() if self._listed(one)}
+            self._served = {one for one in self._served if self._listed(one)}
+            if trial and not all(map(self.on_trial, self._served)):  # otherwise there was no other to call
                 self._spend((self._now() - began) * (SERVED_SHARE if peer in self._served else 1.0))
-                self._failures = {one: count for one, count in self._failures.items() if self._listed(one)}
-                self._served = {one for one in self._served if self._listed(one)}
             raise
         else:
             self._served.add(peer)

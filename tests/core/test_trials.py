@@ -79,6 +79,19 @@ def test_those_that_serve_are_chosen_once_time_has_been_lost_on_others() -> None
     assert caller.among("asx") == "asx"
 
 
+def test_an_outage_of_the_node_itself_is_not_charged() -> None:
+    """While it was cut off, all its calls failed. When the line was back, it used the first that served, and no other
+    for minutes."""
+    caller, peers = Caller(), "abcdef"
+    for peer in peers:
+        caller.call(peer)
+    for _ in range(20):
+        for peer in peers:
+            caller.call(peer, Unreachable, 2 * PATIENCE_S)
+    caller.call("a")
+    assert caller.among(peers) == peers
+
+
 def test_one_that_has_served_is_tried_before_others_that_failed() -> None:
     caller = Caller()
     for peer in "ps":
@@ -96,7 +109,7 @@ def test_a_trial_may_take_four_times_as_long_as_usual_and_longer_after_each_fail
     for _ in range(FEWEST):
         assert caller.call("s", took_s=10.0) is None
     outcomes = (Stalled, Busy, Stalled, None, Stalled, Stalled, Stalled)
-    assert [caller.call("a", outcome) for outcome in outcomes] == [40.0, 80.0, 80.0, 160.0, None, None, 160.0]
+    assert [caller.call("a", outcome) for outcome in outcomes] == [40.0, 80.0, 80.0, 160.0, 640.0, 640.0, 160.0]
 
 
 def test_failures_of_calls_at_the_same_time_are_one() -> None:

@@ -11,12 +11,18 @@ from lawful import check
 from soak import soak
 from test_strangers_simulated import stranger, swarm_with
 
-from noloco_p2p.core.messages import Advert, MicrobatchId, NodeDescription, PeerId, Progress
+from noloco_p2p.core.messages import Advert, Gradient, Header, MicrobatchId, NodeDescription, PeerId, Progress
+from noloco_p2p.core.trials import SERVED_TIMES, SHORTEST_SILENCES
+from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.ports import Body
+from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.figures import RunFigures, figures
 from noloco_p2p.sim.transport import SimTransport
 
 HONEST, TIMES = 4, 10
 FROM_S, STEPS = 3.0, 60
+HELD_S = 2 * SERVED_TIMES * SHORTEST_SILENCES
+"""How long two failed calls in a row may take, where `limits.patience_floor_s` is 1."""
 LEFT = {2: 0.87, 3: 0.8}
 """The smallest acceptable share of the tokens/s, by number of stages."""
 REPORTS = ("nothing", "unknown", "standstill", "progress")
@@ -82,3 +88,39 @@ def test_ten_times_as_many_hanging_members_cost_little(
     share = hanging.tokens_per_s / quiet.tokens_per_s
     assert share >= LEFT[stages], f"{share:.3f} of the tokens/s"
     assert hanging.rounds.get("alone", 0) <= sum(hanging.rounds.values()) / 2
+
+
+def test_one_that_has_served_and_then_reports_progress_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It held each microbatch for the 50 minutes that one call may take."""
+    liar, from_s, propagate, progress, numbers = (
+        "s1r2",
+        10.0,
+        MicrobatchServer.propagate,
+        SimTransport.progress,
+        count(),
+    )
+
+    def lies(peer: PeerId) -> bool:
+        return peer == liar and asyncio.get_running_loop().time() > from_s
+
+    async def served(self: MicrobatchServer, caller: PeerId, header: Header, body: Body) -> Gradient:
+        if lies(self._node.me):
+            await asyncio.Event().wait()
+        return await propagate(self, caller, header, body)
+
+    async def reported(
+        self: SimTransport, peer: Advert, microbatches: Sequence[MicrobatchId], timeout_s: float
+    ) -> list[Progress | None]:
+        if not lies(peer.peer_id):
+            return await progress(self, peer, microbatches, timeout_s)
+        await asyncio.sleep(0.01)
+        return [Progress(next(numbers), 0.0)] * len(microbatches)
+
+    monkeypatch.setattr(MicrobatchServer, "propagate", served)
+    monkeypatch.setattr(SimTransport, "progress", reported)
+    swarm = FaultySwarm(plan_of((2, 3), steps=40, microbatches_per_step=4), limit_s=1000.0)
+    swarm.gap_s = HELD_S
+    outcome = check(swarm)
+    gone = {one.at_s for one in outcome.trace.of("reroute") if one.get("peer") == liar}
+    assert gone, "otherwise it was never asked"
+    assert {one.step for one in outcome.of_stage(0)} == {40.0}

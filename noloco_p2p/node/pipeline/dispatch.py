@@ -219,9 +219,9 @@ class Dispatcher:
         """Make one call to one replica, and watch over its progress."""
         microbatch, longest_s = activation.header.microbatch, activation.header.time_left_s
         waiting = self._node.waits.waiting(policy.reply, peer.peer_id, longest_s, for_microbatch(microbatch))
-        with waiting, self._swarm.trials.call(peer.peer_id, usual=policy.trains) as trial_s:
+        with waiting, self._swarm.trials.call(peer.peer_id, usual=policy.trains) as limit_s:
             reply = policy.send(peer, activation, replace(claim, asked=header_first))
-            return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed, trial_s)
+            return await self.liveness.watched(peer, microbatch, longest_s, reply, progressed, limit_s)
 
     def _note_failure(self, attempts: Attempts, id: PeerId, error: PeerError) -> None:
         """Record that a call failed: set the peer aside if it is at fault, and raise what must not be retried. A peer

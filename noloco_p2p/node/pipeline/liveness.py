@@ -77,9 +77,9 @@ class Liveness:
         longest_s: float,
         reply: Awaitable[R],
         progressed: Callable[[], None],
-        trial_s: float | None = None,
+        limit_s: float | None = None,
     ) -> R:
-        """Await a reply for at most `trial_s`, while the peer makes progress with it, or for `longest_s` without any.
+        """Await a reply for at most `limit_s`, while the peer makes progress with it, or for `longest_s` without any.
 
         `progressed` is called when the peer reports progress.
 
@@ -92,10 +92,10 @@ class Liveness:
         if self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
         try:
-            async with bound, asyncio.timeout(trial_s):
+            async with bound, asyncio.timeout(limit_s):
                 return await reply
         except TimeoutError:
-            why = f"made no progress for {longest_s:.3g} s" if bound.expired() else f"took {trial_s} s, on trial"
+            why = f"made no progress for {longest_s:.3g} s" if bound.expired() else f"took more than {limit_s:.3g} s"
             raise call.failure or Stalled(f"{peer.peer_id} {why}") from None
         finally:
             del self._calls[call]
