@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from audit_writer import MODELS
+from outer_reference import decoded
 from reference import TOLERANCE, Report, float64_llama, replay, require_variety
 from soak import soak
 from torch import Tensor
@@ -153,8 +154,11 @@ def test_single_values_that_were_limited_are_on_record_and_compute_the_algorithm
     assert {event.get("result") for event in outcome.trace.of("distrusted")} >= {"clipped"}
     report = replayed(manifest, tmp_path)
     assert max(report.deviations.values()) <= TOLERANCE
-    right = reference.decoded
-    monkeypatch.setattr(reference, "decoded", lambda *a: right(*a[:-1], {name: one / 2 for name, one in a[-1].items()}))
+
+    def narrower(*given: Any) -> Any:
+        return decoded(*given[:-1], {name: limit / 2 for name, limit in given[-1].items()})
+
+    monkeypatch.setattr(reference, "decoded", narrower)
     with pytest.raises(AssertionError, match="has a difference above its limit"):
         replayed(manifest, tmp_path)
 

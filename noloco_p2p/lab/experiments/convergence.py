@@ -24,7 +24,7 @@ line makes of the bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 from statistics import fmean
 from typing import Any
@@ -86,8 +86,7 @@ class Method:
 
 
 INT4 = {"rule": "gossip", "codec": "int4", "overlap": True}
-MUON = {"optimizer": "muon"}
-METHODS = {
+BY_ADAMW = {
     "parallel": Method("synchronous data parallel", 1, share=REPLICAS, long=True),
     "noloco": Method("NoLoCo, m = 10", outer={"rule": "noloco"}),
     "averaged": Method("averaged φ and δ, m = 10", outer={"rule": "averaged"}),
@@ -97,15 +96,10 @@ METHODS = {
     "gossip-int4": Method("gossip, m = 1, int4, overlapped", outer=INT4, long=True),
     "gossip-int4-2": Method("gossip, m = 2, int4, overlapped", outer=INT4 | {"inner_steps": 2}),
     "apart": Method("no communication", 1),
-    "parallel-muon": Method("synchronous data parallel, Muon", 1, share=REPLICAS, inner=MUON, long=True),
-    "gossip-int4-muon": Method("gossip, m = 1, int4, overlapped, Muon", outer=INT4, inner=MUON, long=True),
-    "gossip-int4-2-muon": Method("gossip, m = 2, int4, overlapped, Muon", outer=INT4 | {"inner_steps": 2}, inner=MUON),
-    "noloco-muon": Method("NoLoCo, m = 10, Muon", outer={"rule": "noloco"}, inner=MUON),
-    "averaged-muon": Method("averaged φ and δ, m = 10, Muon", outer={"rule": "averaged"}, inner=MUON),
-    "diloco-muon": Method("DiLoCo, H = 20, Muon", outer={"rule": "diloco", "inner_steps": 20}, inner=MUON),
-    "dct-muon": Method("DCT momentum, H = 20, Muon", outer={"rule": "dct", "inner_steps": 20}, inner=MUON),
-    "gossip-muon": Method("gossip, m = 1, Muon", outer={"rule": "gossip", "codec": "full"}, inner=MUON),
-    "apart-muon": Method("no communication, Muon", 1, inner=MUON),
+}
+METHODS = BY_ADAMW | {
+    f"{name}-muon": replace(method, title=f"{method.title}, Muon", inner={"optimizer": "muon"})
+    for name, method in BY_ADAMW.items()
 }
 
 
