@@ -156,7 +156,7 @@ def test_single_values_that_were_limited_are_on_record_and_compute_the_algorithm
     assert max(report.deviations.values()) <= TOLERANCE
 
     def narrower(*given: Any) -> Any:
-        return decoded(*given[:-1], {name: limit / 2 for name, limit in given[-1].items()})
+        return decoded(*given[:-1], limits={name: limit / 2 for name, limit in given[-1].items()})
 
     monkeypatch.setattr(reference, "decoded", narrower)
     with pytest.raises(AssertionError, match="has a difference above its limit"):
