@@ -155,8 +155,8 @@ def test_single_values_that_were_limited_are_on_record_and_compute_the_algorithm
     report = replayed(manifest, tmp_path)
     assert max(report.deviations.values()) <= TOLERANCE
 
-    def narrower(*given: Any) -> Any:
-        return decoded(*given[:-1], limits={name: limit / 2 for name, limit in given[-1].items()})
+    def narrower(mine: Any, theirs: Any, used: Any, outer: Any, factors: Any, limits: Mapping[str, float]) -> Any:
+        return decoded(mine, theirs, used, outer, factors, {name: limit / 2 for name, limit in limits.items()})
 
     monkeypatch.setattr(reference, "decoded", narrower)
     with pytest.raises(AssertionError, match="has a difference above its limit"):
