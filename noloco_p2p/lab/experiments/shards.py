@@ -7,13 +7,12 @@ reads one kind. *Mixed*: the eight kinds are dealt to the replicas anew for ever
 each kind. Routes are balanced: a replica of stage 1 sees all kinds in both. With *fixed routes* it sees only one kind,
 like the replica of stage 0 that it serves.
 
-The outer rules have their defaults, but DiLoCo and DCT momentum have H = {DILOCO_STEPS} (their defaults, 500 and 128,
-are too long for the run). All use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a
-cosine to a tenth. Losses are in nats per byte, the mean over the replicas on held-out text with equal parts of all
-kinds; mean ± standard deviation over seeds, and differences between runs with the same seed. *Foreign kinds*: by how
-much the other replicas' loss on a kind is above that of the replica that reads it, the mean over kinds; 0 if no replica
-knows a kind better. *One kind alone*: a single replica of each stage that reads only one kind, tested on all, which
-shows how different the kinds are.
+The outer rules have their defaults, but DiLoCo has H = {DILOCO_STEPS} (its default, 500, is longer than the run). All
+use Muon at a peak rate of {RATE:g}, the product's default, a tenth of warm-up and a cosine to a tenth. Losses are in
+nats per byte, the mean over the replicas on held-out text with equal parts of all kinds; mean ± standard deviation over
+seeds, and differences between runs with the same seed. *Foreign kinds*: by how much the other replicas' loss on a kind
+is above that of the replica that reads it, the mean over kinds; 0 if no replica knows a kind better. *One kind alone*:
+a single replica of each stage that reads only one kind, tested on all, which shows how different the kinds are.
 
 Limits: A model that has learnt spelling, at one learning rate, and eight replicas that meet often in comparison with
 what they learn in between. The kinds differ more than web pages of different topics do, but the model is too small to
@@ -53,7 +52,6 @@ RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "noloco": ("NoLoCo, m = 10", {"rule": "noloco", "overlap": True}),
     "averaged": ("averaged φ and δ, m = 10", {"rule": "averaged", "overlap": True}),
     "diloco": ("DiLoCo, H = 20", {"rule": "diloco", "inner_steps": DILOCO_STEPS}),
-    "dct": ("DCT momentum, H = 20", {"rule": "dct", "inner_steps": DILOCO_STEPS}),
     "gossip": ("gossip, m = 1, int4", {"rule": "gossip", "overlap": True}),
     "gossip-fixed": ("gossip, fixed routes", {"rule": "gossip", "overlap": True}),
     "none": ("no outer rounds", {"pairing": "none"}),
