@@ -159,8 +159,8 @@ def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
             assert fleet.relay is not None
             fleet.start()
             fleet.wait(lambda: _steps(fleet) >= WARM_STEPS, f"{WARM_STEPS} inner steps behind {link}", START_S)
+            carried, nodes = fleet.relay.counts(), sample_nodes(fleet)  # on a busy machine this takes seconds
             began, until = time.time(), time.monotonic() + plan.seconds
-            carried, nodes = fleet.relay.counts(), sample_nodes(fleet)
             fleet.wait(lambda: time.monotonic() >= until, "the measurement", plan.seconds + START_S)
             now, ended = fleet.relay.counts(), sample_nodes(fleet)
             lines = [line for line in fleet.first_stage_lines() if line.at >= began]
