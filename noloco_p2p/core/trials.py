@@ -82,18 +82,23 @@ class Trials:
         except (Unreachable, Declined, Violation):
             if self._failures.get(peer, 0) == failed:  # otherwise it is the same outage, or it has served meanwhile
                 self._failures[peer] = failed + 1
-            self._failures = {one: count for one, count in self._failures.items() if self._listed(one)}
-            self._served = {one for one in self._served if self._listed(one)}
+            self._forget_departed()
             if trial and not all(map(self.on_trial, self._served)):  # otherwise there was no other to call
                 self._spend((self._now() - began) * (SERVED_SHARE if peer in self._served else 1.0))
             raise
         else:
+            if peer not in self._served:
+                self._forget_departed()
             self._served.add(peer)
             self._failures.pop(peer, None)
             if usual:
                 self._took.observe(self._now() - began)
         finally:
             self._spend(-at_stake_s)
+
+    def _forget_departed(self) -> None:
+        self._failures = {one: count for one, count in self._failures.items() if self._listed(one)}
+        self._served = {one for one in self._served if self._listed(one)}
 
     def _spend(self, seconds: float) -> float:
         """Take `seconds` from the time that may be lost. Returns what is left."""

@@ -165,7 +165,11 @@ def test_nothing_is_kept_of_peers_that_are_not_listed_any_more() -> None:
         caller.call(peer, Unreachable)
         caller.call(peer)
         caller.call(peer, Unreachable)
-    caller.gone = {"a", "b"}
+    caller.gone = {"a"}
     caller.call("x", Unreachable)
+    assert caller.trials._failures.keys() == {"b", "c", "x"}
+    assert caller.trials._served == {"b", "c"}
+    caller.gone = {"a", "b"}
+    caller.call("newcomer")
     assert caller.trials._failures.keys() == {"c", "x"}
-    assert caller.trials._served == {"c"}
+    assert caller.trials._served == {"c", "newcomer"}

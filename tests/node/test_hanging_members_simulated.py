@@ -93,13 +93,8 @@ def test_ten_times_as_many_hanging_members_cost_little(
 
 def test_one_that_has_served_and_then_reports_progress_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It held each microbatch for the 50 minutes that one call may take."""
-    liar, from_s, propagate, progress, numbers = (
-        "s1r2",
-        10.0,
-        MicrobatchServer.propagate,
-        SimTransport.progress,
-        count(),
-    )
+    liar, from_s, numbers = "s1r2", 10.0, count()
+    propagate, progress = MicrobatchServer.propagate, SimTransport.progress
 
     def lies(peer: PeerId) -> bool:
         return peer == liar and asyncio.get_running_loop().time() > from_s
@@ -122,6 +117,5 @@ def test_one_that_has_served_and_then_reports_progress_for_ever_is_given_up(monk
     swarm = FaultySwarm(plan_of((2, 3), steps=40, microbatches_per_step=4), limit_s=1000.0)
     swarm.gap_s = HELD_S
     outcome = check(swarm)
-    gone = {one.at_s for one in outcome.trace.of("reroute") if one.get("peer") == liar}
-    assert gone, "otherwise it was never asked"
+    assert any(one.get("peer") == liar for one in outcome.trace.of("reroute")), "otherwise it was never asked"
     assert {one.step for one in outcome.of_stage(0)} == {40.0}

@@ -202,7 +202,7 @@ def complete_checkpoints(folder: Path) -> Iterator[CheckpointFiles]:
 def read_manifest(path: Path) -> CheckpointManifest:
     """Read a manifest. Raises DamagedCheckpoint, ForeignCheckpointFormat or OSError."""
     with open(path, "rb") as file:
-        text = file.read(min(MANIFEST_LIMIT_BYTES, path.stat().st_size))  # it sets aside as much as it is asked for
+        text = file.read(min(MANIFEST_LIMIT_BYTES, path.stat().st_size))  # read() allocates what it is asked for
     try:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("digest", None) != manifest_digest(content):
