@@ -8,7 +8,7 @@
         ├── Unreachable  no answer, a broken link or a missed deadline: set the peer aside, use another one
         ├── Busy         back-pressure, not a failure: try another replica, or the same one later
         ├── Declined     the peer answered that it cannot serve this; it is healthy, use another one
-        │   └── Stalled  the call made no progress in the time it had; nobody is at fault
+        │   └── Stalled  the call ran out of time, without progress or in spite of it; nobody is at fault
         └── Violation    what arrived breaks the protocol or is not finite: never retry the same bytes
 
 Foreign exceptions (grpc, hivemind, pydantic, OSError) are mapped to these in one place per adapter.
@@ -58,7 +58,8 @@ class Declined(PeerError):
 
 
 class Stalled(Declined):
-    """A call made no progress in the time it had. That proves neither that the peer failed nor that it is healthy."""
+    """A call made no progress in the time it had, or took far longer than calls do. That proves neither that the peer
+    failed nor that it is healthy."""
 
 
 class Violation(PeerError):
