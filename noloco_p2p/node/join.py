@@ -136,7 +136,7 @@ class Joining:
                 continue
             if living:
                 # From all stages, because some of this stage may have been cut off as well.
-                await self._know_the_clock()
+                await self._weights.know_the_clock()
             sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
             for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
                 if await self._weights.restore(source):
@@ -200,12 +200,15 @@ class Joining:
 
     async def _take_weights(self) -> str | None:
         """Get the weights of a run that has begun, from the best source that has them. Returns a reason for the log, or
-        None if the run has ended and only initial weights are left, which would pass for those of its end."""
+        None if the run has ended and only initial weights are left, which would pass for those of its end, or nobody
+        has given any for as long as a transfer may take."""
         node, began = self._node, self._node.now()
         broke_at: float | None = None
         self._weights.withhold()
         while not node.draining:
-            if not await self._know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
+            if self._swarm.run_ended and node.now() - began > TRANSFER_DEADLINE_S:
+                return None
+            if not await self._weights.know_the_clock() and node.now() - began < 3 * node.config.directory.ttl_s:
                 self._report("waiting for an answer from a node in training")
                 await self._membership_loop.next_reading()
                 continue
@@ -268,32 +271,29 @@ class Joining:
 
     async def _answers_after_all(self, others: Sequence[Advert]) -> bool:
         """Whether a replica of this stage answers now, if none is in `others`: the line may be back."""
-        index, trained = self._node.index, membership.TRAINED
-        if any(a.stage == index and a.state in trained for a in others):
+        if any(map(self._is_living_mate, others)):
             return False
-        return bool(await self._swarm.inquiry.answering_now(self._swarm.members.of_stage(index, trained), trained))
+        mates = self._swarm.members.of_stage(self._node.index, membership.TRAINED)
+        return bool(await self._swarm.inquiry.answering_now(mates, membership.TRAINED))
 
-    async def _know_the_clock(self) -> bool:
-        """Whether a training node has answered, or none is listed. Otherwise this node may not reach the others."""
-        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
-        inquiry = self._swarm.inquiry
-        asked = inquiry.few([a for a in listed if not inquiry.is_silent(a.peer_id)] or listed)
-        await inquiry.until_asked(asked, anew=False)
-        return not listed or bool(inquiry.answering(asked, membership.TRAINED))
+    def _is_living_mate(self, advert: Advert) -> bool:
+        return advert.stage == self._node.index and advert.state in membership.TRAINED
 
     async def _ask_around(self) -> list[Advert]:
         """The others' adverts, updated by asking the peers that decide where the weights come from, eight at a time,
         until a living replica of this stage answers. A peer that does not answer is left out, so that others decide.
+        Replicas that have failed to give their weights are asked after those that have failed less often.
         """
-        node, inquiry, stages = self._node, self._swarm.inquiry, self._node.manifest.stages
+        node, inquiry, failures = self._node, self._swarm.inquiry, self._weights.failures
         answered: dict[PeerId, Advert | None] = {}
         while True:
             listed = [a for a in self._swarm.members.all() if a.peer_id not in answered]
             known = [a for a in answered.values() if a is not None]
-            living = any(a.stage == node.index and a.state in membership.TRAINED for a in known)
-            asked = inquiry.few([] if living else resume.deciding(node.advert, known, listed, stages))
+            fewest = min((failures[a.peer_id] for a in listed if self._is_living_mate(a)), default=0)
+            likely = [a for a in listed if failures[a.peer_id] <= fewest or not self._is_living_mate(a)]
+            living = any(map(self._is_living_mate, known))
+            asked = inquiry.few([] if living else resume.deciding(node.advert, known, likely, node.manifest.stages))
             if not asked or node.draining:
-                mates = {a.peer_id for a in listed if a.stage == node.index and a.state in membership.TRAINED}
-                return sorted(known + [a for a in listed if a.peer_id not in mates], key=lambda a: a.peer_id)
+                return sorted(known + [a for a in listed if not self._is_living_mate(a)], key=lambda a: a.peer_id)
             await inquiry.until_asked(asked, anew=True)
             answered |= {a.peer_id: inquiry.with_answer(a) for a in asked}

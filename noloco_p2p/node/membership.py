@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from noloco_p2p.core import members, routing, schedule
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.core.trials import Trials
 from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
@@ -30,7 +32,7 @@ class Membership:
         self.inquiry = Inquiry(node, self.members)
         self.trials = Trials(node.config.limits.patience_floor_s, node.now, self.members.get)
         self.view = routing.StepView(node.me)
-        self.heard_at = float("-inf")
+        self.heard_at = -inf
         """When the last microbatch arrived, or at stage 0 the last gradient."""
         self.deserted: dict[int, float] = {}
         """Stages that nobody serves, as far as this node knows → since when, on the loop's clock."""
@@ -38,6 +40,8 @@ class Membership:
         """The deserted stages that have been reported."""
         self.run_ended = False
         """Whether some node of stage 0 has finished; it may have left since."""
+        self._ended_at = inf
+        """When this node learnt that."""
         self.unlisted_called = False
         """Whether a peer that is not listed in the stage before has called since the last reading."""
 
@@ -68,7 +72,9 @@ class Membership:
         near = node.furthest_step() >= node.manifest.steps
         stands_still = any(now - since > 3 * node.config.directory.ttl_s for since in empty)
         self.run_ended = near or stands_still or bool(self.inquiry.answering(finished, {"finished"}))
-        if not self.run_ended:
+        if self.run_ended:
+            self._ended_at = now
+        else:
             self.inquiry.ask(finished)
 
     def everybody(self) -> list[Advert]:
@@ -122,15 +128,24 @@ class Membership:
         return called
 
     def first_stage_is_done(self) -> bool:
-        """Whether some node of stage 0 has finished, and all those listed as still at work have fallen silent.
+        """Whether some node of stage 0 has finished, and all those listed as still at work have fallen silent, or have
+        sent no microbatch for as long as one may take, or for as long as the transfer of their weights may.
 
         To a node of stage 0, the others there are at work only if they answer that they train: two that still fetch
         their weights would wait for each other.
         """
+        if not self.run_ended:
+            return False
         if self._node.index == 0:
-            return self.run_ended and not self.inquiry.answering(self.members.of_stage(0), members.TRAINING)
-        at_work = self.inquiry.few(self.members.of_stage(0, members.STAGE_0_AT_WORK)) if self.run_ended else ()
-        return self.run_ended and all(self.inquiry.is_gone(advert.peer_id) for advert in at_work)
+            return not self.inquiry.answering(self.members.of_stage(0), members.TRAINING)
+        longest_s = self._node.config.limits.microbatch_deadline_s
+
+        def is_idle(advert: Advert) -> bool:
+            since = max(self._ended_at, self.members.heard_at(advert.peer_id))
+            return self._node.now() - since > (TRANSFER_DEADLINE_S if advert.state == "syncing" else longest_s)
+
+        at_work = [a for a in self.members.of_stage(0, members.STAGE_0_AT_WORK) if not is_idle(a)]
+        return all(self.inquiry.is_gone(advert.peer_id) for advert in self.inquiry.few(at_work))
 
     def is_left_behind(self) -> bool:
         """Whether the run has ended, and the next stage has no replica left, or another later one for a while."""

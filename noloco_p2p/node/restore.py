@@ -1,6 +1,7 @@
 """Loads the weights that a node starts with: a peer's, a guardian's, its own checkpoint's, or initial ones
 (ARCHITECTURE.md, "Recovery")."""
 
+from collections import Counter
 from statistics import median
 
 from noloco_p2p.core import members as membership
@@ -34,6 +35,8 @@ class WeightRestorer:
         self._guardian = guardian
         self.own: list[Holding] = []
         """The checkpoints that this node has, of any stage, oldest first."""
+        self.failures: Counter[PeerId] = Counter()
+        """How often each peer has not given its weights when this node asked for them."""
 
     async def find_own(self) -> None:
         """Find this node's checkpoints. Raises LocalError at the start; a node that moves continues without them."""
@@ -80,10 +83,21 @@ class WeightRestorer:
                     await self._fresh()
         except PeerError as error:
             node.event("warning", message=f"could not start from {source.kind}: {error}")
+            if source.peer:
+                self.failures[source.peer.peer_id] += 1
             return False
+        self.failures.clear()
         peer = source.peer.peer_id if source.peer else None
         node.event("resumed", source=source.kind, round=node.advert.outer_round, step=node.advert.step, peer=peer)
         return True
+
+    async def know_the_clock(self) -> bool:
+        """Whether a training node has answered, or none is listed. Otherwise this node may not reach the others."""
+        listed = [a for a in self._swarm.members.all() if a.state in membership.TRAINED]
+        inquiry = self._swarm.inquiry
+        asked = inquiry.few([a for a in listed if not inquiry.is_silent(a.peer_id)] or listed)
+        await inquiry.until_asked(asked, anew=False)
+        return not listed or bool(inquiry.answering(asked, membership.TRAINED))
 
     def keep_up(self) -> None:
         """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the

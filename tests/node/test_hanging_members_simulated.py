@@ -17,7 +17,8 @@ from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.figures import RunFigures, figures
-from noloco_p2p.sim.transport import SimTransport
+from noloco_p2p.sim.transport import CAPTURE_S, SimTransport
+from noloco_p2p.sim.world import SimPlan
 
 HONEST, TIMES = 4, 10
 FROM_S, STEPS = 3.0, 60
@@ -55,18 +56,23 @@ def make_hang(monkeypatch: pytest.MonkeyPatch, reports: str) -> None:
     monkeypatch.setattr(SimTransport, "progress", reported)
 
 
-def hanging_beside(stages: int, seed: int, times: int) -> RunFigures:
-    """The figures of a swarm beside so many times as many, who are listed until the run should have ended: later,
-    honest nodes would wait for them."""
-    plan = plan_of((HONEST,) * stages, steps=STEPS, seed=seed, microbatches_per_step=4)
+def beside(plan: SimPlan, times: int, until_s: float) -> FaultySwarm:
+    """A swarm with so many times as many beside it."""
     others = [
         stranger(f"x{stage}n{i}", stage, outer_round=1, settled=True)
-        for stage in range(stages)
+        for stage in range(len(plan.replicas))
         for i in range(times * HONEST)
     ]
-    swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=1.5 * STEPS)
+    swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=until_s)
     for one in others:
         swarm.network.hold(one.peer_id)
+    return swarm
+
+
+def hanging_beside(stages: int, seed: int, times: int) -> RunFigures:
+    """The figures of a swarm beside so many times as many, who are listed until the run should have ended."""
+    plan = plan_of((HONEST,) * stages, steps=STEPS, seed=seed, microbatches_per_step=4)
+    swarm = beside(plan, times, 1.5 * STEPS)
     return figures(check(swarm), swarm.network.traffic.byte_counts(), 100, stages)
 
 
@@ -89,6 +95,27 @@ def test_ten_times_as_many_hanging_members_cost_little(
     assert share >= LEFT[stages], f"{share:.3f} of the tokens/s"
     # In three stages more than half of the rounds of so short a run are alone.
     assert stages > 2 or hanging.rounds.get("alone", 0) <= sum(hanging.rounds.values()) / 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "times", "steps"), [(0, 2, 240), (1, 2, 240), *soak((stage, TIMES, 1200) for stage in (0, 1))]
+)
+def test_a_newcomer_finds_a_donor_among_hanging_members_and_the_run_ends(
+    stage: int, times: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked the same eight for their weights again and again, and the run never ended: later stages served those of
+    stage 0 that claimed to train."""
+    make_hang(monkeypatch, "nothing")
+    plan = plan_of((HONEST, HONEST), steps=steps, microbatches_per_step=4)
+    swarm = beside(plan, times, until_s=3.0 * steps)
+    swarm.limit_s = 2.0 * steps
+    swarm.at(10.0, lambda: swarm.start(stage, HONEST))
+    outcome = check(swarm)
+    [resumed] = outcome.trace.of("resumed", f"s{stage}r{HONEST}")
+    assert resumed.get("source") == "peer"
+    most_s = 1.25 * CAPTURE_S * HONEST * times
+    assert resumed.at_s < 10.0 + most_s, f"each of them is asked for its weights once: {resumed.at_s}"
+    assert {one.step for one in outcome.processes} == {float(steps)}
 
 
 def test_one_that_has_served_and_then_reports_progress_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
