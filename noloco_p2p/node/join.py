@@ -220,16 +220,15 @@ class Joining:
             for source in resume.restore_sources(node.advert, others, own, stages, guarded, round_steps=m):
                 if node.draining:
                     break
+                fresh, over = source.kind == "fresh", self._swarm.first_stage_is_done()
                 if source.kind == "wait":
                     self._report(f"waiting: {source.reason}")
-                elif source.kind != "peer" and await self._answers_after_all(others):
-                    break
-                elif source.kind == "fresh" and self._swarm.first_stage_is_done():
-                    return None
-                elif source.kind == "fresh" and (
-                    await self._is_cut_off() or self._may_come_back(others, began, broke_at)
-                ):
+                elif fresh and not over and (await self._is_cut_off() or self._may_come_back(others, began, broke_at)):
                     self._report(f"waiting for a node with weights of stage {node.index}")
+                elif source.kind != "peer" and await self._answers_after_all(others):  # Others may just have begun.
+                    break
+                elif fresh and over:
+                    return None
                 elif await self._weights.restore(source):
                     return f"continuing at outer round {node.advert.outer_round}, step {node.step}"
                 elif source.kind == "peer":

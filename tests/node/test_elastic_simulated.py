@@ -10,7 +10,7 @@ from lawful import check
 from noted import noted
 from soak import soak
 
-from noloco_p2p.sim.faults import FaultySwarm
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 
 SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10
@@ -40,6 +40,14 @@ def test_a_silent_node_does_not_let_the_answers_grow_old_by_which_weights_are_ch
     """A node that came back asked its replicas, waited three seconds for the clock of a silent node, and only then
     continued from a checkpoint that had meanwhile fallen behind."""
     check(FaultySwarm(*drawn(seed)))
+
+
+def test_a_node_begins_afresh_only_if_no_other_one_has_meanwhile() -> None:
+    """All three replicas of a stage lost their disks. One decided to begin afresh, asked whether it was cut off, which
+    took three seconds, and then began with initial weights of its own although the two others trained."""
+    plan, faults = drawn(91074)
+    arrivals = [Fault(at_s, "arrive", (peer,)) for at_s, peer in ((13.578789, "s1r2"), (14.49426, "s1r3"))]
+    check(FaultySwarm(plan, (*faults, *arrivals)))
 
 
 def test_one_seed_gives_one_run() -> None:
