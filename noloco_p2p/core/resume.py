@@ -18,7 +18,8 @@ NEAR_ROUNDS = 1
 """A checkpoint at most this many outer rounds behind the living replicas is used instead of a transfer."""
 
 BOLD_ROUNDS, BOLD_STEPS = 3, 12
-"""A replica that claims to be more than this many rounds, and this many steps, ahead of the others is asked last."""
+"""A replica that claims to be more than this many rounds ahead of the median of its stage, and this many steps ahead of
+the median clock of the swarm, is asked last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +119,19 @@ def restore_sources(
     stages: int,
     guarded: Holding | None = None,
     *,
-    round_steps: int = BOLD_STEPS,
+    credible: int = 0,
 ) -> list[RestoreSource]:
     """Where `me` should look for the weights of its stage, best first; never empty.
 
     `own`: its checkpoints of this stage; `guarded`: what it holds if it was the stage's guardian and moves there;
-    `round_steps`: how many steps an outer round has. While the stage has a living replica, fresh weights are not an
+    `credible`: the round that the run's clock allows. While the stage has a living replica, fresh weights are not an
     option. Of several lineages the one of the greatest age comes first.
     """
     checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
     mates = [a for a in others if a.stage == me.stage]
     living = [a for a in mates if a.state in TRAINED]
     if living:
-        known = max([median_low([a.outer_round for a in living]), *(h.round for h in checkpoints[:1])])
-        bold = known + max(BOLD_ROUNDS, BOLD_STEPS // round_steps)
+        bold = max(credible, median_low([a.outer_round for a in living]) + BOLD_ROUNDS)
         best = eldest(a for a in living if a.outer_round <= bold)
 
         def order(a: Advert) -> tuple[bool, bool, bool, int, PeerId]:

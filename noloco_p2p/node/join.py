@@ -216,8 +216,8 @@ class Joining:
             others, own = await self._ask_around(), self._weights.own_of_stage()
             if node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer weights that are listed
                 others = [a for a in others if a.stage != node.index or a.state in membership.TRAINED]
-            guarded, stages, m = self._weights.guarded(), node.manifest.stages, node.manifest.outer.inner_steps
-            for source in resume.restore_sources(node.advert, others, own, stages, guarded, round_steps=m):
+            guarded, stages, credible = self._weights.guarded(), node.manifest.stages, self._weights.credible_round()
+            for source in resume.restore_sources(node.advert, others, own, stages, guarded, credible=credible):
                 if node.draining:
                     break
                 fresh, over = source.kind == "fresh", self._swarm.first_stage_is_done()

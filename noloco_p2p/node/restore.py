@@ -7,7 +7,7 @@ from statistics import median
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
 from noloco_p2p.core.messages import Advert, Checkpoint, Holding, PeerId
-from noloco_p2p.core.resume import RestoreSource
+from noloco_p2p.core.resume import BOLD_STEPS, RestoreSource
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.status import Resource, Task
 from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
@@ -98,6 +98,11 @@ class WeightRestorer:
         asked = inquiry.few([a for a in listed if not inquiry.is_silent(a.peer_id)] or listed)
         await inquiry.until_asked(asked, anew=False)
         return not listed or bool(inquiry.answering(asked, membership.TRAINED))
+
+    def credible_round(self) -> int:
+        """The outer round that a replica may claim without being taken for bold (`core/resume`), whatever the others of
+        its stage claim: these may have stood still, or lie."""
+        return (int(self._clock_of_others()) + BOLD_STEPS) // self._node.manifest.outer.inner_steps
 
     def keep_up(self) -> None:
         """Take over the others' clock, as after a copy, if this one is more than a step behind: under `balanced`, the
