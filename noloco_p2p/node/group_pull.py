@@ -7,6 +7,7 @@ from dataclasses import replace
 from noloco_p2p.core.agreement import GroupView, agree
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.snapshots import FrozenRound
+from noloco_p2p.core.trials import Trials
 from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
@@ -16,10 +17,11 @@ from noloco_p2p.node.vector_pull import Pull, VectorPuller
 class GroupPull:
     """Runs the group pulls of one replica."""
 
-    def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller, trials: Trials) -> None:
         self._node = node
         self._swarm = swarm
         self._puller = puller
+        self._trials = trials
 
     def with_view(self, mine: FrozenRound) -> FrozenRound:
         """The frozen round, with the replicas that this one expects to count filled in."""
@@ -27,7 +29,7 @@ class GroupPull:
         node, members, now = self._node, self._swarm.members, self._node.now()
         peers = [a.peer_id for a in self._swarm.partners(mine.round) if not members.is_aside(a.peer_id, now=now)]
         own = [node.me] if node.advert.partner_from_round <= mine.round else []
-        return replace(mine, view=GroupView(tuple(sorted(own + peers)), mine.view.digest))
+        return replace(mine, view=GroupView(tuple(sorted(own + self._trials.among(peers))), mine.view.digest))
 
     def will_freeze(self, round: int) -> bool:
         """Whether this replica will freeze the round, unless it has already."""
@@ -67,7 +69,8 @@ class GroupPull:
         outer, began = node.manifest.outer, node.now()
         wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s
         try:
-            found = await self._puller.fetch(mate, mine, wait_s, idle)
+            with self._trials.call(mate.peer_id):
+                found = await self._puller.fetch(mate, mine, wait_s, idle)
             if found.theirs[0].view is None:
                 raise Violation(f"{mate.peer_id} does not say which replicas it expects")
         except PeerError as error:

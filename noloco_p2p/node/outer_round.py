@@ -64,14 +64,14 @@ class OuterRounds:
         self._node = node
         self._swarm = swarm
         self._puller = VectorPuller(node, transport)
-        self._group = GroupPull(node, swarm, self._puller)
+        self._trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
+        self._group = GroupPull(node, swarm, self._puller, self._trials)
         self.frozen = FrozenRounds(node, self._group.will_freeze)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._pulling: asyncio.Task[Pull] | None = None
         """The pull in progress, even while its round is being ended."""
         self._step_busy_s = 0.0
-        self._trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
         self.ahead: tuple[PeerId, ...] = ()
         """Under a rule that takes from all: the replicas from which this one differed in the newest round."""
 
