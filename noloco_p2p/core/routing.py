@@ -2,12 +2,12 @@
 
 METHOD.md, "Random routing"; ARCHITECTURE.md, "Routing policies". Ranks are positions in the sorted ids of the
 membership that a step started with. With R0 and R replicas at stages 0 and s, the slot of a microbatch at stage s is
-g = index·R0 + origin rank, and its owner perm(seed, s, step, g div R)[g mod R].
+g = index·R0 + origin rank, and its owner perm(seed, s, step)[(g + g div lcm(R0, R)) mod R].
 
 Why slots: every node has to name the same owner from the label alone, without communication, and no replica may get
 more than another. Slots are counted across the origins, index first, and every block of R slots meets each of the R
-replicas once, so loads differ by at most one whatever the counts are. Each block has its own permutation, which makes
-the pairs of sender and receiver as random as under `random`.
+replicas once, so loads differ by at most one whatever the counts are. The same holds for the microbatches of a single
+origin, because each lcm(R0, R) slots the blocks move on by one: if an origin is missing, every replica misses it alike.
 """
 
 import math
@@ -90,16 +90,13 @@ def candidate_sets(count: int, size: int, usable: Sequence[PeerId], rng: Random)
     return sets
 
 
-def _permutation(seed: int, stage: int, step: int, block: int, replicas: Sequence[PeerId]) -> list[PeerId]:
-    order = sorted(set(replicas))
-    generator(seed, "routing", stage, step, block).shuffle(order)
-    return order
-
-
-def balanced_owner(seed: int, stage: int, step: int, slot: int, replicas: Sequence[PeerId]) -> PeerId:
+def balanced_owner(
+    seed: int, stage: int, step: int, slot: int, origins_count: int, replicas: Sequence[PeerId]
+) -> PeerId:
     """The replica that serves slot g of `stage` in `step`. `replicas`: those of the stage, at least one."""
-    block, place = divmod(slot, len(set(replicas)))
-    return _permutation(seed, stage, step, block, replicas)[place]
+    order = sorted(set(replicas))
+    generator(seed, "routing", stage, step).shuffle(order)
+    return order[(slot + slot // math.lcm(origins_count, len(order))) % len(order)]
 
 
 def balanced_slots(seed: int, stage: int, step: int, microbatches: int, view: StepView) -> set[tuple[PeerId, int]]:
@@ -107,14 +104,11 @@ def balanced_slots(seed: int, stage: int, step: int, microbatches: int, view: St
 
     `microbatches`: how many each origin begins in a step. Over all replicas, every (origin, index) occurs exactly once.
     """
-    width = len(view.mates)
+    order = sorted(set(view.mates))
+    generator(seed, "routing", stage, step).shuffle(order)
     labels = [(origin, index) for index in range(microbatches) for origin in view.origins]
-    mine: set[tuple[PeerId, int]] = set()
-    for start in range(0, len(labels), width):
-        order = _permutation(seed, stage, step, start // width, view.mates)
-        block = zip(order, labels[start : start + width], strict=False)
-        mine.update(label for owner, label in block if owner == view.me)
-    return mine
+    cycle, mine = math.lcm(len(view.origins), len(order)), order.index(view.me)
+    return {label for slot, label in enumerate(labels) if (slot + slot // cycle) % len(order) == mine}
 
 
 def next_hop(
@@ -123,8 +117,8 @@ def next_hop(
     """The replica of `stage` to send to, and why: `random`, `weighted`, `owner`, `fixed` or `fallback`.
 
     `usable` are the replicas that are live and not set aside, at least one. `balanced` and `fixed` name one of those
-    that were there when the step began. If that one is not usable, or the origin was not there then, the choice falls
-    back to `random`: uniform over `usable`.
+    that were there when the step began. If that one is not usable, `balanced` names one of `usable` by the same rule.
+    `fixed`, or `balanced` if the origin was not there then, falls back to `random`: uniform over `usable`.
     """
     if policy == "random":
         return rng.choice(sorted(usable)), "random"
@@ -135,7 +129,9 @@ def next_hop(
         wanted = view.following[view.mates.index(view.me) % len(view.following)]
     elif view.following and origin.peer in view.origins:
         slot = origin.index * len(view.origins) + view.origins.index(origin.peer)
-        wanted = balanced_owner(seed, stage, origin.step, slot, view.following)
+        wanted = balanced_owner(seed, stage, origin.step, slot, len(view.origins), view.following)
+        if wanted not in usable:
+            return balanced_owner(seed, stage, origin.step, slot, len(view.origins), usable), "fallback"
     if wanted is not None and wanted in usable:
         return wanted, "fixed" if policy == "fixed" else "owner"
     return rng.choice(sorted(usable)), "fallback"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
 
-PROTOCOL = "10"
-"""Version of proto/noloco.proto that this node speaks."""
+PROTOCOL = "11"
+"""Version of proto/noloco.proto, and of the slots of `balanced`, on which all nodes must agree."""
 CHUNK_BYTES = 1 << 20
 """Maximum length of a chunk. Longer ones are slower: they drop out of the processor's cache between two copies."""
 PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)

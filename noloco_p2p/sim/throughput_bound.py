@@ -258,8 +258,9 @@ class _Pipeline:
         if policy == "fixed":
             return replicas[caller.rank % len(replicas)]
         if policy == "balanced":
-            slot = microbatch.index * len(self._stages[0]) + microbatch.origin.rank
-            owner = routing.balanced_owner(self._seed, stage, microbatch.step, slot, self._peers[stage])
+            origins = len(self._stages[0])
+            slot = microbatch.index * origins + microbatch.origin.rank
+            owner = routing.balanced_owner(self._seed, stage, microbatch.step, slot, origins, self._peers[stage])
             return replicas[self._peers[stage].index(owner)]
         if policy == "weighted":
             asked = caller.rng.choices(replicas, [one.share for one in replicas], k=ASKED)

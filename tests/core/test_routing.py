@@ -43,12 +43,24 @@ def _hop(
     return next_hop(policy, seed, 1, origin, StepView(me, origins, origins, replicas, shares or {}), usable, rng)
 
 
-@given(seeds, small, small, st.integers(min_value=0, max_value=50))
-def test_balanced_is_a_permutation_in_every_block(seed: int, stage: int, count: int, step: int) -> None:
+@given(seeds, small, small, small, st.integers(min_value=0, max_value=50))
+def test_balanced_is_a_permutation_in_every_block(seed: int, stage: int, count: int, origins: int, step: int) -> None:
     replicas = _peers("r", count)
     for block in range(3):
         slots = range(block * count, (block + 1) * count)
-        assert sorted(balanced_owner(seed, stage, step, slot, replicas[::-1]) for slot in slots) == replicas
+        assert sorted(balanced_owner(seed, stage, step, slot, origins, replicas[::-1]) for slot in slots) == replicas
+
+
+@given(seeds, small, small, small, st.integers(min_value=0, max_value=50))
+def test_balanced_spreads_each_origin_over_the_replicas_so_all_miss_a_missing_one_alike(
+    seed: int, microbatches: int, origins: int, count: int, step: int
+) -> None:
+    """With a permutation for each block one replica got all microbatches of an origin, and another none."""
+    replicas = _peers("r", count)
+    for rank in range(origins):
+        slots = [index * origins + rank for index in range(microbatches)]
+        held = Counter(balanced_owner(seed, 1, step, slot, origins, replicas) for slot in slots)
+        assert max(held.values()) - min(held[one] for one in replicas) <= 1
 
 
 @given(seeds, st.integers(min_value=0, max_value=50), small, small, small)
@@ -64,30 +76,33 @@ def test_balanced_slots_share_all_microbatches_out_within_one_of_each_other(
     for me, slots in zip(replicas, held, strict=True):
         for peer, index in slots:
             slot = index * origin_count + origins.index(peer)
-            assert balanced_owner(seed, 1, step, slot, replicas) == me
+            assert balanced_owner(seed, 1, step, slot, origin_count, replicas) == me
 
 
 def test_balanced_changes_with_seed_stage_step_and_block() -> None:
     replicas = _peers("r", 8)
 
     def owners(seed: int, stage: int, step: int, block: int) -> list[str]:
-        return [balanced_owner(seed, stage, step, 8 * block + place, replicas) for place in range(8)]
+        return [balanced_owner(seed, stage, step, 8 * block + place, 8, replicas) for place in range(8)]
 
     first = owners(1, 1, 1, 0)
     assert first == owners(1, 1, 1, 0)
     assert first not in (owners(2, 1, 1, 0), owners(1, 2, 1, 0), owners(1, 1, 2, 0), owners(1, 1, 1, 1))
 
 
-def test_balanced_goes_to_the_owner_and_falls_back_to_random() -> None:
-    replicas = _peers("r", 4)
-    for index in range(8):
+def test_balanced_goes_to_the_owner_and_otherwise_shares_out_over_those_that_can_be_reached() -> None:
+    replicas, lost = _peers("r", 4), Counter[str]()
+    for index in range(16):
         origin = Origin("o2", 9, index)
-        owner = balanced_owner(1, 1, 9, index * 3 + 2, replicas)
+        owner = balanced_owner(1, 1, 9, index * 3 + 2, 3, replicas)
         assert _hop("balanced", origin, replicas) == (owner, "owner")
         others = [r for r in replicas if r != owner]
-        drawn = Counter(_hop("balanced", origin, others, rng=random.Random(i)) for i in range(60))
-        assert set(drawn) == {(r, "fallback") for r in others}
-    assert _hop("balanced", Origin("newcomer", 9, 0), ["r1"]) == ("r1", "fallback")
+        fallen = {_hop("balanced", origin, others, rng=random.Random(i)) for i in range(9)}
+        assert fallen == {(balanced_owner(1, 1, 9, index * 3 + 2, 3, others), "fallback")}
+        lost[_hop("balanced", origin, ["r0", "r1", "r3"])[0]] += 1
+    assert max(lost.values()) - min(lost[one] for one in ("r0", "r1", "r3")) <= 2
+    newcomer = {_hop("balanced", Origin("newcomer", 9, 0), replicas, rng=random.Random(i)) for i in range(60)}
+    assert newcomer == {(one, "fallback") for one in replicas}
     assert _hop("balanced", Origin("o0", 9, 0), ["r9"]) == ("r9", "fallback")
 
 

@@ -100,6 +100,18 @@ def test_a_member_that_restarts_beside_silent_ones_is_served_again_at_once() -> 
         assert served_at(outcome, peer, began[1]) < began[1] + 2.0
 
 
+@pytest.mark.parametrize("seed", [1, *soak((2, 3))])
+def test_under_balanced_a_few_silent_members_that_all_count_cost_a_tenth_of_the_tokens_per_second_at_most(
+    seed: int,
+) -> None:
+    """Two beside four in each stage. Each step waited for the microbatches of the silent ones until it had given them
+    up, and the others' were shared out unevenly: 0.71 and 0.74 of the tokens/s were left (seeds 1 and 2)."""
+    plan = plan_for("balanced", seed, 60)
+    quiet, beside = figures_of(swarm_beside(plan)), figures_of(swarm_beside(plan, *silent(times=0.5)))
+    share = beside.tokens_per_s / quiet.tokens_per_s
+    assert share >= 0.9, f"{share:.3f} of the tokens/s"
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_under_balanced_a_newcomer_that_one_mate_cannot_reach_costs_nothing(stage: int) -> None:
     """That mate saw another membership than all others, and each waited for microbatches that never came: 0.7 of the

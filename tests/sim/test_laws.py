@@ -122,7 +122,7 @@ def test_a_round_that_is_frozen_late_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fresh_weights_despite_existing_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "restore_sources", lambda *_: [resume.RestoreSource("fresh", "planted")])
+    monkeypatch.setattr(resume, "restore_sources", lambda *_, **__: [resume.RestoreSource("fresh", "planted")])
     assert " began with fresh weights, although there were others" in str(planted(WIPED))
 
 

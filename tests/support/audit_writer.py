@@ -197,7 +197,7 @@ class Simulation:
             step = 0 if self.fault == "one permutation for ever" else number - 1
             slot = rank if self.fault == "one permutation for ever" else index * REPLICAS + rank
             slot = 0 if self.fault == "uneven load" and slot == 1 else slot
-            self.serve(name, first, self.twins[balanced_owner(seed, 1, step, slot, seconds)], batch)
+            self.serve(name, first, self.twins[balanced_owner(seed, 1, step, slot, REPLICAS, seconds)], batch)
         for peer, tensors in data.items():
             save_file(tensors, self.audit / f"batches-{peer}-{number:06}.safetensors")
         self.clip()

@@ -1,6 +1,7 @@
 """Which origins a replica waits for under `balanced`, where each of its slots in a step belongs to one origin."""
 
 from collections.abc import Sequence
+from math import inf
 
 from noloco_p2p.core.messages import Origin, PeerId
 from noloco_p2p.node.membership import Membership
@@ -43,5 +44,7 @@ class Origins:
         return silent
 
     def is_silent(self, origin: PeerId) -> bool:
-        """Whether the origin was given up, and none of its microbatches has come since."""
-        return origin in self._given_up
+        """Whether the origin was given up, and none of its microbatches has come since; or is doubted, and none ever
+        came."""
+        members = self._swarm.members
+        return origin in self._given_up or (origin in members.doubted() and members.heard_at(origin) == -inf)
