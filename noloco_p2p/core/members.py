@@ -94,7 +94,7 @@ class Members:
         self._found: dict[tuple[int, Set[str]], list[Advert]] = {}
         """Cached results of `of_stage`, by stage and states."""
         self.left_at_step = 0.0
-        """The highest clock of the stage-0 nodes that left. At the last step, the run has ended without this node."""
+        """The highest clock of the nodes that left. At the last step, the run has ended without this node."""
 
     def update(self, adverts: Sequence[Advert], *, now: float, doubts: bool = False) -> tuple[int, int]:
         """Apply a reading, with new peers doubted if it `doubts`. An empty one only removes. Returns (joined, left)."""
@@ -108,7 +108,7 @@ class Members:
                 if old is not None and advert.stage != old.stage and advert.announced_at < old.announced_at:
                     pass  # its advert of an earlier stage: the search missed its newer record, which has another key
                 elif advert.state == "left":
-                    self.left_at_step = max(self.left_at_step, advert.step if advert.stage == 0 else 0.0)
+                    self.left_at_step = max(self.left_at_step, advert.step)
                     self._forget(peer)
                     continue
                 elif old is None or old.stage != advert.stage:

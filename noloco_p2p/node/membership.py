@@ -63,8 +63,8 @@ class Membership:
 
     def look_for_the_end(self) -> None:
         """Find out whether the run has ended. It has if a node of stage 0 answers that it has finished. It also has if
-        such a node is or was listed and either this node's clock agrees, or some stage has had no replica for longer
-        than adverts can outlive their nodes."""
+        such a node is listed, or one of any stage left at the last step, and either this node's clock agrees, or some
+        stage has had no replica for longer than adverts can outlive their nodes."""
         node, finished, now = self._node, self.members.of_stage(0, {"finished"}), self._node.now()
         if self.run_ended or not (finished or self.members.left_at_step >= node.manifest.steps):
             return

@@ -268,13 +268,13 @@ def test_failures_of_a_stage_that_is_not_called_do_not_desert_it() -> None:
     assert members.deserted(3, 0) == [1]
 
 
-def test_the_furthest_clock_of_those_that_left_stage_0_is_known() -> None:
+def test_the_furthest_clock_of_those_that_left_is_known() -> None:
     members = Members("me", ttl_s=30.0)
-    read(members, [advert("a", 0, step=7.0), advert("b", 1, state="left", step=9.0)], now=0.0)
-    assert members.left_at_step == 0.0
-    read(members, [advert("a", 0, state="left", step=8.0)], now=1.0)
+    read(members, [advert("a", 0, step=9.0), advert("b", 1, state="left", step=7.0)], now=0.0)
+    assert members.left_at_step == 7.0
+    read(members, [advert("a", 0, state="left", step=9.0)], now=1.0)
     read(members, [advert("c", 0, state="left", step=5.0)], now=2.0)
-    assert members.left_at_step == 8.0
+    assert members.left_at_step == 9.0
 
 
 def test_a_peer_that_never_answered_stays_aside_until_it_does() -> None:

@@ -286,6 +286,22 @@ def test_a_node_that_was_cut_off_when_the_run_ended_ends_too() -> None:
     assert outcome.ended_at_s < 40.0
 
 
+def test_a_node_that_was_cut_off_until_everybody_had_gone_ends_too() -> None:
+    """It had taken no step, so its own clock said nothing. The only node of stage 0 was killed before it could hear
+    that it had finished; it waited for ever for another, although the other replica of its stage had finished."""
+    plan, since_s = plan_of((1, 2), steps=30), 0.6
+    quiet = check(FaultySwarm(plan, (Fault(since_s, "split", ("s1r1",), 30.0),))).trace.of("state", "s0r0")
+    over_s = next(event.at_s for event in quiet if event.get("state") == "finished") - since_s
+    faults = (
+        Fault(since_s, "split", ("s1r1",), over_s + 0.2),
+        Fault(since_s, "cut", ("s1r0", "s1r1"), over_s + 2.97),
+        Fault(since_s + over_s + 0.1, "crash", ("s0r0",)),
+    )
+    outcome = check(FaultySwarm(plan, faults))
+    assert [e.get("reason") for e in outcome.trace.of("state", "s1r1")][-2:] == ["the run has ended", "leave"]
+    assert outcome.nodes["s1r1"].ended_at_s == outcome.ended_at_s < 60.0
+
+
 # --- hanging ----------------------------------------------------------------------------------------------------------
 
 
