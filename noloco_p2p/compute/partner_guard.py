@@ -47,8 +47,7 @@ class PartnerGuard:
             other, self._stranger = self._stranger, theirs
             agreed = other is not None and other.peer != theirs.peer and self._agree(other, theirs, radii)
             return replace(theirs, verdict="outlier" if agreed and not far else "refused")
-        self._stranger = None
-        vector = found
+        self._stranger, vector, unclipped = None, found, apart
         if theirs.distances is not None:
             vector, sums = self._within(own, found, mine.limits or (inf,) * self._groups)
             if vector is not found:
@@ -66,7 +65,10 @@ class PartnerGuard:
                     torch.lerp(own[values], vector[values], factor, out=vector[values])
         if vector is found:
             return theirs
-        return replace(theirs, vector=host_tensor.from_torch("vector", vector), distances=None, verdict="clipped")
+        left = zip(theirs.apart, unclipped, strict=True)
+        noticeable = min(factors) < 1 or any(after < guard.NOTICEABLE * before for after, before in left)
+        clipped = host_tensor.from_torch("vector", vector)
+        return replace(theirs, vector=clipped, distances=None, verdict="clipped" if noticeable else "")
 
     def _within(self, own: Tensor, found: Tensor, limits: Sequence[float]) -> tuple[Tensor, list[float]]:
         """A copy in which no value is further away than its group's limit, or `found` itself if none is; and the sums

@@ -33,6 +33,10 @@ LIMIT = 2.0
 ‖d‖² / Σ|d|: the mean magnitude in which larger values weigh more, so values that no replica moves do not count, and a
 few far ones hardly."""
 
+NOTICEABLE = 0.8
+"""A vector of which only single values are too far counts as clipped if less than this share of some group's distance
+is left: a few values of honest ones often are."""
+
 LARGEST_NORM, NORMS_KEPT = 3.0, 64
 """A returning gradient is clipped to LARGEST_NORM times the median norm of the last NORMS_KEPT."""
 

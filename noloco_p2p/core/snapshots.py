@@ -152,7 +152,8 @@ class PartnerVector:
     factors: tuple[float, ...] = ()
     """By what the difference of each tensor was then multiplied; empty if by 1."""
     verdict: Verdict = ""
-    """The guard's verdict (`core.guard`); empty if it left the vector as it was. A `refused` one is never merged."""
+    """The guard's verdict (`core.guard`); empty if it changed the vector at most a little. A `refused` one is never
+    merged."""
 
 
 class RoundGroup(NamedTuple):

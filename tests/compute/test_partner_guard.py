@@ -100,6 +100,22 @@ def test_a_single_far_value_comes_no_further_than_the_limit_in_a_codec_with_boun
     assert values(sent)[7] == far[7], "what was sent is left as it was"
 
 
+def test_a_vector_whose_single_values_are_too_far_counts_as_clipped_only_if_they_matter() -> None:
+    """In an honest swarm of two replicas that train with Muon, a few values of one vector in ten were beyond the
+    limit, and all of these vectors were reported as distrusted."""
+    stage, other = replicas("noloco", "me", "other")
+    acquainted(stage, other)
+    mine, theirs = pulled(stage, other, 9)
+    theirs = replace(theirs, distances=host_tensor.from_torch("distances", torch.zeros(1)))
+    largest = float((values(theirs) - values(mine)).abs().max())
+    for share, verdict in ((0.9, ""), (0.1, "clipped")):
+        found = PartnerGuard(stage._outer.parameters, 1).judge(
+            replace(mine, limits=(share * largest,) * len(mine.radii)), theirs
+        )
+        assert (found.verdict, found.distances) == (verdict, None)
+        assert float((values(found) - values(mine)).abs().max()) == pytest.approx(share * largest)
+
+
 def test_both_single_values_and_whole_groups_may_be_too_far() -> None:
     stage, other = replicas("noloco", "me", "other")
     acquainted(stage, other)
