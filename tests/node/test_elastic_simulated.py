@@ -1,12 +1,14 @@
 """Swarms with faults drawn from a seed keep every law.
 
-The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm.
+The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm, and `python
+tests/support/mixed.py SEED UNTIL` looks for one that breaks a law.
 """
 
 import pytest
 from choosing import ChoosingSwarm
 from elastic import drawn
 from lawful import check
+from mixed import drawn as drawn_mixed
 from noted import noted
 from soak import soak
 
@@ -14,6 +16,7 @@ from noloco_p2p.sim.faults import Fault, FaultySwarm
 
 SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10
+MIXED, SOAK_MIXED = 20, 400
 CHOOSING = range(3, 8)
 
 
@@ -48,6 +51,13 @@ def test_a_node_begins_afresh_only_if_no_other_one_has_meanwhile() -> None:
     plan, faults = drawn(91074)
     arrivals = [Fault(at_s, "arrive", (peer,)) for at_s, peer in ((13.578789, "s1r2"), (14.49426, "s1r3"))]
     check(FaultySwarm(plan, (*faults, *arrivals)))
+
+
+@pytest.mark.parametrize("block", [*range(0, MIXED, SWARMS_A_TEST), *soak(range(MIXED, SOAK_MIXED, SWARMS_A_TEST))])
+def test_swarms_of_every_rule_survive_every_kind_of_fault(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        with noted(f"seed {seed}; replay: python tests/support/mixed.py {seed}"):
+            check(drawn_mixed(seed))
 
 
 def test_one_seed_gives_one_run() -> None:
