@@ -173,8 +173,8 @@ class Directory(Protocol):
         it.
         """
 
-    async def withdraw(self) -> None:
-        """Announce that this node has left, so that nobody waits for its advert to expire."""
+    async def withdraw(self, step: float) -> None:
+        """Announce that this node has left at this clock, so that nobody waits for its advert to expire."""
 
 
 class Stage(Protocol):

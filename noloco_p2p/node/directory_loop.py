@@ -56,7 +56,7 @@ class MembershipLoop:
         """Tell the others that this node has left."""
         try:
             with self._node.waits.waiting("withdrawal", Resource.DIRECTORY, self._node.config.directory.ttl_s):
-                await self._directory.withdraw()
+                await self._directory.withdraw(self._node.advert.step)
         except PeerError as error:
             self._node.event("warning", message=f"could not tell the others that this node leaves: {error}")
 

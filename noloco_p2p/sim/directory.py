@@ -127,11 +127,11 @@ class SimDirectory:
         await self._exchange(COPIES * len(adverts))
         return adverts
 
-    async def withdraw(self) -> None:
+    async def withdraw(self, step: float) -> None:
         """See `ports.Directory`."""
         if self._last is not None and not self.dead:
             advert, ttl_s = self._last
-            await self.announce(replace(advert, state="left"), ttl_s)
+            await self.announce(replace(advert, state="left", step=step), ttl_s)
 
     async def _reach(self) -> None:
         await asyncio.sleep(DELAY_S)

@@ -9,6 +9,7 @@ from statistics import pstdev
 import pytest
 from elastic import COSTS, plan_of
 from lawful import check, training
+from mixed import drawn as drawn_mixed
 from sim_transport_fixture import lose_next_reply
 from slow_line import SlowLine
 from soak import soak
@@ -300,6 +301,12 @@ def test_a_node_that_was_cut_off_until_everybody_had_gone_ends_too() -> None:
     outcome = check(FaultySwarm(plan, faults))
     assert [e.get("reason") for e in outcome.trace.of("state", "s1r1")][-2:] == ["the run has ended", "leave"]
     assert outcome.nodes["s1r1"].ended_at_s == outcome.ended_at_s < 60.0
+
+
+def test_nodes_that_come_back_after_the_end_learn_of_it_from_one_that_leaves_again() -> None:
+    """All nodes of stage 1 came back when only the advert of stage 0 was left. One read it, finished and left, all of
+    this between two announcements, so that it left at step 0; the others waited for stage 0 for ever."""
+    assert check(drawn_mixed(1445)).ended_at_s < 60.0
 
 
 # --- hanging ----------------------------------------------------------------------------------------------------------

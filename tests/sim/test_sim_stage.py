@@ -403,7 +403,7 @@ def test_the_registry_shows_delayed_views_and_drops_expired_adverts(monkeypatch:
             ("a", 2.0, 10.0),
             ("b", 1.0, 15.0),
         ]
-        await one.withdraw()
+        await one.withdraw(7.0)
         await asyncio.sleep(26.0)
         assert [(a.peer_id, a.state) for a in await one.peers()] == [("a", "left")]
         registry.failing["a"] = None
@@ -420,7 +420,7 @@ def test_a_dead_node_announces_nothing() -> None:
         port = SimDirectory(registry, "a", _at_once)
         await port.announce(Advert("a", "run", 0, (), state="training"), 30.0)
         port.dead = True
-        await port.withdraw()
+        await port.withdraw(7.0)
         with pytest.raises(Unreachable):
             await port.announce(Advert("a", "run", 0, ()), 30.0)
         assert [a.state for a in registry.view(now=1.0)] == ["training"]

@@ -94,7 +94,7 @@ class HivemindDirectory:
             raise ConfigError(f"advert for stage {advert.stage}, living {ttl_s} s: no such stage, or a bad lifetime")
         async with self._announcing:
             if self._newest is not None and self._newest.stage != advert.stage:
-                await self._withdraw()
+                await self._withdraw(advert.step)
             await self._store(advert, ttl_s)
             self._newest = advert
 
@@ -105,14 +105,14 @@ class HivemindDirectory:
                 left_s = min(self._expires[newest.stage] - dht_time(), adverts.LONGEST_TTL_S)
                 await self._store(newest, max(left_s, SHORTEST_TTL_S))
 
-    async def withdraw(self) -> None:
+    async def withdraw(self, step: float) -> None:
         """See `ports.Directory`. Does nothing if nothing has been announced since the last withdrawal."""
         async with self._announcing:
-            await self._withdraw()
+            await self._withdraw(step)
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, step: float) -> None:
         if self._newest is not None:
-            await self._store(replace(self._newest, state="left"), SHORTEST_TTL_S)
+            await self._store(replace(self._newest, state="left", step=step), SHORTEST_TTL_S)
             self._newest = None
 
     async def peers(self) -> list[Advert]:

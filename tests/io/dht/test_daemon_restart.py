@@ -85,7 +85,7 @@ def test_a_node_whose_daemon_was_restarted_is_found_again_and_still_knows_the_ot
             both = sorted([me, b.libp2p.peer_id])
             assert [peer.peer_id for peer in await a.directory.peers()] == both
             await a.kill()
-            for cut_off in (a.directory.peers(), a.directory.announce(a.advert(), 30.0), a.directory.withdraw()):
+            for cut_off in (a.directory.peers(), a.directory.announce(a.advert(), 30.0), a.directory.withdraw(7.0)):
                 with pytest.raises(Unreachable, match="libp2p daemon"):
                     await cut_off
             await a.back()
@@ -96,7 +96,7 @@ def test_a_node_whose_daemon_was_restarted_is_found_again_and_still_knows_the_ot
             await asyncio.to_thread(scrape, f"http://127.0.0.1:{metrics_port}/metrics", 5.0)
             assert not os.path.exists(before._daemon_listen_maddr["unix"])  # noqa: ASYNC240
             assert [peer.peer_id for peer in await a.directory.peers()] == both, "what the node knew is kept"
-            await a.directory.withdraw()
+            await a.directory.withdraw(7.0)
             assert [(p.peer_id, p.state) for p in await b.directory.peers() if p.peer_id == me] == [(me, "left")]
             await a.directory.announce(a.advert(step=9.0), 30.0)
             assert await step_seen_by(b, me) == 9.0

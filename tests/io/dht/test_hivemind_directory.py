@@ -46,10 +46,10 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
             assert [(peer.stage, peer.state) for peer in moved] == [(0, "syncing")]
             old = (await a.directory._node.get(stage_key(RUN, 1), latest=True)).value[b.libp2p.peer_id].value
             assert decode(old, run_id=RUN, stage=1, peer_id=b.libp2p.peer_id).advert.state == "left"
-            await b.directory.withdraw()
-            states = {peer.peer_id: peer.state for peer in await a.directory.peers()}
-            assert states == {a.libp2p.peer_id: "training", b.libp2p.peer_id: "left"}
-            await b.directory.withdraw()
+            await b.directory.withdraw(7.0)
+            found = {peer.peer_id: (peer.state, peer.step) for peer in await a.directory.peers()}
+            assert found == {a.libp2p.peer_id: ("training", a.advert().step), b.libp2p.peer_id: ("left", 7.0)}
+            await b.directory.withdraw(7.0)
             await b.directory.announce(b.advert(), 1.0)  # a shorter lifetime than before, and renewed nevertheless
             assert b.libp2p.peer_id in [peer.peer_id for peer in await c.directory.peers()]
             pids = [one.libp2p.p2p._child.pid for one in (a, b, c)]
@@ -90,7 +90,7 @@ def test_a_departure_reaches_a_node_without_its_record_though_all_holders_leave_
 
             assert left_out.directory._node.protocol.storage.get(key) is None
             assert await seen() == "training"
-            await leaving.directory.withdraw()
+            await leaving.directory.withdraw(7.0)
             for number in by_distance[:-1]:
                 await exits[number].aclose()
             assert await seen() == "left"
@@ -115,7 +115,7 @@ def test_a_repeated_announcement_does_not_outlive_a_newer_advert(tmp_path: Path,
                 return took
 
             b.directory._put = held_up  # type: ignore[method-assign]
-            newer = b.directory.withdraw() if state == "left" else b.directory.announce(b.advert(state=state), 30.0)
+            newer = b.directory.withdraw(7.0) if state == "left" else b.directory.announce(b.advert(state=state), 30.0)
             announcing = asyncio.create_task(newer)
             await stored.wait()
             again = asyncio.create_task(b.directory.announce_again())
@@ -295,7 +295,7 @@ def test_the_death_of_the_daemon_is_noticed(tmp_path: Path) -> None:
             os.kill(a.libp2p.p2p._child.pid, signal.SIGKILL)
             with pytest.raises(LocalError, match="has died"):
                 await asyncio.wait_for(asyncio.shield(a.libp2p.failed), at_most(5.0))
-            for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw()):
+            for refused in (a.directory.announce(a.advert(), 30.0), a.directory.peers(), a.directory.withdraw(7.0)):
                 with pytest.raises(Unreachable, match="has died"):
                     await refused
 
