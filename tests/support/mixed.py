@@ -101,7 +101,8 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     for _ in range(rng.randint(2, 9)):
         at_s = rng.uniform(*rng.choice([(0.1, 4.0), (1.0, 16.0), (1.0, 16.0), (10.0, 40.0)]))
         stage = rng.choice(stages)
-        peer, others = (one := rng.choice(stage)), [p for p in everybody if p != one]
+        peer = rng.choice(stage)
+        others = [one for one in everybody if one != peer]
         kind, for_s = rng.choices([*KINDS], [*KINDS.values()])[0], rng.uniform(0.5, 14.0)
         match kind:
             case "bounce" | "wipe" | "hang" | "mute" | "pause" | "stop":
