@@ -91,14 +91,15 @@ class Membership:
     def fix_view(self) -> None:
         """Fix the membership on which the coming inner step is based, without peers that are doubted. Under `balanced`
         all nodes must see the same replicas: there one that only this node cannot reach counts, unless more than a
-        third of its stage are doubted."""
+        third of its stage are doubted. If all of the next stage are, one of them must serve."""
         node, doubted = self._node, self.members.doubted()
 
         def speeds(stage: int) -> dict[PeerId, float]:
             listed = [*self.members.of_stage(stage, members.READY), *([node.advert] if stage == node.index else [])]
             found = [advert for advert in listed if advert.peer_id not in doubted]
             few_doubted = node.manifest.routing == "balanced" and 3 * len(found) >= 2 * len(listed)
-            return {advert.peer_id: advert.capacity_per_s for advert in (listed if few_doubted else found)}
+            take_all = few_doubted or (stage == node.index + 1 and not found)
+            return {advert.peer_id: advert.capacity_per_s for advert in (listed if take_all else found)}
 
         origins, mates, following = map(speeds, (0, node.index, node.index + 1))
         self.view = routing.StepView(node.me, tuple(sorted(origins)), tuple(sorted(mates)), tuple(sorted(following)))

@@ -4,15 +4,19 @@ import random
 from collections import Counter
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.line_rate import FAR_S, MeasuredLine, Sending
 from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.trials import Trials
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
 
 PER_STEP = 6
 ROUND_TRIPS_S = {"far": 20 * FAR_S, "further": 21 * FAR_S, "farthest": 22 * FAR_S, "near": FAR_S / 2, "nearby": 0.0}
@@ -163,3 +167,25 @@ def test_under_weighted_two_are_drawn_from_all() -> None:
     pairs = [chooser.pair(0, 0) for _ in range(50)]
     assert {len(pair) for pair in pairs} == {2}
     assert {len({*pair}) for pair in pairs} == {1, 2}, "the second may be the first"
+
+
+@pytest.mark.parametrize("policy", ["fixed", "balanced"])
+def test_replicas_that_nobody_has_met_yet_are_those_of_the_policy(policy: str) -> None:
+    """Stage 1 began while this node was still loading: it never answered this node before the first microbatch."""
+
+    async def scenario() -> None:
+        manifest = RunManifest(routing=policy)
+        me = Advert("me", manifest.run_id, 0, (), state="waiting")
+        node = NodeState(me, manifest, NodeConfig(), cast(Any, SimpleNamespace(event=lambda *_, **__: None)))
+        swarm = Membership(node)
+        swarm.read([Advert(peer, manifest.run_id, 1, (), state="training") for peer in ("A", "B")])
+        assert swarm.members.doubted() == {"A", "B"}
+        swarm.fix_view()
+        attempts = Attempts(True, frozenset())
+        for index in range(PER_STEP):
+            ReplicaChoice(node, swarm, MeasuredLine()).by_policy(
+                Origin("me", 0, index), attempts, lambda _: Sending.ASKED
+            )
+        assert not attempts.fell_back
+
+    virtual_time.run(scenario(), limit_s=10)
