@@ -49,14 +49,15 @@ def _in_words(error: ValidationError, entries: Sequence[SettingEntry]) -> list[s
         loc = tuple(str(part) for part in each["loc"])
         key = KNOWN.longest(loc)
         name = loc if key == ("faults",) else key
-        place = f"{where(entries, key)}: " if key else ""
+        words = in_words(name, dict(each))
+        place = f"{where(entries, key, words)}: " if key else ""
         if each["type"] == "extra_forbidden":
             near = difflib.get_close_matches(loc[-1], FaultSettings.model_fields, 1, 0.0)
             lines.setdefault(name, f"{place}there is no key {'.'.join(loc)}; the nearest is {near[0]}")
         elif each["type"] == "missing":
             lines.setdefault(name, f"{place}{'.'.join(loc)} is missing")
         else:
-            lines.setdefault(name, place + in_words(name, dict(each)))
+            lines.setdefault(name, place + words)
     return list(lines.values())
 
 

@@ -5,6 +5,7 @@ file and line (or the variable, or the option); for an unknown key, with the nea
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,8 +179,8 @@ def _faults(model: type[Model], entries: Sequence[SettingEntry], *, together: bo
             location = tuple(str(part) for part in each["loc"])
             key = location[:3] if location[:2] == FREE_SECTION else KNOWN.longest(location)
             if key or together:
-                place = f"{where(entries, key)}: " if key else ""
-                found.setdefault(key, place + in_words(key, dict(each)))
+                words = in_words(key, dict(each))
+                found.setdefault(key, f"{where(entries, key, words)}: {words}" if key else words)
     return list(found.values())
 
 
@@ -197,11 +198,13 @@ def in_words(key: Key, error: dict[str, Any]) -> str:
     return f"{name} must {wanted}{value}" if wanted else f"{name}: {error['msg']}"
 
 
-def where(entries: Sequence[SettingEntry], key: Key) -> str:
-    """The place of the last entry for this key; otherwise of the last one above or below it; otherwise `defaults`."""
+def where(entries: Sequence[SettingEntry], key: Key, message: str = "") -> str:
+    """The place of the last entry for this key; otherwise of the last one above or below it, if possible of one that
+    the `message` names; otherwise `defaults`."""
     exact = [entry.where for entry in entries if entry.key == key]
-    related = [entry.where for entry in entries if entry.key[: len(key)] == key[: len(entry.key)]]
-    return ["defaults", *related, *exact][-1]
+    related = [entry for entry in entries if entry.key[: len(key)] == key[: len(entry.key)]]
+    named = [entry.where for entry in related if entry.key[-1] in re.findall(r"\w+", message)]
+    return ["defaults", *(entry.where for entry in related), *named, *exact][-1]
 
 
 def single_values(section: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, object]]:

@@ -197,6 +197,13 @@ def test_incompatible_values_are_refused() -> None:
     assert "rule gossip has no alpha: leave it out, or choose another outer.rule" in line
 
 
+def test_incompatible_values_are_found_at_one_that_the_message_names(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("outer:\n  rule: diloco\n  codec: int4\n  pairing: random\n", encoding="utf-8")
+    [line] = faults(path)
+    assert line.startswith(f"{path}:3: rule diloco"), "line 3 has the codec"
+
+
 def test_a_files_model_section_replaces_the_default_and_single_keys_change_it(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  family: gpt2\n  config:\n    n_embd: 64\n    vocab_size: 384\n")

@@ -174,7 +174,7 @@ def test_replicas_that_nobody_has_met_yet_are_those_of_the_policy(policy: str) -
     """Stage 1 began while this node was still loading: it never answered this node before the first microbatch."""
 
     async def scenario() -> None:
-        manifest = RunManifest(routing=policy)
+        manifest = RunManifest.model_validate({"routing": policy})
         me = Advert("me", manifest.run_id, 0, (), state="waiting")
         node = NodeState(me, manifest, NodeConfig(), cast(Any, SimpleNamespace(event=lambda *_, **__: None)))
         swarm = Membership(node)
