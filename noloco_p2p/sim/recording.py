@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import add, sub
 from typing import TypeVar
 
@@ -139,7 +139,8 @@ class WeightsChoice:
         # A replica that trains has learnt from a round, not from what it asked before, that others are ahead.
         if seen is None or now_s() > self._counts_until_s or (seen.replaced is None and now.replaced is not None):
             return now
-        return seen
+        # Those that have gone meanwhile can lend nothing.
+        return seen if now.living else replace(seen, living=(), training=())
 
     def _see(self, seen: AvailableWeights) -> None:
         self._seen, self._counts_until_s = seen, now_s() + self._settled_s

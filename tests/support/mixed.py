@@ -14,7 +14,7 @@ from lawful import broken
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
-from noloco_p2p.sim.links import Link
+from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 RULES = (
@@ -48,10 +48,12 @@ KINDS = {
 }
 """Kind of fault → its weight; `stage` and `all` restart all nodes of a stage, or all nodes."""
 MOST_NODES, SLOWEST = 11, 3.0
+BODIES = (20_000, 200_000, 2_000_000)
+"""Bytes of an activation, where lines are slow."""
 
 
 def drawn(seed: int) -> FaultySwarm:
-    """A swarm with two to nine faults."""
+    """A swarm with two to nine faults. In one of four, nodes choose their stage; one of four is on slow lines."""
     rng = random.Random(f"mixed {seed}")
     replicas: tuple[int, ...] = ()
     while not 1 < sum(replicas) <= MOST_NODES:
@@ -85,12 +87,46 @@ def drawn(seed: int) -> FaultySwarm:
         torn_by_crash=rng.random() < 0.5,
     )
     faults = sorted(_faults(rng, replicas), key=lambda fault: fault.at_s)
-    swarm = FaultySwarm(plan, tuple(faults), limit_s=1500.0)
     # One slow replica may have to serve the microbatches of all origins, and a rule of all replicas waits for the last.
     microbatch_s = 1.3 * SLOWEST * (costs.forward_s + costs.backward_s)
-    swarm.gap_s += 2 * manifest.microbatches_per_step * replicas[0] * microbatch_s
-    swarm.gap_s += 3 * manifest.outer.deadline_s if manifest.outer.update.common else 0.0
+    gap_s = 2 * manifest.microbatches_per_step * replicas[0] * microbatch_s
+    gap_s += 3 * manifest.outer.deadline_s if manifest.outer.update.common else 0.0
+    if rng.random() < 0.25:
+        plan = replace(plan, chooses_stage=True)
+    if rng.random() < 0.25:
+        plan, lines_s = _on_slow_lines(plan, rng)
+        gap_s += lines_s
+    swarm = FaultySwarm(plan, tuple(faults), limit_s=1500.0 + 20.0 * gap_s)
+    swarm.gap_s += gap_s
     return swarm
+
+
+def _on_slow_lines(plan: SimPlan, rng: random.Random) -> tuple[SimPlan, float]:
+    """The plan on lines that need some time for a body, and by how much they may delay an inner step, in seconds."""
+    nbytes, body_s = rng.choice(BODIES), rng.choice([0.01, 0.05, 0.2, 0.6])
+    rate, snapshot = nbytes / body_s, rng.choice([1, 3, 10]) * nbytes
+    up, faster_down, capped = rng.choice([rate, rate, None]), rng.choice([1, 2]), rng.random() < 0.15
+    link = replace(
+        plan.link,
+        latency_s=rng.choice([0.002, 0.02, 0.1]),
+        bytes_per_s=rng.choice([None, rate]),
+        slow_start_after_idle=rng.random() < 0.7,
+        loss=rng.choice([0.0, 0.0, 1e-4]),
+    )
+    geography = Geography(
+        link,
+        each=Access(up, up and faster_down * up),
+        access_spread=rng.choice([0.0, 0.4]),
+        seed=plan.seed,
+        cap=Access(rate, rate) if capped else Access(),
+    )
+    stages = plan.manifest.stages
+    sizes = MessageSizes(nbytes, nbytes, stages * (snapshot,), stages * (4 * snapshot,), stages * (8 * snapshot,))
+    limits = plan.config.limits.model_copy(update={"microbatch_deadline_s": 60.0})
+    config, outer = plan.config.model_copy(update={"limits": limits}), plan.manifest.outer
+    bodies = 40 * plan.manifest.microbatches_per_step * plan.replicas[0]
+    lines_s = bodies * body_s + 100 * snapshot / rate + 3 * outer.deadline_s
+    return replace(plan, link=link, geography=geography, sizes=sizes, config=config), lines_s
 
 
 def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
