@@ -248,17 +248,17 @@ class Joining:
         For a replica that answers, or whose transfer broke off, and for a guardian that still lists the weights and did
         not give them, this node waits as long as a transfer may take. In a run that has done rounds it waits
         RETURN_LIFETIMES. Before the first round the initial weights are as good as any, unless a replica has trained
-        on: it waits for one that is listed no longer than an advert can outlive it.
+        on or a guardian has its weights: it waits for one that is listed no longer than an advert can outlive it.
         """
         node, members, ttl_s = self._node, self._swarm.members, self._node.config.directory.ttl_s
-        mates = members.of_stage(node.index, membership.TRAINED)
+        mates, known = members.of_stage(node.index, membership.TRAINED), [*others, *members.all()]
         waited_s = node.now() - (began if broke_at is None else broke_at)
-        held = any(held.stage == node.index for a in others for held in a.holds)
+        held, listed = (any(h.stage == node.index for a in some for h in a.holds) for some in (others, known))
         broke = broke_at is not None and (held or broke_at > began)  # a guardian that restarted lists them no longer
         if broke or self._swarm.inquiry.answering(mates, membership.TRAINED):
             return waited_s < TRANSFER_DEADLINE_S
-        rounds = max((a.outer_round for a in (*others, *members.all())), default=0)
-        lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if held or mates else 0
+        rounds = max((a.outer_round for a in known), default=0)
+        lifetimes = RETURN_LIFETIMES if rounds > 0 else 3 if listed or mates else 0
         return waited_s < lifetimes * ttl_s
 
     async def _is_cut_off(self) -> bool:

@@ -53,6 +53,11 @@ def test_a_node_begins_afresh_only_if_no_other_one_has_meanwhile() -> None:
     check(FaultySwarm(plan, (*faults, *arrivals)))
 
 
+def test_a_guardian_whose_answer_is_lost_is_asked_again_before_a_stage_begins_afresh() -> None:
+    """Stage 0 had not done a round yet, so initial weights passed for as good as those of the guardian."""
+    check(drawn_mixed(303))
+
+
 @pytest.mark.parametrize("block", [*range(0, MIXED, SWARMS_A_TEST), *soak(range(MIXED, SOAK_MIXED, SWARMS_A_TEST))])
 def test_swarms_of_every_rule_survive_every_kind_of_fault(block: int) -> None:
     for seed in range(block, block + SWARMS_A_TEST):

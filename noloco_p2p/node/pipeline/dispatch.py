@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from statistics import median
 from typing import Generic, TypeVar
 
 from noloco_p2p.core import routing
@@ -275,13 +276,14 @@ class Dispatcher:
             # The next one in order stands in for it, while those that stay for the last evaluations are still there.
             attempts.skipped += now - began > node.config.limits.linger_s / 2
             return
-        # `balanced` and `fixed` wait for the replica that they name. But one that is still fetching its weights may
-        # take minutes, and no honest one is busy for longer than an outer round may take: then others serve meanwhile.
-        # So they do if its slots of this microbatch's step are gone: its round may be waiting for one that needs them.
-        waited_s = now - (attempts.busy_at or now)
+        # `balanced` and `fixed` wait for the replica that they name, but not while it fetches its weights, nor longer
+        # than an honest one is busy: an inner step, or without overlap an outer round. Nor do they if its slots of
+        # this microbatch's step are gone: its round may be waiting for one that needs them.
+        outer, floor_s = node.manifest.outer, node.config.limits.patience_floor_s
+        longest_s = max(floor_s, median(node.step_seconds or [0.0])) if outer.overlap else outer.deadline_s
         passed = node.manifest.routing == "balanced" and int(newest.step) > attempts.step
-        fetches = newest.state != "training" and waited_s > node.config.limits.patience_floor_s
-        if passed or fetches or now - began > node.manifest.outer.deadline_s:
+        fetches = newest.state != "training" and now - (attempts.busy_at or now) > floor_s
+        if passed or fetches or now - began > longest_s:
             attempts.failed[peer] = now
 
     def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
@@ -293,7 +295,6 @@ class Dispatcher:
         return Declined(f"no replica of stage {stage} {done} in time: {why}")
 
     async def _pause(self, attempts: Attempts) -> None:
-        """Pause before replicas are asked again."""
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), attempts.pause_s):
             await asyncio.sleep(attempts.pause_s)
         attempts.begin_anew(self._node.now())
