@@ -106,14 +106,13 @@ class OuterRounds:
         if opened is not None:
             done = max(done, opened.mine.round)
         due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
-        begins = due is not None and not (outer.overlap and node.draining)
-        going_on = None
-        if opened is not None and (due is not None or is_last or opened.pull.done()):
+        begins, going_on = not (outer.overlap and node.draining), None
+        if opened is not None and (due is not None or opened.pull.done()):
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
             if begins and useful and not (self._rule.common or opened.pull.done()):
                 going_on = opened
             if going_on is None or not self._rule.lasting:
-                await self.end("late", wait=due is None or bool(self._rule.common), cancel=going_on is None)
+                await self.end("late", wait=bool(self._rule.common), cancel=going_on is None)
         if due is not None and begins:
             await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
 
