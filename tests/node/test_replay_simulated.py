@@ -189,11 +189,11 @@ def test_another_muon_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         replayed(lockstep("llama", inner=MUON), tmp_path)
 
 
-@pytest.mark.parametrize("rule", ["diloco", "dct", "sync"])
+@pytest.mark.parametrize(("rule", "codec"), [("diloco", "bfloat16"), ("dct", "full"), ("sync", "full")])
 def test_a_rule_that_takes_from_all_computes_the_algorithm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: RuleName, codec: OuterCodec
 ) -> None:
-    outer = OuterSettings(rule=rule, partner_wait_s=60.0, inner_steps=1 if rule == "sync" else 3)
+    outer = OuterSettings(rule=rule, codec=codec, partner_wait_s=60.0, inner_steps=1 if rule == "sync" else 3)
     manifest = lockstep("llama").model_copy(update={"outer": outer})
     hold_up(monkeypatch, 0.15)
     outcome = simulate(manifest, tmp_path)
@@ -212,7 +212,8 @@ def test_a_rule_that_takes_from_all_computes_the_algorithm(
 
 
 @pytest.mark.parametrize(
-    ("family", "forward", "backward"), [("gpt2", "int4", "int4"), *soak([("llama", "int8", "int8")])]
+    ("family", "forward", "backward"),
+    [("gpt2", "int4", "int4"), ("llama", "bfloat16", "float32"), *soak([("llama", "int8", "int8")])],
 )
 def test_a_run_with_a_narrow_wire_computes_the_algorithm(
     tmp_path: Path, family: str, forward: WireCodec, backward: WireCodec

@@ -91,12 +91,14 @@ def merged(
 def merged_with_all(
     group: Sequence[FrozenReplica], mine: FrozenReplica, outer: Mapping[str, Any]
 ) -> dict[str, Tensors]:
-    """`diloco`: δ ← α·δ + mean Δ; φ ← φ + β·(mean Δ + α·δ). `dct`: see `_dct`."""
+    """`diloco`: δ ← α·δ + mean Δ; φ ← φ + β·(mean Δ + α·δ), with every Δ, also the own, as it travels. `dct`: see
+    `_dct`."""
     slow, momentum = Tensors(), Tensors()
     if outer["rule"] == "dct":
         return _dct(group, mine, outer)
     for name, phi in mine.slow.items():
-        mean_delta = torch.stack([member.fast[name] - member.slow[name] for member in group]).mean(0)
+        deltas = torch.stack([member.fast[name] - member.slow[name] for member in group])
+        mean_delta = (deltas.bfloat16().double() if outer["codec"] == "bfloat16" else deltas).mean(0)
         momentum[name] = outer["alpha"] * mine.momentum[name] + mean_delta
         slow[name] = phi + outer["beta"] * (mean_delta + outer["alpha"] * momentum[name])
     return {"slow": slow, "momentum": momentum, "fast": slow}

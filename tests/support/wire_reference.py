@@ -43,6 +43,10 @@ def after_wire(values: torch.Tensor, codec: str, *, centred: bool) -> torch.Tens
     """METHOD.md, "Codecs", block by block in numpy: what the wire leaves of float64 values."""
     if codec == "float64":
         return values.view_as(values)
+    if codec == "float32":
+        return values.float().double()
+    if codec == "bfloat16":
+        return torch.from_numpy(as_bfloat16(values.detach().numpy()))
     half, block = {"int8": (128, 64), "int4": (8, 32)}[codec]
     rows = values.detach().numpy().reshape(-1, values.shape[-1])
     mean = as_bfloat16(rows.mean(0)) if centred else np.zeros(rows.shape[1])
