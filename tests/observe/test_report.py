@@ -241,7 +241,7 @@ def test_the_figures_equal_those_that_the_nodes_counted(recorded: Recorded) -> N
 def test_a_kill_loses_at_most_the_counts_of_a_second(recorded: Recorded, run: RecordedRun) -> None:
     totals = recorded.totals["s0r1"]
     (history,) = [history for history in run.nodes if history.peer_id == "s0r1"]
-    a_second = totals[0]["tokens"] / (history.processes[0].ended_at - (history.training_at or 0.0))
+    a_second = totals[0]["tokens"] / (history.processes[0].ended_at - run.training_at)
     lost = sum(process["tokens"] for process in totals) - history.total("tokens")
     assert 0 <= lost <= 2 * a_second
 
@@ -407,6 +407,28 @@ def test_rotated_files_are_read_in_order_even_if_older_ones_are_lost(node: Path)
     assert [process.ended for process in history.processes] == [True]
 
 
+def test_a_run_whose_first_lines_were_rotated_away_keeps_its_name_start_and_rates(tmp_path: Path) -> None:
+    for name, start in (("node-1", True), ("node-2", False)):
+        place = tmp_path / name
+        place.mkdir()
+        (place / "manifest.json").write_text('{"name": "mine", "steps": 60}')
+        (place / "endpoints.json").write_text(json.dumps({"peer_id": f"peer of {name}", "run_id": "abcdef"}))
+        first = line("start", 0.0, peer_id=f"peer of {name}", run_id="abcdef", name="mine", stage=0)
+        lost = first + line("state", 0.0, state="training")
+        kept = [
+            line("progress", 100.0 * n, stage=0, tokens=1000 * n, device_s=50.0 * n, state="training") for n in (3, 4)
+        ]
+        (place / NAME).write_bytes((lost if start else b"") + b"".join(kept) + line("end", 400.0))
+    run = read_run([tmp_path])
+    whole, without = run.nodes
+    assert (without.run_name, without.run_id, without.peer_id) == ("mine", "abcdef", "peer of node-2")
+    assert without.processes == whole.processes
+    assert without.trained_s == whole.trained_s == 400.0
+    assert without.increments == whole.increments
+    assert (run.wall_s, run.tokens_per_s) == (400.0, 20.0)
+    assert "run abcdef" in texts(render(run))
+
+
 def test_clock_jumps_do_not_move_the_start_or_the_end(node: Path) -> None:
     lines = [json.loads(line("progress", float(s), stage=0, step=s, tokens=s)) for s in range(1, 21)]
     for s in (0, 1, 2):
@@ -414,7 +436,7 @@ def test_clock_jumps_do_not_move_the_start_or_the_end(node: Path) -> None:
     lines[9]["time"] += 7_200.0
     (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
     run = read_run([node])
-    assert (run.began_at, run.ended_at) == (BEGAN_AT + 1, BEGAN_AT + 20)
+    assert (run.began_at, run.ended_at) == (BEGAN_AT, BEGAN_AT + 20)
 
 
 def test_a_clock_set_back_between_two_starts_leads_to_no_negative_time(node: Path) -> None:

@@ -81,10 +81,14 @@ def read_processes(directory: Path) -> list[list[JournalEvent]]:
 def _by_one_clock(lines: list[tuple[float, float, str, dict[str, Any]]]) -> list[JournalEvent]:
     """The events of one process, dated by their uptime since the median of the start times that the lines imply.
 
-    So a clock that was wrong at first, or jumped once, moves nothing.
+    So a clock that was wrong at first, or jumped once, moves nothing. An event `lost` stands for first lines that have
+    been rotated away, with the state that the others say first, unless it had just changed.
     """
     began_at = median(at - up_s for at, up_s, _, _ in lines)
-    return [JournalEvent(began_at + up_s, kind, fields) for _, up_s, kind, fields in lines]
+    events = [JournalEvent(began_at + up_s, kind, fields) for _, up_s, kind, fields in lines]
+    first = next((event for event in events if "state" in event.fields), events[0])
+    lost = JournalEvent(began_at, "lost", {"state": first.text("state") if first.kind == "progress" else ""})
+    return events if events[0].kind == "start" else [lost, *events]
 
 
 def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -104,9 +108,7 @@ def _objects(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 def number(value: object) -> float | None:
     """The number as a float, if it is finite and at most LARGEST; otherwise None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if not abs(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
         return None
     return float(value) if abs(value) >= SMALLEST else 0.0
 

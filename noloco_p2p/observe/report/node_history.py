@@ -68,7 +68,6 @@ class NodeHistory:
     device_s: float = 0.0
     trained_s: float = 0.0
     """Seconds in state `training`."""
-    training_at: float | None = None
     tallies: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in TALLIES})
     curves: defaultdict[str, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     """`loss` (mean since the previous `progress` event) and `final_loss` while at stage 0, and `validation`, all in
@@ -106,9 +105,6 @@ def add_process(node: NodeHistory, events: Sequence[JournalEvent]) -> None:
     for event in by_kind["start"]:
         node.peer_id, node.run_id, node.run_name = map(event.text, ("peer_id", "run_id", "name"))
         node.version, node.machine, node.command = map(event.text, ("version", "machine", "command"))
-    training = [event.at for event in by_kind["state"] if event.text("state") == "training"]
-    # A later process may carry an earlier time, if the clock was set back in between.
-    node.training_at = min([*training[:1], *([] if node.training_at is None else [node.training_at])], default=None)
     spans = tuple(_spans(events))
     node.processes.append(ProcessHistory(events[0].at, events[-1].at, spans, events[-1].kind == "end"))
     node.trained_s += sum(span.ended_at - span.began_at for span in spans if span.state == "training")

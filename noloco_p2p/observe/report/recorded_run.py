@@ -43,7 +43,8 @@ class RecordedRun:
     @property
     def training_at(self) -> float:
         """Unix seconds when the first node began to train; `began_at` if none did."""
-        return min((node.training_at for node in self.nodes if node.training_at is not None), default=self.began_at)
+        spans = (span for node in self.nodes for process in node.processes for span in process.spans)
+        return min((span.began_at for span in spans if span.state == "training"), default=self.began_at)
 
     @property
     def wall_s(self) -> float:
@@ -133,10 +134,11 @@ def _last_part(name: str) -> str:
 
 
 def _read_node(directory: Path, name: str) -> NodeHistory:
-    node = NodeHistory(name)
+    stored = (read_json(directory / ENDPOINTS) or {}) | (read_json(directory / MANIFEST) or {})
+    peer_id, run_id, run_name = (clean(stored.get(known, "")) for known in ("peer_id", "run_id", "name"))
+    node = NodeHistory(name, peer_id, run_id, run_name)
     for events in read_processes(directory):
         add_process(node, events)
-    node.peer_id = node.peer_id or clean((read_json(directory / ENDPOINTS) or {}).get("peer_id", ""))
     return node
 
 
@@ -149,7 +151,6 @@ def _run(found: dict[Path, NodeHistory], paths: Sequence[Path]) -> RecordedRun:
 
 def _summary(paths: Sequence[Path], nodes: Sequence[NodeHistory]) -> dict[str, Any]:
     """The launcher's summary, if it covers exactly this run: one directory, not resumed, each node started once."""
-    found = read_json(paths[0] / SUMMARY) if len(paths) == 1 else None
-    if found is None or "nodes" not in found or found.get("resumed_from_step") is not None:
-        return {}
-    return found if all(len(node.processes) == 1 for node in nodes) else {}
+    found = (read_json(paths[0] / SUMMARY) if len(paths) == 1 else None) or {}
+    whole = "nodes" in found and found.get("resumed_from_step") is None
+    return found if whole and all(len(node.processes) == 1 for node in nodes) else {}
