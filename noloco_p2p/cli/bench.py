@@ -78,10 +78,7 @@ def bench_baseline(
 
 @bench.command("stage")
 def bench_stage(
-    device: Device = "auto",
-    config: ConfigFile = None,
-    set: Settings = None,
-    as_json: Json = False,
+    device: Device = "auto", config: ConfigFile = None, set: Settings = None, as_json: Json = False
 ) -> None:
     """Measure the stages of a run on one device.
 

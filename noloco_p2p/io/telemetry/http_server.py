@@ -240,12 +240,7 @@ def pages(registry: CollectorRegistry, health: Health) -> Mapping[str, Page]:
             return HttpResponse(json.dumps({"health": wrong}).encode(), JSON, 503)
         return HttpResponse(status_json.encode(status, wrong), JSON)
 
-    return {
-        METRICS_PATH: metrics,
-        "/sd": discovery,
-        "/health": health_page,
-        "/status": status_page,
-    }
+    return {METRICS_PATH: metrics, "/sd": discovery, "/health": health_page, "/status": status_page}
 
 
 def without_addresses(health: Health) -> Health:

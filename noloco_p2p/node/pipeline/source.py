@@ -18,12 +18,7 @@ class MicrobatchSource:
     """Starts the microbatches of one stage-0 node. `incarnation` and `secret` are random bits of this process."""
 
     def __init__(
-        self,
-        node: NodeState,
-        swarm: Membership,
-        dispatcher: Dispatcher,
-        secret: int | None,
-        incarnation: int,
+        self, node: NodeState, swarm: Membership, dispatcher: Dispatcher, secret: int | None, incarnation: int
     ) -> None:
         self._node = node
         self._swarm = swarm
