@@ -25,7 +25,7 @@ from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes, node_probe
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import Report
-from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, most_common
 from noloco_p2p.observe.top import Readings, readings
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -33,7 +33,7 @@ INTERVAL_S = 2.0
 """Pause between two readings."""
 HOME = Path("noloco-track")
 """Where `noloco track` writes without --dir."""
-OF_STAGE_0 = ("loss", "validation_loss", "learning_rate", "grad_norm")
+OF_STAGE_0 = ("loss", "learning_rate", "grad_norm")
 """Figures averaged over the replicas of stage 0."""
 FINAL = ("validation_loss", "tokens_per_s")
 """Figures of `summary.json` that `noloco swarm --track` writes at the last step."""
@@ -146,15 +146,12 @@ class Tracking:
 
     def take(self, reports: Sequence[Report]) -> None:
         """Write what is new in a reading. Raises Unreachable if no node answered, and LocalError."""
-        swarm = SwarmView(reports)
-        if not swarm.statuses:
-            raise Unreachable("no node answers")
+        swarm = _answering(reports)
         found, step = self.no_nodes | figures(swarm), round(swarm.step)
         self.no_nodes |= {name: 0 for name in found if name.startswith("nodes/")}
         # A validation loss belongs to its own step only: once written, it is not part of the mean at a later step.
         losses = {peer: s.figures.validation_loss for peer, s in swarm.statuses.items() if s.advert.stage == 0}
         new = {peer: loss for peer, loss in losses.items() if loss is not None and loss != self._validated.get(peer)}
-        found.pop("validation_loss", None)
         found |= {"validation_loss": fmean(new.values())} if new else {}
         if swarm.begun and (step > self.step or (step == self.step and "validation_loss" in found)):
             self.write(step, found)
@@ -223,11 +220,10 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
     say = partial(print, flush=True)
     async with readings(join, url) as read:
         reports = await read()
-        swarm = SwarmView(reports)
-        statuses = list(swarm.statuses.values())
-        run_id, name = swarm.run_id or "", statuses[0].run_name if statuses else ""
-        label = re.sub(r"[^\w-]+", "-", f"{name}-{run_id[:8]}")
-        config = {"run_id": run_id, "stages": swarm.stages, "steps": swarm.steps}
+        swarm = _answering(reports)
+        name = most_common(status.run_name for status in swarm.statuses.values()) or ""
+        label = re.sub(r"[^\w-]+", "-", f"{name[:64]}-{swarm.run_id[:8]}")
+        config = {"run_id": swarm.run_id, "stages": swarm.stages, "steps": swarm.steps}
         tracking = Tracking(open_sink(to, directory or HOME / label, label, config))
         say(f"track     {tracking.sink.how_to_view}")
         try:
@@ -236,6 +232,15 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
         finally:
             tracking.sink.close()
             say(f"{plural(tracking.written, 'reading')} written, up to step {tracking.step:,}")
+
+
+def _answering(reports: Sequence[Report]) -> SwarmView:
+    """The swarm of a reading. Raises Unreachable if no node answered."""
+    swarm = SwarmView(reports)
+    if not swarm.statuses:
+        why = next((f": {report.failure}" for report in swarm.reports), "")
+        raise Unreachable(f"no node answers with its status (nodes found: {len(swarm.reports)}){why}")
+    return swarm
 
 
 async def _of_directory(run_dir: Path) -> list[Report]:

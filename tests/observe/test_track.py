@@ -5,7 +5,8 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from noloco_p2p.launch import node_probe
 from noloco_p2p.launch.node_probe import KEY_LOCK, SUMMARY
 from noloco_p2p.observe import track
 from noloco_p2p.observe.diagnosis.findings import Report
+from noloco_p2p.observe.top import Readings
 
 
 def nodes(step: float, state: str = "training", **figures: object) -> dict[str, Report]:
@@ -165,6 +167,23 @@ def test_a_missing_package_is_named_before_anything_is_created(
     assert command(monkeypatch, *words, "wandb") == 2
     assert capsys.readouterr().err == f"error: {words[-1]} wandb needs the package wandb: pip install wandb\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_swarm_of_which_no_node_answers_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @asynccontextmanager
+    async def readings(join: Sequence[str], url: str | None) -> AsyncIterator[Readings]:
+        async def read() -> list[Report]:
+            return [silent(report) for report in nodes(10.0).values()]
+
+        yield read
+
+    monkeypatch.setattr(track, "readings", readings)
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "track", "--to", "tensorboard", "--join", "/ip4/127.0.0.1/tcp/1") == 2
+    said = "error: no node answers with its status (nodes found: 4): Connection refused\n"
+    assert (capsys.readouterr().err, [*tmp_path.iterdir()]) == (said, [])
 
 
 def test_a_directory_of_another_kind_is_refused(
