@@ -17,7 +17,7 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.status import SeenPeer, Status
 from noloco_p2p.errors import ConfigError, PeerError, Unreachable, Violation
 from noloco_p2p.humanize import short_id
-from noloco_p2p.io.dht.reach import Reach, endpoint, joined
+from noloco_p2p.io.dht.reach import Reach, endpoint, host_scope, joined
 from noloco_p2p.io.telemetry.status_json import LIMIT_BYTES, decode
 from noloco_p2p.observe.diagnosis.findings import Report, line
 
@@ -70,10 +70,14 @@ async def by_url(url: str) -> list[Report]:
 
 
 async def around(status: Status, base: str | None = None, clock_ahead_s: float | None = None) -> list[Report]:
-    """The swarm as seen by the node with this status, including that node. `base`: where it answered, if asked."""
-    own = filter(None, map(endpoint, (*filter(None, [base]), *status.advert.addresses)))
-    reach = Reach(host for host, _ in own)
-    advert = replace(status.advert, announced_at=asyncio.get_running_loop().time())
+    """The swarm as seen by the node with this status, including that node. `base`: where it answered, if asked.
+
+    What it says of its addresses is believed only if it runs on this machine.
+    """
+    own = [at[0] for at in map(endpoint, (base or "", *status.advert.addresses)) if at is not None]
+    reach = Reach(own if base is None or host_scope(own[0]) == "loopback" else own[:1])
+    metrics = base or status.advert.metrics
+    advert = replace(status.advert, announced_at=asyncio.get_running_loop().time(), metrics=metrics)
     first = Report(advert.peer_id, advert, status, "", clock_ahead_s)
     return await by_adverts(await reach.within(map(_here, status.seen)), known=[first], reach=reach)
 

@@ -301,6 +301,26 @@ def test_the_node_at_the_url_is_listed_although_no_other_knows_it_and_leads_only
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize(("base", "leads"), [("http://8.8.8.8:9100", 0), ("http://127.0.0.1:9100", 2), (None, 2)])
+def test_only_the_addresses_of_a_node_on_this_machine_say_in_which_networks_this_machine_is(
+    base: str | None, leads: int, asked: list[str]
+) -> None:
+    """A stranger at the URL that calls loopback and private addresses its own cannot make the observer dial them, nor
+    have itself asked there when it is asked again."""
+    places = ("127.0.0.1:1", "10.0.0.1:1")
+    seen = tuple(SeenPeer(replace(advert(0, n), metrics=f"http://{at}/metrics")) for n, at in enumerate(places, 1))
+    stranger = with_advert(swarm()["S0R0"], addresses=places, metrics="http://10.0.0.1:22/metrics")
+    status = with_status(stranger, seen=seen).status
+    assert status is not None
+
+    async def go() -> list[Report]:
+        return await survey.around(status, base)
+
+    first = asyncio.run(go())[0]
+    assert len(asked) == leads
+    assert base is None or first.advert.metrics == base
+
+
 def test_of_what_others_know_of_a_node_the_newest_is_used() -> None:
     async def go() -> list[str]:
         ages = {"S0R0": 9.0, "S0R1": 1.0, "S0R2": 5.0}
