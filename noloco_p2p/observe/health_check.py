@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.humanize import plain
 from noloco_p2p.launch.node_probe import ENDPOINTS, HOME, read_json
 
 ANSWER_S = 5.0
@@ -58,7 +59,7 @@ def _answer(address: tuple[str, int]) -> tuple[bool, str]:
         with closing(http.client.HTTPConnection(*address, timeout=ANSWER_S)) as connection:
             connection.request("GET", "/health")
             answer = connection.getresponse()
-            line = answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0]
+            line = plain(answer.read(LONGEST_LINE).decode(errors="replace").strip().partition("\n")[0])
     except (OSError, UnicodeError, http.client.HTTPException) as error:
         where = f"http://{address[0]}:{address[1]}/health"
         return False, f"no node answers at {where}: {getattr(error, 'strerror', None) or error}"

@@ -1,9 +1,11 @@
 """`noloco-node health` finds the node, prints ok or one line, and is quick."""
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +88,21 @@ def test_nobody_answers(home: Path, tmp_path: Path) -> None:
     for content in ("", "{", "[]", '{"peer_id": "P"}', '{"metrics": ""}'):
         (empty / "endpoints.json").write_text(content)
         assert ask(empty, None, home) == (False, f"no node has written its address to {empty / 'endpoints.json'}")
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b"\x1b]0;mine\x07red\nsecond line")
+
+
+def test_what_a_stranger_answers_is_printed_without_control_characters(tmp_path: Path) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        answering = threading.Thread(target=server.handle_request)
+        answering.start()
+        assert ask(None, f"http://127.0.0.1:{server.server_port}", tmp_path) == (False, " ]0;mine red")
+        answering.join()
 
 
 @pytest.mark.parametrize("url", ["", "https://127.0.0.1:1", "http://[::1", "http://a:99999", "/data"])
