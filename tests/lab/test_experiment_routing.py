@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import exp, log
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import routing_policies, spread
 from noloco_p2p.lab.experiments.markdown_page import charts, markdown
+from noloco_p2p.lab.experiments.real_swarm import train
 from noloco_p2p.lab.experiments.shards import corpora
 from noloco_p2p.lab.experiments.spec import Case, Result
-from noloco_p2p.lab.experiments.training import TrainingPlan
+from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Plot
+from noloco_p2p.sim.device import Costs
 
 STEPS = 20
 
@@ -44,6 +47,25 @@ def test_random_routes_send_less_to_the_slow_replica() -> None:
 def test_on_fixed_routes_equal_devices_never_wait() -> None:
     found = serve("fixed", "equal")
     assert (found["waited_s"], found["busy"], found["largest_over_mean"]) == (0.0, 0.0, 1.0)
+
+
+def test_a_slow_replica_that_evaluates_less_often_has_a_part_in_the_mean_of_its_evaluations() -> None:
+    """It evaluates at the steps 7 and 12, the other ones at 4, 7, 10 and 12, and at 4, 8 and 12."""
+    evaluation = {"every_steps": 4, "microbatches": 2}
+    manifest = small_manifest(
+        32,
+        2,
+        steps=12,
+        sequence_length=16,
+        microbatch_size=1,
+        microbatches_per_step=2,
+        routing="random",
+        evaluation=evaluation,
+        outer={"inner_steps": 2},
+    )
+    trained = train(TrainingPlan(manifest, (3, 2), 2, costs=Costs(spread=0.5), slowness={"s0r1": 3.0}))
+    assert [step for step, _ in trained.validation] == [4, 8, 12]
+    assert trained.validation[-1][1] == pytest.approx(fmean(trained.final_losses))
 
 
 # --- the spread and the learning rate -------------------------------------------------------------------------------
