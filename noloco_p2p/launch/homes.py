@@ -84,13 +84,14 @@ def require_run(named: str, directory: Path) -> None:
 def require_own(directory: Path, *wanted: Home) -> None:
     """As `require`, for the --dir that a run is going to write to.
 
-    It may not be inside the directory of a swarm, unless it belongs to one of its nodes and the swarm has not ended.
+    It may not be inside the directory of a node, nor of a swarm, unless it belongs to one of its nodes and the swarm
+    has not ended.
     """
-    kind = require("--dir ", directory, *wanted, Home.EMPTY)
-    around = directory.absolute().parent
-    if kind_of(around) is Home.SWARM:
-        if kind is not Home.NODE and (wanted[0] is not Home.NODE or NODE_NAME.fullmatch(directory.name) is None):
-            raise ConfigError(f"--dir {directory} is inside the directory of a swarm: name another directory")
+    kind, around = require("--dir ", directory, *wanted, Home.EMPTY), directory.absolute().parent
+    outer, named = kind_of(around), wanted[0] is Home.NODE and NODE_NAME.fullmatch(directory.name) is not None
+    if outer is Home.NODE or (outer is Home.SWARM and kind is not Home.NODE and not named):
+        raise ConfigError(f"--dir {directory} is inside {outer.description}: name another directory")
+    if outer is Home.SWARM:
         refuse_finished("--dir ", around)
 
 

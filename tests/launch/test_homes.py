@@ -18,11 +18,12 @@ from noloco_p2p.lab.bench import links
 from noloco_p2p.lab.experiments import runner
 from noloco_p2p.launch import compose, finetuning, join_file, run_files, swarm
 from noloco_p2p.launch.bootstrap import NodeOptions
+from noloco_p2p.observe.doctor import machine
 
 JOIN = f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id_of(bytes(32))}"
 WENT = "it went on"
-INSIDE, RUNS = "inside a swarm", ("swarm", "node")
-"""A model may be inside the directory of a swarm, another run may not."""
+INSIDE, RUNS = ("inside a swarm", "inside a node"), ("swarm", "node")
+"""A model may be inside the directory of a swarm or of a node, another run may not."""
 
 
 def files(directory: Path, **contents: str) -> Path:
@@ -55,7 +56,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "node": a_node,
     "node of another run": lambda home: a_node(home, seed=1),
     "node of a finished swarm": lambda home: a_swarm(home, completed=True) / "0-0",
-    INSIDE: lambda home: a_swarm(home, completed=False) / "mine",
+    INSIDE[0]: lambda home: a_swarm(home, completed=False) / "mine",
+    INSIDE[1]: lambda home: a_node(home) / "mine",
     "model": lambda home: files(home, noloco_json="{}", config_json="{}"),
     "experiment": lambda home: files(home, results_json='{"experiment": "spread"}', report_md="# spread"),
     "links": lambda home: files(home, report_md="# links", tokens_svg="<svg/>"),
@@ -77,6 +79,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     # These only read; their output is a separate file.
     "report": (["report", HERE, "--out", OUT], "swarm, finished swarm, node, node of another run, own files"),
     "export from": (["export", "--from", HERE, "--out", OUT], "swarm, finished swarm, node, own files"),
+    "doctor from": (
+        ["doctor", "--dir", HERE],
+        "nothing, swarm, finished swarm, node, own files, inside a swarm, inside a node",
+    ),
     "eval": (["eval", HERE], "model"),
     "generate": (["generate", HERE, "--prompt", "a"], "model"),
     "finetune from": (["finetune", HERE, "--data", "x", "--out", OUT], "model"),
@@ -105,6 +111,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "run_to_end", raises)
     monkeypatch.setattr(runner, "workers", raises)
     monkeypatch.setattr(links, "run", raises)
+    monkeypatch.setattr(machine, "check_python", raises)
     monkeypatch.setattr(finetuning, "read_examples", raises)
     monkeypatch.setattr("noloco_p2p.lab.sim_command.scenario_files.load", raises)
     monkeypatch.delenv("NOLOCO__SEED", raising=False)
@@ -130,7 +137,7 @@ def test_a_command_accepts_only_its_kinds_of_directory_and_touches_no_other(
     words, wanted = COMMANDS[command]
     reads = "from" in command or command in ("report", "eval", "generate")
     named = SAME.get(kind, kind) if reads else kind
-    if kind == "fresh volume" or (kind == INSIDE and not reads and command not in RUNS):
+    if kind == "fresh volume" or (kind in INSIDE and not reads and command not in RUNS):
         named = "nothing"
     before = tree(tmp_path)
     line = answer([word.format(dir=home, tmp=tmp_path) for word in words])

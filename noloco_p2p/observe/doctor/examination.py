@@ -48,8 +48,10 @@ async def examine(report: DoctorReport, join: Sequence[str], given: Overrides, d
     """Run every check that these options allow, and report each. Raises ConfigError as `run_doctor` does."""
     local = given.node()
     targets = [*map(JoinAddress.parse, join_file.known(join))]
+    kinds = Home.SWARM, Home.NODE, Home.OTHER, Home.EMPTY
+    kind = None if directory is None else homes.require("--dir ", directory, *kinds)
     node_dirs = () if directory is None else tuple(node_probe.node_dirs(directory))
-    if directory is not None and homes.kind_of(directory) is Home.SWARM:  # it tells its nodes where its files are
+    if kind is Home.SWARM:  # it tells its nodes where its files are
         known = run_files.local_files(node_dirs)._asdict()
         local = local.model_copy(update={key: value for key, value in known.items() if not getattr(local, key)})
     stored = next((found for one in node_dirs if (found := run_files.stored_manifest(one)) is not None), None)
