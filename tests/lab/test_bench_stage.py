@@ -1,6 +1,7 @@
 """`noloco bench stage` on a small run: its figures measure what they claim."""
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +149,18 @@ def test_the_command_measures_the_run_of_a_configuration_file(tmp_path: Path, mo
     assert json.loads(as_json.stdout) == {"stages": 2, "length": 8, "device": "cpu", "stages_costs": costs}
     lines = CliRunner().invoke(benches, words).stdout.splitlines()
     assert lines[3:] == ["stages_costs 0:", "  forward_s: 0.5", "stages_costs 1:", "  forward_s: 0.25"]
+
+
+def test_more_than_a_minute_is_announced_before_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It follows from the time of one pass through the stages."""
+
+    def at_once(*_: object) -> None:
+        raise LocalError("measured")
+
+    monkeypatch.setattr(bench, "measure", at_once)
+    for repeats, said in ((1, ""), (10**9, r"this takes more than [\d,]+ (d|h).*\n")):
+        with pytest.raises(LocalError, match="measured"):
+            bench.run("cpu", make_manifest("llama", 2), ProgressLine(), repeats)
+        assert re.fullmatch(said, capsys.readouterr().err)

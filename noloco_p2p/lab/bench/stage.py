@@ -4,6 +4,7 @@ Both are measured on stages as nodes use them: host buffers in, host buffers out
 model in plain torch divided by the time of all stages together, for the forward and backward pass of a microbatch.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_p2p import humanize
 from noloco_p2p.compute.factory import make_torch_stage
 from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.stage import TorchStage
@@ -42,6 +44,10 @@ def run(device: str, manifest: RunManifest, line: ProgressLine, repeats: int = 2
     batch = random_batch(manifest)
     stages = _make_stages(manifest, str(chosen))
     loss, grads = _gradients(stages, batch)
+    began = time.monotonic()
+    _one_pass(stages, batch, MicrobatchId("bench", 0, 1), Stopwatch())
+    if (least_s := (WARM_UP + repeats) * (time.monotonic() - began)) > 60:
+        line.say(f"this takes more than {humanize.duration(least_s)}")
     wide = manifest.model_copy(update={"wire": WireSettings(), "compute_dtype": "float32"})
     expected_loss, expected = _gradients(_make_stages(wide, "cpu"), batch)
     whole = BaselineReplica(manifest, chosen)
@@ -102,8 +108,7 @@ def costs(took: Stopwatch, stages: int) -> list[dict[str, float]]:
     The last stage does forward, loss and backward in one: its `forward_s` is an evaluation, `backward_s` the rest.
     """
     found = [{name: took.median_s((stage, name)) for name in COSTS} for stage in range(stages)]
-    last = found[-1]
-    last["backward_s"] = max(0.0, took.median_s((stages - 1, "loss_backward_s")) - last["forward_s"])
+    found[-1]["backward_s"] = max(0.0, took.median_s((stages - 1, "loss_backward_s")) - found[-1]["forward_s"])
     return found
 
 
@@ -127,8 +132,7 @@ def _one_pass(stages: Sequence[TorchStage], batch: Batch, identity: MicrobatchId
 
 
 def _make_stages(manifest: RunManifest, device: str) -> list[TorchStage]:
-    indices = range(manifest.stages)
-    return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in indices]
+    return [make_torch_stage(manifest, i, "bench", device=device, self_test=i == 0) for i in range(manifest.stages)]
 
 
 def _gradients(stages: list[TorchStage], batch: Batch) -> tuple[float, dict[str, Tensor]]:

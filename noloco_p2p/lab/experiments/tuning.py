@@ -118,7 +118,7 @@ def report(results: Results) -> list[Block]:
     for rule in TRIED:
         for replicas in REPLICAS:
             default, *_ = every = settings(rule, replicas)
-            runs = {one: _at_best(results, one) for one in every}
+            runs = {one: select(results, **one._asdict(), rate=best_rate(first_runs(results, one))) for one in every}
             gaps = {one: above(runs[one], runs[default], "validation_loss") for one in runs}
             blocks.append(_table(runs, runs[default], gaps))
             advice.append(f"`{rule}` with {replicas} replicas: {_advice(gaps)}")
@@ -139,10 +139,6 @@ def _table(runs: Mapping[Setting, Results], default: Results, gaps: Mapping[Sett
         f" parameters, {len(default)} seeds."
     )
     return table(columns, runs, caption)
-
-
-def _at_best(results: Results, setting: Setting) -> Results:
-    return select(results, **setting._asdict(), rate=best_rate(first_runs(results, setting)))
 
 
 def _advice(gaps: Mapping[Setting, list[float]]) -> str:
