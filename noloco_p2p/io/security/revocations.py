@@ -24,8 +24,8 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
 from noloco_p2p.io.security.certificates import RunTrust
 
-MAX_REVOKED = 1024
-"""Most peers on a list. Beyond that, the first are dropped: unrenewed, their certificates have probably expired."""
+MAX_REVOKED = 8192
+"""Most peers on a list. A line of 1 Mbit/s transfers it in half of CALL_TIMEOUT_S."""
 LOOK_S = 5.0
 """Time between two checks of the file and of other nodes' lists, seconds."""
 ASKED = 3
@@ -52,8 +52,10 @@ class DenyList:
 
     @classmethod
     def make(cls, root: Ed25519PrivateKey, run_id: str, number: int, peers: Sequence[PeerId]) -> "DenyList":
-        """Make and sign a list. Raises ConfigError if one of `peers` is not a peer id."""
-        kept = tuple(dict.fromkeys(peers))[-MAX_REVOKED:]
+        """Make and sign a list. Raises ConfigError if one of `peers` is not a peer id, or if there are too many."""
+        kept = tuple(dict.fromkeys(peers))
+        if len(kept) > MAX_REVOKED:
+            raise ConfigError(f"a list holds {MAX_REVOKED} revoked peers: revoke the node that admitted these instead")
         keys = [public_key_of(peer) for peer in kept]
         if None in keys:
             raise ConfigError(f"{kept[keys.index(None)]} is not a peer id: copy one from noloco top --json")
@@ -67,11 +69,7 @@ class DenyList:
         keys = content[_FORM.size :]
         try:
             run, number = _FORM.unpack_from(content)
-            if (
-                len(keys) > MAX_REVOKED * _KEY_BYTES
-                or len(keys) % _KEY_BYTES
-                or run != bytes.fromhex(trust.run_id)[:16]
-            ):
+            if len(keys) % _KEY_BYTES or run != bytes.fromhex(trust.run_id)[:16]:
                 raise ValueError("another length or run")
             if not trust.has_signed(_CONTEXT + content, signature):
                 raise ValueError("another signer")
@@ -123,6 +121,8 @@ class Revocations:
         found = DenyList.read(data, self._trust)
         if (found.number, found.signed) <= (self._held.number, self._held.signed):
             return False
+        if lost := self._peers.difference(found.peers):
+            log.warning("list %d lacks revoked peers, such as %s: revoke them again", found.number, min(lost))
         self._held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
         for changed in self._listeners:
             changed()

@@ -59,7 +59,6 @@ def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: 
         "one peer less": data[:24] + data[56:],
         "half a peer": data[:40] + data[-64:],
         "half a peer, of the root": signed(data[:40]),
-        "too many peers": signed(data[:24] + bytes(32 * (revocations.MAX_REVOKED + 1))),
         "cut off": data[:50],
         "nothing": b"",
     }
@@ -70,12 +69,25 @@ def test_a_list_survives_serialisation_and_only_the_root_can_make_one(tmp_path: 
         DenyList.make(club.root, RUN, 7, ["nobody"])
 
 
-def test_a_list_is_bounded_and_forgets_the_oldest(tmp_path: Path) -> None:
+def test_a_full_list_takes_no_more_and_forgets_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     club = Club(tmp_path)
-    many = [peer_id_of(i.to_bytes(32)) for i in range(revocations.MAX_REVOKED + 2)]
-    found = DenyList.read(club.revoking(1, *many), club.trust)
-    assert list(found.peers) == many[2:]
-    assert len(found.signed) < 33 << 10
+    many = [peer_id_of(i.to_bytes(32)) for i in range(revocations.MAX_REVOKED + 1)]
+    found = DenyList.read(club.revoking(1, *many[1:], many[1]), club.trust)
+    assert list(found.peers) == many[1:]
+    assert len(found.signed) * 8 < 1e6 * revocations.CALL_TIMEOUT_S / 2, "it comes over a line of 1 Mbit/s"
+    with pytest.raises(ConfigError, match="a list holds 8192 revoked peers: revoke the node that admitted these"):
+        club.revoking(1, *many)
+    monkeypatch.setattr(revocations, "MAX_REVOKED", 2)
+    assert DenyList.read(found.signed, club.trust) == found, "the root decides how long a list is"
+
+
+def test_a_newer_list_that_lacks_peers_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    club = Club(tmp_path)
+    mine = Revocations(club.trust)
+    for number, peers in ((1, [ANN]), (2, [ANN, BOB]), (3, [ANN, EVE])):
+        mine.adopt(club.revoking(number, *peers))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"list 3 lacks revoked peers, such as {BOB}: revoke them again"]
 
 
 def test_an_older_list_never_replaces_a_newer_one_even_after_a_restart(tmp_path: Path) -> None:
