@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from math import inf
 
 from noloco_p2p.core import schedule
 from noloco_p2p.core.exchanges import LIFETIMES, PROBES, Exchanges
 from noloco_p2p.core.members import HOLDING, STAGE_0_AT_WORK, TRAINED, Members
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.seeds import generator
 from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.state import NodeState
@@ -123,9 +123,9 @@ class Inquiry:
             return adverts
         node, now, doubted = self._node, self._node.now(), self._members.doubted()
 
-        def order(peer: PeerId) -> tuple[bool, bool, bool, float]:
+        def order(peer: PeerId) -> tuple[bool, bool, bool, bytes]:
             unknown, unheard = self.exchanges.said(peer, now=now) is None, self._members.heard_at(peer) == -inf
-            draw = generator(node.manifest.seed, node.me, peer).random()
+            draw = blake2b(f"{node.manifest.seed} {node.me} {peer}".encode()).digest()
             return unknown, unheard and peer in doubted, unheard, draw
 
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
