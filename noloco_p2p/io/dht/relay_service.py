@@ -32,8 +32,7 @@ class MemberRelay:
         self, libp2p: Libp2pDaemon, run_id: str, members: MemberRecords | None, bytes_per_s: Callable[[], float]
     ) -> None:
         """`members`: if given, only members may reserve; `bytes_per_s` returns the rate of all circuits together."""
-        self._libp2p, self._run_id, self._members = libp2p, run_id, members
-        self._bytes_per_s = bytes_per_s
+        self._libp2p, self._run_id, self._members, self._bytes_per_s = libp2p, run_id, members, bytes_per_s
         self._until: dict[PeerId, float] = {}
         """When each reservation ends, on the loop's clock."""
         self._circuits: Counter[PeerId] = Counter()

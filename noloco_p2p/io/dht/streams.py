@@ -6,7 +6,7 @@ splices the stream with another one.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from tempfile import TemporaryDirectory
 
 from noloco_p2p.core.messages import PeerId
@@ -22,6 +22,11 @@ OPEN_TIMEOUT_S = 5.0
 """Longest wait for a relay's answer, and for gRPC to use a stream that was opened for it."""
 CHUNK_BYTES = 1 << 16
 """Most bytes read at once. Together with the streams' two buffers, at most half a MiB waits here in each direction."""
+IDLE_S = 240.0
+"""Longest time without a byte in either direction, seconds. gRPC probes a connection with calls after 5 s, and ends one
+without calls after 3 minutes."""
+END_S = 10.0
+"""How long the end of a stream may take what was passed on before the other end stopped, seconds."""
 _TEXT_LIMIT = 200
 
 
@@ -46,11 +51,13 @@ async def hear(stream: Stream) -> str:
 
 
 async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[object]] | None = None) -> None:
-    """Pass bytes on in both directions until either end stops or breaks, then close both. Awaits `pace` with the size
-    of each part before passing it on."""
+    """Pass bytes on in both directions until either end stops or breaks, or none have come for IDLE_S; then close both.
+    Awaits `pace` with the size of each part before passing it on."""
+    loop, idle = asyncio.get_running_loop(), asyncio.timeout(IDLE_S)
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
+            idle.reschedule(loop.time() + IDLE_S)
             if pace is not None:
                 await pace(len(data))
             writer.write(data)
@@ -61,13 +68,16 @@ async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[obj
         asyncio.ensure_future(carry(other.reader, one.writer)),
     ]
     try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(TimeoutError):
+            async with idle:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
         for stream in (one, other):
             stream.writer.close()
+            loop.call_later(END_S, stream.writer.transport.abort)  # it may not take what is left
 
 
 class Streams:
@@ -134,19 +144,18 @@ class Streams:
             await self._libp2p.dial(self._libp2p.met[relay])
         await self.reserve(relay)
         stream = await self._libp2p.open_stream(relay, RELAY_STREAMS)
-        try:
+        with ExitStack() as failing:
+            failing.callback(stream.writer.close)
             await say(stream, peer)
             if refusal := await hear(stream):
                 raise Unreachable(f"relay {relay}: {refusal}")
-        except BaseException:
-            stream.writer.close()
-            raise
+            failing.pop_all()
         return stream
 
     async def _carry(
         self, server: asyncio.Server, folder: "TemporaryDirectory[str]", taken: asyncio.Future[Stream], stream: Stream
     ) -> None:
-        try:
+        with closing(stream.writer), suppress(TimeoutError):
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     local = await taken
@@ -154,7 +163,3 @@ class Streams:
                 server.close()
                 folder.cleanup()  # at once, so that a node that is killed leaves nothing behind
             await splice(local, stream)
-        except TimeoutError:
-            return
-        finally:
-            stream.writer.close()

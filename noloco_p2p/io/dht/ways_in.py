@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 
@@ -151,16 +152,14 @@ class WaysIn:
             return
         self._open[whose] += 1
         try:
-            try:
+            with suppress(OSError):  # this node is shutting down
                 server = Stream(*await asyncio.open_connection(*self._server))
-            except OSError:
-                return  # this node is shutting down
-            here = joined(*server.writer.get_extra_info("sockname")[:2])
-            self._streams.hosts[here] = whose
-            try:
-                await splice(stream, server)
-            finally:
-                del self._streams.hosts[here]
+                here = joined(*server.writer.get_extra_info("sockname")[:2])
+                self._streams.hosts[here] = whose
+                try:
+                    await splice(stream, server)
+                finally:
+                    del self._streams.hosts[here]
         finally:
             self._open[whose] -= 1
             self._open += Counter()

@@ -32,6 +32,7 @@ from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, Streams, h
 from noloco_p2p.io.dht.ways_in import WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
+from noloco_p2p.io.transport import service
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.io.transport.sockets import COUNT_S
@@ -191,6 +192,61 @@ def test_a_stream_that_breaks_before_any_message_is_unreachable() -> None:
             await say(stream, "word")
         with pytest.raises(Unreachable, match="does not answer"):
             await hear(stream)
+
+    asyncio.run(scenario())
+
+
+Ends = tuple[tuple[Stream, socket.socket], tuple[Stream, socket.socket]]
+
+
+@asynccontextmanager
+async def spliced() -> AsyncIterator[tuple[Ends, "asyncio.Task[None]"]]:
+    """Two spliced streams, each with its remote end, and the task that splices them."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    first, second = [(Stream(*await asyncio.open_connection(sock=here)), there) for here, there in pairs]
+    task = asyncio.create_task(streams.splice(first[0], second[0]))
+    yield (first, second), task
+    for _, there in (first, second):
+        there.close()
+    await task
+
+
+def test_a_splice_ends_when_no_byte_has_passed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC ends a connection without calls before, and probes one with a silent call far more often."""
+    options = dict(service.OPTIONS)
+    assert streams.IDLE_S * 1e3 > options["grpc.max_connection_idle_ms"] > 10 * options["grpc.keepalive_time_ms"]
+    monkeypatch.setattr(streams, "IDLE_S", 1.0)
+
+    async def scenario() -> None:
+        async with spliced() as ((first, second), task):
+            clock = asyncio.get_running_loop().time
+            for number in range(6):
+                await asyncio.sleep(0.3)
+                (first, second)[number % 2][1].send(b"a")
+            used_at = clock()
+            assert not task.done(), "either direction is use"
+            await asyncio.wait_for(task, 10.0)
+            assert clock() - used_at >= 0.9
+
+    asyncio.run(scenario())
+
+
+def test_what_a_peer_does_not_take_is_dropped_soon_after_the_end_of_a_splice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "END_S", 0.2)
+
+    async def scenario() -> None:
+        async with spliced() as ((first, second), task):
+            first[1].setblocking(False)
+            while first[0].reader._buffer or not second[0].writer.transport.get_write_buffer_size():  # type: ignore[attr-defined]
+                with suppress(BlockingIOError):
+                    first[1].send(bytes(1 << 16))
+                await asyncio.sleep(0)
+            second[1].shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(task, 5.0)
+            assert second[0].writer.transport.get_write_buffer_size() > 0
+            async with asyncio.timeout(5.0):
+                with suppress(ConnectionError):
+                    await second[0].writer.wait_closed()
 
     asyncio.run(scenario())
 
