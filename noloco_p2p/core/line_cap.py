@@ -39,8 +39,9 @@ class LineTurn:
     """A message that waits for its turn."""
 
     precedence: Precedence
-    age: tuple[int, int]
-    """Step and index of its microbatch at its origin. Within a kind the smallest goes first; ties go by arrival."""
+    age: tuple[float, ...]
+    """Step and index of its microbatch at its origin, and what decides between equal ones. Within a kind the smallest
+    goes first; ties go by arrival."""
     nbytes: int
     go: Callable[[], object]
     """Called when it may be sent."""
@@ -52,7 +53,7 @@ class LineTurn:
 class _Queue:
     """The waiting messages of one kind."""
 
-    turns: list[tuple[tuple[int, int], int, LineTurn]] = field(default_factory=list)
+    turns: list[tuple[tuple[float, ...], int, LineTurn]] = field(default_factory=list)
     """A heap, by age and then by order of arrival."""
     owed: float = 0.0
     """Bytes of its share that it has not received yet."""

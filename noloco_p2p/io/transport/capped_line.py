@@ -23,8 +23,8 @@ from noloco_p2p.io.transport.sockets import AckedBytes, UnsentLimit
 Write = Callable[[bytes], Awaitable[object]]
 Read = Callable[..., Awaitable[Any]]
 Held = Callable[[], AbstractContextManager[object]]
-Rank = tuple[Precedence, tuple[int, int]]
-"""A message's place in the order of sending: its kind, then its age as (step, index). Lower goes first."""
+Rank = tuple[Precedence, tuple[float, ...]]
+"""A message's place in the order of sending: its kind, then its age as (step, index, …). Lower goes first."""
 OTHER: Rank = (Precedence.OTHER, (0, 0))
 FIRST_MESSAGE: Rank = (Precedence.GRADIENT, (-1, 0))
 """Rank of the first message of a call, ahead of everything: its sender soon asks whether its header has arrived."""
@@ -36,9 +36,9 @@ BUFFERED_S = 0.001
 """A message that can be read in less time was in a buffer already, so it says nothing about the line."""
 
 
-def rank_of(header: Header, precedence: Precedence) -> Rank:
-    """The rank of a message that belongs to a microbatch."""
-    return precedence, (header.origin.step, header.origin.index)
+def rank_of(header: Header, precedence: Precedence, *then: float) -> Rank:
+    """The rank of a message that belongs to a microbatch; `then` orders those of the same step and index."""
+    return precedence, (header.origin.step, header.origin.index, *then)
 
 
 class CappedDirection:

@@ -280,16 +280,15 @@ class GrpcServicer:
         self.links.check_label(header, caller.name)
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
+        # Bodies that take turns would be late together, and gRPC opens their windows at the same time: in bursts.
+        rank = rank_of(header, Precedence.ACTIVATION, asyncio.get_running_loop().time())
 
         def duplex(context: Any) -> Duplex:
             write, read = Patience().writing(context.write), patience.reading(context.read, rate)
-            return (
-                self._line.sender(write, rank_of(header, Precedence.GRADIENT)),
-                self._line.receiver(read, rank_of(header, Precedence.ACTIVATION)),
-            )
+            return self._line.sender(write, rank_of(header, Precedence.GRADIENT)), self._line.receiver(read, rank)
 
         ask = partial(Patience().writing(context.write), to_grant(self._line.wanted_bytes))
-        ahead = partial(self._line.in_transit, rank_of(header, Precedence.ACTIVATION))
+        ahead = partial(self._line.in_transit, rank)
         incoming = IncomingActivation(header, frames, self._count, duplex(context)[1], ask, patience, ahead)
         if head.header.stripe and not frames:
             incoming.stripes = leaving.enter_context(self._striped.may_carry(caller.name, head.header.stripe, duplex))
