@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import gateways
 import pytest
@@ -13,10 +15,13 @@ from soak import soak
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht import port_mapping
+from noloco_p2p.io.dht import port_mapping, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.port_mapping import LEASE_S, HomeRouter, home_router, is_behind_router
+from noloco_p2p.io.dht.streams import Streams
+from noloco_p2p.io.dht.ways_in import WaysIn
 
 in_namespaces = pytest.mark.skipif(gateways.why_no_namespaces() != "", reason=gateways.why_no_namespaces())
 ONCE = str(Path(gateways.__file__).with_name("port_mapping_once.py"))
@@ -132,6 +137,47 @@ def test_a_mapping_that_fails_to_renew_does_not_stop_the_others(monkeypatch: pyt
         with pytest.raises(Unreachable, match="Action not authorized"):
             await router.renew()
         assert mapped == [("127.0.0.1", 5009)]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It restarts, does not answer for a while, and comes back with no mappings and another address."""
+    mapped, answers, address = list[tuple[str, int]](), [True], ["11.1.1.12"]
+
+    def found() -> FoundRouter:
+        if not answers[0]:
+            raise Unreachable("no router answers")
+        return FoundRouter("127.0.0.1", mapped)
+
+    def outside(router: FoundRouter) -> str:
+        if not answers[0]:
+            raise Exception("timeout")
+        return address[0]
+
+    monkeypatch.setattr(port_mapping, "_router", found)
+    monkeypatch.setattr(FoundRouter, "externalipaddress", outside)
+    monkeypatch.setattr(ways_in, "RENEW_S", 0.01)
+
+    async def scenario() -> None:
+        router, told = HomeRouter(), asyncio.Event()
+        libp2p = SimpleNamespace(router=router, outside=None)
+        ways = WaysIn(cast(Libp2pDaemon, libp2p), cast(Streams, None), ("127.0.0.1", 5009))
+        await router.map(5009)
+        answers[0] = False
+
+        async def changed() -> None:
+            told.set()
+
+        keeping = asyncio.create_task(ways.keep(changed))
+        await asyncio.sleep(0.1)
+        assert ways.addresses()[0] == "11.1.1.12:5009", "the router may be back before anybody calls"
+        mapped.clear()
+        answers[0], address[0] = True, "11.1.1.13"
+        await asyncio.wait_for(told.wait(), 10.0)
+        assert mapped[0] == ("127.0.0.1", 5009)
+        assert ways.addresses()[0] == "11.1.1.13:5009"
+        keeping.cancel()
 
     asyncio.run(scenario())
 
