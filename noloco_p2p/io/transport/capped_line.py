@@ -140,17 +140,17 @@ class OwnersLine:
         self, read: Read, rank: Rank = OTHER, *, first_at_once: bool = False, held: Held = nullcontext
     ) -> Read:
         """`read`, but each message waits for its turn; with `first_at_once`, only from the second one on. The wait is
-        inside the context `held()`."""
+        inside the context `held()`. A FIRST_MESSAGE is not charged before it comes: a caller may never send it."""
         direction = self._down
         if direction is None:
             return self._measured(read)
 
-        due = 0 if first_at_once else direction.message_bytes
+        due = 0 if first_at_once or rank == FIRST_MESSAGE else direction.message_bytes
 
         async def receive(*arguments: Any) -> Any:
             nonlocal due
             charged, due = due, direction.message_bytes
-            if charged:
+            if charged or rank == FIRST_MESSAGE:
                 with held():
                     await direction.turn(rank, charged)
             came = 0

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,6 +15,8 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
 from noloco_p2p.io.transport.grpc_transport import SILENCE_S
+from noloco_p2p.io.transport.servicer import GrpcServicer
+from noloco_p2p.io.transport.slow_transfers import Silent
 from noloco_p2p.io.transport.stripes import Duplex
 from noloco_p2p.sim.virtual_time import run
 
@@ -49,6 +52,37 @@ def test_messages_that_never_arrive_use_none_of_the_line(end: type[BaseException
         await losing
 
     run(scenario(), limit_s=60.0)
+
+
+def test_calls_that_send_nothing_use_none_of_the_line() -> None:
+    """Anybody may open hundreds. What their first messages will take is not known, and is charged when they come."""
+
+    async def scenario() -> None:
+        line, clock = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S)), asyncio.get_running_loop().time
+        message = bytes(int(MBIT_PER_S * BYTES_PER_MBIT * CAPPED_MESSAGE_S))
+        servicer = cast(GrpcServicer, SimpleNamespace(_line=line))
+
+        async def never() -> bytes:
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        async def comes() -> bytes:
+            return message
+
+        silent = [GrpcServicer._first_message(servicer, SimpleNamespace(read=never)) for _ in range(MESSAGES)]
+        strangers = asyncio.gather(*silent, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        read = line.receiver(comes)
+        for _ in range(MESSAGES):
+            await read()
+        assert clock() <= (MESSAGES + 3) * CAPPED_MESSAGE_S
+        assert {type(end) for end in await strangers} == {Silent}
+        firsts = [GrpcServicer._first_message(servicer, SimpleNamespace(read=comes)) for _ in range(MESSAGES)]
+        began = clock()
+        await asyncio.gather(*firsts)
+        await read()
+        assert clock() - began >= (MESSAGES - 3) * CAPPED_MESSAGE_S, "what comes is charged"
+
+    run(scenario(), limit_s=120.0)
 
 
 def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_given_up() -> None:
