@@ -19,8 +19,9 @@ from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, RESERVE_CA
 RESERVED_S = 15.0
 """Lifetime of a reservation that is not renewed, seconds."""
 MAX_RESERVED = 256
-CIRCUITS, CIRCUITS_OF_PEER = 512, 64
-"""Most circuits (pairs of spliced streams) at a time: in all, and per peer, which needs three for each it calls."""
+CIRCUITS, CIRCUITS_OF_PEER, CIRCUITS_OF_PAIR = 512, 64, 8
+"""Most circuits (pairs of spliced streams) at a time: in all, per peer, and from one peer to another, which takes up to
+four, and as many again while connections are replaced."""
 BURST_S = 0.25
 """How much of the relayed share may be sent in one burst, in seconds of its rate."""
 
@@ -35,7 +36,8 @@ class MemberRelay:
         self._libp2p, self._run_id, self._members, self._bytes_per_s = libp2p, run_id, members, bytes_per_s
         self._until: dict[PeerId, float] = {}
         """When each reservation ends, on the loop's clock."""
-        self._circuits: Counter[PeerId] = Counter()
+        self._circuits: Counter[tuple[PeerId, ...]] = Counter()
+        """How many each peer has, and each caller with each target."""
         self._carrying: set[asyncio.Task[None]] = set()
         if members is not None:
             members.revoked.listen(self._cut)
@@ -65,10 +67,11 @@ class MemberRelay:
             self._carrying.add(task)
             task.add_done_callback(self._carrying.discard)
         with suppress(PeerError, LocalError), ExitStack() as leaving:
-            self._take(caller, leaving)  # if it raises, the stream ends without an answer
+            self._take(leaving, caller)  # if it raises, the stream ends without an answer
             target = await hear(stream)
             try:
-                self._take(target, leaving)
+                self._take(leaving, target)
+                self._take(leaving, caller, target)
                 onward = await self._libp2p.open_stream(target, RELAYED_STREAMS)
             except (PeerError, LocalError) as error:
                 await say(stream, str(error))
@@ -77,17 +80,18 @@ class MemberRelay:
             await say(stream, "")
             await splice(stream, onward, self._pace)
 
-    def _take(self, peer: PeerId, leaving: ExitStack) -> None:
-        """Count one end of a circuit to `peer` until the stack ends. Raises Declined if the peer may have no more."""
-        if self._until.get(peer, 0.0) < asyncio.get_running_loop().time():
-            raise Declined(f"{peer} has no reservation")
-        if self._circuits[peer] >= CIRCUITS_OF_PEER or self._circuits.total() >= 2 * CIRCUITS:
-            raise Declined(f"{peer} may have no more circuits")
-        self._circuits[peer] += 1
-        leaving.callback(self._give_back, peer)
+    def _take(self, leaving: ExitStack, *peers: PeerId) -> None:
+        """Count a circuit of a peer, or from one to another, until the stack ends. Raises Declined beyond a limit."""
+        most = CIRCUITS_OF_PEER if len(peers) == 1 else CIRCUITS_OF_PAIR
+        if self._until.get(peers[-1], 0.0) < asyncio.get_running_loop().time():
+            raise Declined(f"{peers[-1]} has no reservation")
+        if self._circuits[peers] >= most or self._circuits.total() >= 3 * CIRCUITS:
+            raise Declined(f"{peers[-1]} may have no more circuits")
+        self._circuits[peers] += 1
+        leaving.callback(self._give_back, peers)
 
-    def _give_back(self, peer: PeerId) -> None:
-        self._circuits[peer] -= 1
+    def _give_back(self, peers: tuple[PeerId, ...]) -> None:
+        self._circuits[peers] -= 1
         self._circuits += Counter()  # drops the entries that are zero
 
     def _cut(self) -> None:

@@ -307,6 +307,32 @@ def test_a_relay_serves_members_with_a_reservation_up_to_a_limit_each(
     run(scenario)
 
 
+def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    club = Club(tmp_path, RUN)
+    monkeypatch.setattr(relay_service, "CIRCUITS_OF_PAIR", 2, raising=False)
+    monkeypatch.setattr(relay_service, "CIRCUITS_OF_PEER", 4)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as closing:
+            enter = closing.enter_async_context
+            r = await enter(relay(club, "r"))
+            a, b, c = [await enter(member(club, name, r)) for name in "abc"]
+            await b.ways.serve()
+            await b.ways.find_relays()
+            for one in (a, c):
+                await one.streams.reserve(r.id)
+            answers = list[str]()
+            for _ in range(4):
+                stream = await a.libp2p.open_stream(r.id, RELAY_STREAMS)
+                closing.callback(stream.writer.close)
+                await say(stream, b.id)
+                answers.append(await hear(stream))
+            assert await c.circuit(r, b.id) == ""
+            assert answers == ["", "", *[f"{b.id} may have no more circuits"] * 2]
+
+    run(scenario)
+
+
 def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None:
     club, rate = Club(tmp_path, RUN), 2e6
 
