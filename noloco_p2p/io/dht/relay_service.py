@@ -57,6 +57,7 @@ class MemberRelay:
         if self._members is not None and not self._members.belongs(caller, certificate, dht_time() + RESERVED_S):
             raise Declined("this relay serves only members of its run")
         self._until = {peer: until for peer, until in self._until.items() if until > now}
+        self._circuits += Counter()  # drops the entries that are zero
         if caller not in self._until and len(self._until) >= MAX_RESERVED:
             raise Declined("this relay accepts no more reservations")
         self._until[caller] = now + RESERVED_S
@@ -88,11 +89,7 @@ class MemberRelay:
         if self._circuits[peers] >= most or self._circuits.total() >= 3 * CIRCUITS:
             raise Declined(f"{peers[-1]} may have no more circuits")
         self._circuits[peers] += 1
-        leaving.callback(self._give_back, peers)
-
-    def _give_back(self, peers: tuple[PeerId, ...]) -> None:
-        self._circuits[peers] -= 1
-        self._circuits += Counter()  # drops the entries that are zero
+        leaving.callback(self._circuits.subtract, [peers])
 
     def _cut(self) -> None:
         """End all reservations and circuits after a revocation; peers that still belong to the run reserve again."""

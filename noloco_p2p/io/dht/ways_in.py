@@ -4,6 +4,7 @@ keeps to public members, two of which serve as relays (ARCHITECTURE.md, "Reachab
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -52,9 +53,8 @@ class WaysIn:
     @property
     def _outside(self) -> str:
         """`host:port` at which the router forwards connections to the gRPC server; empty if it does not."""
-        router = self._libp2p.router
-        place = router.place(self._server[1]) if router is not None else None
-        return "" if place is None else joined(*place)
+        place = self._libp2p.router and self._libp2p.router.place(self._server[1])
+        return joined(*place) if place else ""
 
     async def serve(self) -> None:
         """Connect others' streams to the gRPC server from now on."""
@@ -81,8 +81,8 @@ class WaysIn:
         before, now = self._relays, asyncio.get_running_loop().time()
         relays = await self._reserved_of(before)
         if len(relays) < RELAYS:
-            linked = self._public.keys() & await self._libp2p.links() - {*before}
-            asked = [one for one in linked if now - self._refused_at.get(one, -REFUSED_S) >= REFUSED_S]
+            self._refused_at = {one: at for one, at in self._refused_at.items() if now - at < REFUSED_S}
+            asked = self._public.keys() & await self._libp2p.links() - {*before} - self._refused_at.keys()
             relays += await self._reserved_of(sorted(asked, key=self._place)[: 2 * RELAYS])
         self._relays = tuple(relays[:RELAYS])
         return self._relays != before
@@ -134,8 +134,9 @@ class WaysIn:
 
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public
-        wanted = sorted(public, key=self._place)[:MAX_LINKS]
-        await self._libp2p.dial_all([public[peer] for peer in wanted if peer not in linked][:DIALS])
+        wanted = [peer for peer in sorted(public, key=self._place)[:MAX_LINKS] if peer not in linked]
+        asked = random.sample(wanted, min(DIALS, len(wanted)))  # always the first ones may be dead
+        await self._libp2p.dial_all([public[peer] for peer in asked])
 
     def _place(self, peer: PeerId) -> bytes:
         """Sort key of a member. Each node has its own order, so that they do not all choose the same relays."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from errno import ENOSPC
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import Mock
+from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from daemons import RUN, STRANGER, daemon, run, until
@@ -23,13 +24,15 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import Declined, LocalError, Unreachable
-from noloco_p2p.io.dht import relay_service, streams
+from noloco_p2p.io.dht import relay_service, streams, ways_in
+from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, check_reachable, serve_dial_back
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
-from noloco_p2p.io.dht.ways_in import WaysIn
+from noloco_p2p.io.dht.ways_in import DIALS, WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.io.transport import service
@@ -331,6 +334,47 @@ def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkey
             assert answers == ["", "", *[f"{b.id} may have no more circuits"] * 2]
 
     run(scenario)
+
+
+def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others() -> None:
+    dead = {peer_id_of(bytes([i]) * 32): JoinAddress("127.0.0.1", 1, peer_id_of(bytes([i]) * 32)) for i in range(24)}
+    dialled = set[PeerId]()
+
+    class Libp2p:
+        peer_id, joined, met = STRANGER, (), dead
+
+        async def links(self) -> set[PeerId]:
+            return set()
+
+        async def dial_all(self, targets: list[JoinAddress]) -> None:
+            assert len(targets) == DIALS
+            dialled.update(target.peer_id for target in targets)
+
+    async def scenario() -> None:
+        ways = WaysIn(cast(Libp2pDaemon, Libp2p()), cast(Streams, None), ("127.0.0.1", 9))
+        for _ in range(100):
+            await ways._keep_links()
+        assert dialled == dead.keys()
+
+    asyncio.run(scenario())
+
+
+def test_members_that_refuse_to_relay_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways_in, "REFUSED_S", 0.0)
+    links = {peer_id_of(bytes([i]) * 32) for i in range(24)}
+    libp2p = Mock(joined=(), met=dict.fromkeys(links), peer_id=STRANGER, links=AsyncMock(return_value=links))
+
+    async def scenario() -> None:
+        refusing = Mock(reserve=AsyncMock(side_effect=Declined("no")))
+        ways = WaysIn(libp2p, refusing, ("127.0.0.1", 9))
+        for _ in range(2):
+            assert not await ways.find_relays()
+            assert ways._refused_at
+        libp2p.links.return_value = set()
+        await ways.find_relays()
+        assert not ways._refused_at
+
+    asyncio.run(scenario())
 
 
 def test_a_relay_keeps_to_the_rate_that_its_owner_allows(tmp_path: Path) -> None:
