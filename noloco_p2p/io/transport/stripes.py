@@ -7,7 +7,7 @@ message, even if the request has no body.
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc.aio
@@ -38,10 +38,10 @@ def to_stripe(number: int) -> bytes:
 
 def from_stripe(raw: bytes) -> int:
     """The number in the first message of a stripe. Raises Violation."""
-    try:
-        return pb.ActivationMessage.FromString(raw).stripe
-    except DecodeError:
-        raise Violation("the first message of a stripe must have the number of a body") from None
+    with suppress(DecodeError):
+        if len(raw) <= len(to_stripe(2**64 - 1)):
+            return pb.ActivationMessage.FromString(raw).stripe
+    raise Violation("the first message of a stripe must have the number of a body")
 
 
 def no_body(message: bytes) -> bool:

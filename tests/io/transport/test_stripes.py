@@ -38,6 +38,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.config import LimitSettings
+from noloco_p2p.core import wire
 from noloco_p2p.core.line_rate import (
     CONNECTIONS,
     FAR_BYTES,
@@ -59,7 +60,7 @@ from noloco_p2p.io.transport import callers, capped_line, grpc_transport, messag
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected, SentActivation
-from noloco_p2p.io.transport.frame_codec import FILLERS
+from noloco_p2p.io.transport.frame_codec import FILLERS, packed
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.slow_transfers import Unread
@@ -148,6 +149,14 @@ def test_messages_divide_evenly_between_the_connections(connections: int) -> Non
         assert messages <= STRIPES
         assert longest >= MIN_STRIPE_BYTES or messages <= connections
         assert size < connections * connections or messages % connections == 0
+
+
+def test_the_first_message_of_a_stripe_is_not_parsed_if_it_is_long() -> None:
+    """One of 4 MiB with two million empty frames took 66 ms and 80 MiB, and anybody could send it."""
+    assert [stripes.from_stripe(stripes.to_stripe(number)) for number in (1, 2**64 - 1)] == [1, 2**64 - 1]
+    for raw in (b"\xff", packed(pb.ActivationMessage(stripe=1), [wire.End(0, 0, 0)] * 2)):
+        with pytest.raises(Violation, match="the number of a body"):
+            stripes.from_stripe(raw)
 
 
 def test_a_link_or_a_relay_has_few_connections() -> None:
