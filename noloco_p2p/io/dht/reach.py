@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from math import inf
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings
@@ -25,8 +26,9 @@ CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
 LOOKUP_S = 2.0
 """Longest wait for names to be resolved, seconds. An answer that comes later is used the next time."""
 NAMES_AT_ONCE = 32
-NAMES_KEPT, KEPT_S = 256, 60.0
-"""How many names' addresses are remembered, and for how long, seconds."""
+NAMES_KEPT, KEPT_S, FORGOTTEN_S = 256, 60.0, 3600.0
+"""How many names' addresses are remembered, after how long they are looked up again, and when a name is forgotten that
+nobody has asked for since, seconds. Those remembered go first, and keep their places."""
 RELAY = "relay/"
 """Prefix of the address of a peer behind a relay; the relay's peer id follows."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
@@ -148,10 +150,12 @@ class Reach:
     async def _look_up(self, hosts: Iterable[str]) -> None:
         """Resolve names, waiting LOOKUP_S at most."""
         loop = asyncio.get_running_loop()
-        fresh = {host for host, (at, _) in self._known.items() if at > loop.time() - KEPT_S}
-        for host in hosts:
-            if not _is_address(host) and host not in fresh and len(self._asking) < NAMES_AT_ONCE:
-                self._asking.setdefault(host, loop.create_task(self._ask(host)))
+        known = {host: at for host, (at, _) in self._known.items()}
+        for host in sorted(hosts, key=lambda host: host not in known):
+            due = loop.time() - known.get(host, -inf) > KEPT_S and host not in self._asking
+            room = host in known or len(known) + len(self._asking) < NAMES_KEPT
+            if due and room and not _is_address(host) and len(self._asking) < NAMES_AT_ONCE:
+                self._asking[host] = loop.create_task(self._ask(host))
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=LOOKUP_S)
 
@@ -166,7 +170,5 @@ class Reach:
             addresses = self._of(host)  # there may be no network at the moment
         finally:
             self._asking.pop(host, None)
-        self._known.pop(host, None)
+        self._known = {name: one for name, one in self._known.items() if loop.time() - one[0] < FORGOTTEN_S}
         self._known[host] = loop.time(), addresses
-        while len(self._known) > NAMES_KEPT:
-            del self._known[next(iter(self._known))]

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,46 @@ def test_slow_names_delay_a_read_by_a_bounded_time(monkeypatch: pytest.MonkeyPat
         assert await reach.addresses([*hosts, "8.8.8.8"]) == {"8.8.8.8": "8.8.8.8"}
         assert len(asked) == reaching.NAMES_AT_ONCE
         answer.set()
+
+    asyncio.run(scenario())
+
+
+def test_a_name_that_is_being_resolved_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer from the name server, each reading of the directory would queue all names again."""
+    monkeypatch.setattr(reaching, "LOOKUP_S", 0.05)
+    asked, answer = list[str](), threading.Event()
+
+    def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
+        asked.append(host)
+        answer.wait()
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    async def scenario() -> None:
+        reach = Reach(["8.8.4.4"])
+        for _ in range(5):
+            assert await reach.addresses(["slow.example"]) == {}
+        answer.set()
+        assert await reach.addresses(["slow.example"]) == {}
+        assert asked == ["slow.example"]
+
+    asyncio.run(scenario())
+
+
+def test_a_known_name_is_not_displaced_by_any_number_of_new_ones(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """In an open run a stranger can announce as many names as it likes."""
+    monkeypatch.setattr(reaching, "KEPT_S", 0.0)
+
+    async def scenario() -> None:
+        reach = Reach(["8.8.4.4"])
+        await reach.addresses(["both.example"])
+        for reading in range(12):
+            found = await reach.addresses([*(f"a{reading}-{n}.example" for n in range(99)), "both.example"])
+            assert "both.example" in found
+        assert len(reach._known) <= reaching.NAMES_KEPT
 
     asyncio.run(scenario())
 
