@@ -37,12 +37,13 @@ class PartnerGuard:
     def judge(self, mine: FrozenRound, theirs: PartnerVector) -> PartnerVector:
         """The partner's vector after clipping, with its distances and the verdict. A refused one must not be merged."""
         own, found = host_tensor.to_torch(mine.vector), host_tensor.to_torch(theirs.vector)
-        radii = mine.radii
-        if not (radii and all(radii)):
-            radii = self._filled_in(radii or (0.0,) * self._groups, own)
+        known = mine.radii or (0.0,) * self._groups
+        radii = known if all(known) else self._filled_in(known, own)
         apart = self._distances(own, found)
         factors = guard.factors(apart, radii)
-        far = (factors is None or min(factors) < 1) and self._is_far(own, apart)
+        clips = factors is None or min(factors) < 1
+        # Out of all proportion to this replica's own vector?
+        far = clips and hypot(*apart) > guard.FURTHEST * hypot(*self._distances(own, None))
         if factors is None or far:
             other, self._stranger = self._stranger, theirs
             agreed = other is not None and other.peer != theirs.peer and self._agree(other, theirs, radii)
@@ -91,10 +92,6 @@ class PartnerGuard:
         norms, groups = self._distances(own, None), self._groups // self._offered
         both = [hypot(*norms[group % groups :: groups]) for group in range(self._groups)]
         return tuple(radius or guard.UNKNOWN * norm or inf for radius, norm in zip(radii, both, strict=True))
-
-    def _is_far(self, own: Tensor, apart: Sequence[float]) -> bool:
-        """Whether the distance is out of all proportion to this replica's own vector."""
-        return hypot(*apart) > guard.FURTHEST * hypot(*self._distances(own, None))
 
     def _agree(self, one: PartnerVector, other: PartnerVector, radii: Sequence[float]) -> bool:
         """Whether the two vectors are as close to each other as partners usually are."""

@@ -80,7 +80,8 @@ class SimDevice:
         if self._halted:
             raise asyncio.CancelledError
         done: asyncio.Future[T] = loop.create_future()
-        cost_s = self._costs.of(operation) * self._factor() * self.slowness
+        factor = math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
+        cost_s = self._costs.of(operation) * factor * self.slowness
         self._work = loop.call_later(cost_s, self._perform, cost_s, work, done, lost), done
         try:
             return await done
@@ -117,9 +118,6 @@ class SimDevice:
             turn.cancel()
         for end in self._work or ():
             end.cancel()
-
-    def _factor(self) -> float:
-        return math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
 
     def _perform(
         self, took_s: float, work: Callable[[], T], done: "asyncio.Future[T]", lost: Callable[[T], None] | None

@@ -166,7 +166,7 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
     for process in outcome.processes:
         for merge in (merge for stage in recording_stages(process) for merge in stage.merged):
             candidates = [one for one in outcome.processes if one.peer == merge.partner]
-            partner = next((one for one in candidates if _ended_s(swarm, one) >= merge.at_s), candidates[-1])
+            partner = next((one for one in candidates if (one.ended_at_s or inf) >= merge.at_s), candidates[-1])
             came = [event for event in partner.trace.of("resumed") if event.at_s < merge.at_s]
             if not came or came[-1].get("source") != "peer" or merge.round >= came[-1].number("round") + 2:
                 continue
@@ -175,11 +175,6 @@ def newcomers_are_no_partners(swarm: FaultySwarm, outcome: Outcome) -> None:
             known_s = max([came[-1].at_s, *cut_off]) + swarm.listed_s
             early = merge.frozen_at_s < known_s
             assert early, f"{process.peer} merged {merge} of a newcomer: {came[-1]}"
-
-
-def _ended_s(swarm: FaultySwarm, process: SimProcess) -> float:
-    """When a process ended, or the limit of the run if it has not."""
-    return swarm.limit_s if process.ended_at_s is None else process.ended_at_s
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
