@@ -26,6 +26,10 @@ from noloco_p2p.ports import Body, Handler
 
 Answer = Callable[[Caller, Any, ExitStack], Awaitable[None]]
 """Answers a call, given its caller and context; the stack releases what the call holds of this node."""
+Method = Callable[[Caller, Any, Any], Awaitable[Message]]
+"""Makes the reply to a single request, from its caller, the request and the context."""
+LONGEST_QUESTION = 160 * MAX_CALLS
+"""Most bytes of a Progress or Describe request: the ids of as many microbatches as a node serves."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
@@ -109,15 +113,9 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
     return answer
 
 
-async def _asked(
-    method: Callable[[Caller, Any, Any], Awaitable[Message]],
-    kind: type[Message],
-    caller: Caller,
-    context: Any,
-    held: ExitStack,
-) -> None:
+async def _asked(method: Method, kind: type[Message], caller: Caller, context: Any, held: ExitStack) -> None:
     """Answer one request message with one reply message."""
-    reply = await method(caller, kind.FromString(await read_request(context)), context)
+    reply = await method(caller, kind.FromString(await read_request(context, LONGEST_QUESTION)), context)
     with suppress(grpc.aio.InternalError):  # The caller has disconnected.
         await Patience().writing(context.write)(reply.SerializeToString())
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -96,9 +97,9 @@ def steady_reading(expected: Iterable[TensorSpec], seconds: float) -> Callable[[
     return partial(Patience(STATE_RESERVE_S).reading, least_bytes_per_s=rate)
 
 
-async def read_request(context: Any) -> bytes:
-    """The only message of a call with one request. Raises Silent, or DecodeError if there is none."""
+async def read_request(context: Any, most_bytes: float = inf) -> bytes:
+    """The only message of a call with one request. Raises Silent, or DecodeError if there is none or it is longer."""
     message: Any = await Patience().reading(context.read)()
-    if message is grpc.aio.EOF:
+    if message is grpc.aio.EOF or len(message) > most_bytes:
         raise DecodeError
     return bytes(message)

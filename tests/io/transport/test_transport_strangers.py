@@ -786,6 +786,26 @@ def test_impossible_names_and_counts_are_refused_on_the_header(fault: str) -> No
     run(scenario())
 
 
+@pytest.mark.parametrize(("ids", "code"), [(2_000_000, "INVALID_ARGUMENT"), (callers.MAX_CALLS + 1, None)])
+def test_a_question_with_too_many_ids_is_refused_and_a_long_one_is_not_even_parsed(ids: int, code: str | None) -> None:
+    """To parse two million empty ids, which fit into 4 MiB, took 71 ms, in which the node did nothing else."""
+
+    async def scenario() -> None:
+        node = Node(hang)
+        async with pair(node) as both, bare(both.peer) as channel:
+            ask = channel.unary_unary("/noloco.v1.Node/Progress", response_deserializer=pb.ProgressReply.FromString)
+            call = ask(b"\x0a\x00" * ids, timeout=30.0, metadata=ME)
+            if code is None:
+                assert (await call).refusal.kind == pb.Refusal.KIND_VIOLATION
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read") as caught:
+                    await call
+                assert caught.value.code().name == code
+        assert node.calls == []
+
+    run(scenario())
+
+
 def test_an_overlong_name_or_version_is_refused() -> None:
     async def scenario() -> None:
         node = Node(hang)
