@@ -157,6 +157,7 @@ def _library() -> Any:
     """The module `datasets`, whose cache exists. Raises LocalError."""
     import datasets
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is raised as well, and says more
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
         cache.mkdir(parents=True, exist_ok=True)
