@@ -288,9 +288,10 @@ class Pair:
 
 
 def is_far(both: Pair) -> None:
-    """Make A believe that B is far away over a fast line, so that it uses as many connections as allowed."""
+    """Make A believe that B is far away over a fast line, so that it uses as many connections as allowed. B takes its
+    line for fast as well: on a busy machine it would measure a slow one, and tell A."""
     line, now, much = both.a.line, asyncio.get_running_loop().time(), 1 << 30
-    for rate in (line.up, line.down):
+    for rate in (line.up, line.down, both.b.line.up, both.b.line.down):
         rate.ended(rate.began(now - 1.0), 50e6, now)
     for _ in range(ROUND_TRIPS):
         line.answered("B", 0.2)
