@@ -8,6 +8,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
+from weakref import WeakValueDictionary
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import Declined, LocalError, PeerError
@@ -41,8 +43,9 @@ class MemberRelay:
         self._carrying: set[asyncio.Task[None]] = set()
         if members is not None:
             members.revoked.listen(self._cut)
-        self._turn = asyncio.Lock()
-        self._free_at = 0.0
+        self._turn, self._free_at = asyncio.Lock(), 0.0
+        self._turns: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
+        """By caller: of all its circuits, one at a time waits for `_turn`."""
 
     async def serve(self) -> None:
         """Accept reservations and splice streams from now on. To be called once per daemon."""
@@ -79,7 +82,7 @@ class MemberRelay:
                 return
             leaving.callback(onward.writer.close)
             await say(stream, "")
-            await splice(stream, onward, self._pace)
+            await splice(stream, onward, partial(self.pace, caller))
 
     def _take(self, leaving: ExitStack, *peers: PeerId) -> None:
         """Count a circuit of a peer, or from one to another, until the stack ends. Raises Declined beyond a limit."""
@@ -97,9 +100,10 @@ class MemberRelay:
         for task in self._carrying:
             task.cancel()
 
-    async def _pace(self, nbytes: int) -> None:
-        """Wait until `nbytes` more may be sent; circuits take turns."""
-        async with self._turn:
+    async def pace(self, caller: PeerId, nbytes: int) -> None:
+        """Wait until `nbytes` more may be sent over a circuit of `caller`. Callers take turns, however many circuits
+        each has."""
+        async with self._turns.setdefault(caller, asyncio.Lock()), self._turn:
             now = asyncio.get_running_loop().time()
             self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._bytes_per_s()
             if self._free_at > now:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, check_reachable, se
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.relay_service import MemberRelay
-from noloco_p2p.io.dht.streams import RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
+from noloco_p2p.io.dht.streams import CHUNK_BYTES, RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
 from noloco_p2p.io.dht.ways_in import DIALS, WaysIn
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.revocations import Revocations
@@ -43,6 +44,7 @@ from noloco_p2p.launch import ways as reachability
 from noloco_p2p.launch.run_key import Standing
 from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.peers import check_reached
+from noloco_p2p.sim import virtual_time
 
 BODY = (1, 512, 512)
 """1 MiB: more than all buffers along the path hold."""
@@ -114,6 +116,27 @@ async def relayed(club: Club, bytes_per_s: float) -> AsyncIterator[tuple[Peer, P
         await b.ways.serve()
         await b.ways.find_relays()
         yield a, b, f"relay/{r.id}"
+
+
+def test_one_caller_with_many_circuits_gets_no_more_of_a_relay_than_one_with_a_single_circuit() -> None:
+    passed = Counter[PeerId]()
+
+    async def scenario() -> None:
+        relay = MemberRelay(cast(Libp2pDaemon, None), RUN, None, lambda: 10.0 * CHUNK_BYTES)
+
+        async def circuit(caller: PeerId) -> None:
+            while True:
+                await relay.pace(caller, CHUNK_BYTES)
+                passed[caller] += 1
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(20.0), asyncio.TaskGroup() as circuits:
+                for caller in 8 * ["many"] + ["one"]:
+                    circuits.create_task(circuit(caller))
+
+    virtual_time.run(scenario(), limit_s=60.0)
+    assert passed.total() == pytest.approx(200, abs=5)
+    assert passed["one"] == pytest.approx(passed["many"], abs=2)
 
 
 def relay_of(peer: Peer, records: MemberRecords | None, mbit_per_s: float | None) -> MemberRelay | None:
