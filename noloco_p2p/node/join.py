@@ -137,7 +137,8 @@ class Joining:
             if living:
                 # From all stages, because some of this stage may have been cut off as well.
                 await self._weights.know_the_clock()
-            sources = resume.restore_sources(node.advert, ahead, [], node.manifest.stages) if ahead else []
+            stages, credible = node.manifest.stages, self._weights.credible_round()
+            sources = resume.restore_sources(node.advert, ahead, [], stages, credible=credible) if ahead else []
             for source in sources or ([] if living else resume.guards_ahead(node.advert, self._swarm.members.all())):
                 if await self._weights.restore(source):
                     return True

@@ -53,6 +53,11 @@ def test_a_node_begins_afresh_only_if_no_other_one_has_meanwhile() -> None:
     check(FaultySwarm(plan, (*faults, *arrivals)))
 
 
+def test_a_node_that_catches_up_takes_no_honest_replica_for_bold() -> None:
+    """One replica had fallen behind as well. What the run's clock allows did not count, so the two others came last."""
+    check(drawn_mixed(2470))
+
+
 def test_a_guardian_whose_answer_is_lost_is_asked_again_before_a_stage_begins_afresh() -> None:
     """Stage 0 had not done a round yet, so initial weights passed for as good as those of the guardian."""
     check(drawn_mixed(303))

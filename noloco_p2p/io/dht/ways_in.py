@@ -135,8 +135,8 @@ class WaysIn:
     async def _keep_links(self) -> None:
         linked, public = await self._libp2p.links(), self._public
         wanted = [peer for peer in sorted(public, key=self._place)[:MAX_LINKS] if peer not in linked]
-        asked = random.sample(wanted, min(DIALS, len(wanted)))  # always the first ones may be dead
-        await self._libp2p.dial_all([public[peer] for peer in asked])
+        # Not always the first ones: these may be dead.
+        await self._libp2p.dial_all([public[peer] for peer in random.sample(wanted, min(DIALS, len(wanted)))])
 
     def _place(self, peer: PeerId) -> bytes:
         """Sort key of a member. Each node has its own order, so that they do not all choose the same relays."""
