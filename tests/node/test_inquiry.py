@@ -1,6 +1,5 @@
 """Which peers a node asks when there are more than it may ask."""
 
-import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,7 +9,6 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.members import Members
 from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.seeds import generator
 from noloco_p2p.node.inquiry import Inquiry
 from noloco_p2p.node.state import NodeState
 
@@ -33,18 +31,3 @@ def test_the_few_that_are_asked_are_the_same_every_time_and_others_for_another_n
     counts = [sum(peer in PEERS[:1024] for peer in inquiry(f"node {i}").few(PEERS)) for i in range(64)]
     assert sum(counts) == pytest.approx(64 * PROBES / 2, abs=64)
     assert len({inquiry(f"node {i}").few(PEERS)[0] for i in range(64)}) > 32
-
-
-def test_choosing_among_thousands_costs_less_than_a_generator_for_each() -> None:
-    def cpu_s(what: object) -> float:
-        assert callable(what)
-        began = time.thread_time()
-        what()
-        return time.thread_time() - began
-
-    asks = inquiry("me")
-    ours = min(cpu_s(lambda: asks.few(PEERS)) for _ in range(5))
-    theirs = min(cpu_s(lambda: [generator(0, "me", one.peer_id) for one in PEERS]) for _ in range(5))
-    assert ours < theirs / 2, (
-        f"{ours * 1e3:.1f} ms for {len(PEERS)} peers; as many generators take {theirs * 1e3:.1f} ms"
-    )

@@ -55,7 +55,7 @@ class DenyList:
         """Make and sign a list. Raises ConfigError if one of `peers` is not a peer id, or if there are too many."""
         kept = tuple(dict.fromkeys(peers))
         if len(kept) > MAX_REVOKED:
-            raise ConfigError(f"a list holds {MAX_REVOKED} revoked peers: revoke the node that admitted these instead")
+            raise ConfigError(f"a list holds at most {MAX_REVOKED:,} peers: revoke the node that admitted these")
         keys = [public_key_of(peer) for peer in kept]
         if None in keys:
             raise ConfigError(f"{kept[keys.index(None)]} is not a peer id: copy one from noloco top --json")

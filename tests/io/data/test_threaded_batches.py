@@ -483,9 +483,11 @@ def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(tmp_path: Path, m
     assert str(told.value) == f"{home / 'cache'}, the cache of datasets, cannot be made: Not a directory; set HF_HOME"
 
 
-def test_the_file_with_an_invalid_row_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_file_with_an_invalid_row_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It said: the data cannot be read. Before that, `datasets` logged a line of its own."""
-    logging.getLogger("datasets").addHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)
     for part, row in enumerate(['{"text": "a"}', '{"text": "b"', '{"text": "c"}']):
         (tmp_path / f"{part}.jsonl").write_text(row)
     corpus = hub_corpora.text_corpus(manifest("c4").data, (str(tmp_path / "*.jsonl"),), tokenizers.BYTES)
@@ -493,7 +495,6 @@ def test_the_file_with_an_invalid_row_is_named(tmp_path: Path, caplog: pytest.Lo
     for documents in (corpus.documents(1, 0, lambda: True), corpus.everything()):
         with pytest.raises(LocalError, match=f"^{tmp_path}/1.jsonl cannot be read: JSON parse error"):
             list(documents)
-    logging.getLogger("datasets").removeHandler(caplog.handler)
     assert caplog.records == []
 
 

@@ -237,24 +237,24 @@ async def spliced() -> AsyncIterator[tuple[Ends, "asyncio.Task[None]"]]:
     await task
 
 
-def test_a_splice_ends_when_no_byte_has_passed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_splice_ends_when_no_byte_has_passed_for_a_while() -> None:
     """gRPC ends a connection without calls before, and probes one with a silent call far more often."""
     options = dict(service.OPTIONS)
     assert streams.IDLE_S * 1e3 > options["grpc.max_connection_idle_ms"] > 10 * options["grpc.keepalive_time_ms"]
-    monkeypatch.setattr(streams, "IDLE_S", 1.0)
 
     async def scenario() -> None:
-        async with spliced() as ((first, second), task):
-            clock = asyncio.get_running_loop().time
-            for number in range(6):
-                await asyncio.sleep(0.3)
-                (first, second)[number % 2][1].send(b"a")
-            used_at = clock()
-            assert not task.done(), "either direction is use"
-            await asyncio.wait_for(task, 10.0)
-            assert clock() - used_at >= 0.9
+        readers, clock = [asyncio.StreamReader() for _ in range(2)], asyncio.get_running_loop().time
+        first, second = (Stream(reader, Mock(drain=AsyncMock())) for reader in readers)
+        task = asyncio.create_task(streams.splice(first, second))
+        for number in range(6):
+            await asyncio.sleep(0.9 * streams.IDLE_S)
+            readers[number % 2].feed_data(b"a")
+        used_at = clock()
+        assert not task.done(), "either direction is use"
+        await task
+        assert clock() - used_at == pytest.approx(streams.IDLE_S)
 
-    asyncio.run(scenario())
+    virtual_time.run(scenario(), limit_s=10 * streams.IDLE_S)
 
 
 def test_what_a_peer_does_not_take_is_dropped_soon_after_the_end_of_a_splice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_a_relay_serves_members_with_a_reservation_up_to_a_limit_each(
 
 def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     club = Club(tmp_path, RUN)
-    monkeypatch.setattr(relay_service, "CIRCUITS_OF_PAIR", 2, raising=False)
+    monkeypatch.setattr(relay_service, "CIRCUITS_OF_PAIR", 2)
     monkeypatch.setattr(relay_service, "CIRCUITS_OF_PEER", 4)
 
     async def scenario() -> None:

@@ -75,7 +75,7 @@ def test_a_full_list_takes_no_more_and_forgets_nobody(tmp_path: Path, monkeypatc
     found = DenyList.read(club.revoking(1, *many[1:], many[1]), club.trust)
     assert list(found.peers) == many[1:]
     assert len(found.signed) * 8 < 1e6 * revocations.CALL_TIMEOUT_S / 2, "it comes over a line of 1 Mbit/s"
-    with pytest.raises(ConfigError, match="a list holds 8192 revoked peers: revoke the node that admitted these"):
+    with pytest.raises(ConfigError, match="a list holds at most 8,192 peers: revoke the node that admitted these"):
         club.revoking(1, *many)
     monkeypatch.setattr(revocations, "MAX_REVOKED", 2)
     assert DenyList.read(found.signed, club.trust) == found, "the root decides how long a list is"
