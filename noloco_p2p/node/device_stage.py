@@ -27,8 +27,9 @@ class DeviceStage:
 
     async def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """As in the port. If the caller is cancelled meanwhile, the graph is freed."""
-        work = partial(self._open_stage().forward, inputs, mask)
-        return await self._device.call(Operation.FORWARD, work, lost=lambda result: self.discard(result[0]))
+        device, stage = self._device, self._open_stage()
+        work = partial(stage.forward, inputs, mask)
+        return await device.call(Operation.FORWARD, work, lost=lambda one: device.post(partial(stage.discard, one[0])))
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """As in the port."""
@@ -62,12 +63,8 @@ class DeviceStage:
 
     async def inner_step(self, label: StepLabel) -> StepResult:
         """As in the port. Fills in `busy_s`, the seconds that the device has worked since the previous inner step."""
-        take = self._open_stage().inner_step
-
-        def work() -> StepResult:
-            return replace(take(label), busy_s=self._device.take_busy_s())
-
-        return await self._device.call(Operation.INNER_STEP, work)
+        take, device = self._open_stage().inner_step, self._device
+        return await device.call(Operation.INNER_STEP, lambda: replace(take(label), busy_s=device.take_busy_s()))
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         """As in the port."""

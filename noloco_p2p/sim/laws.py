@@ -55,9 +55,8 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
     """Every microbatch of a stage-0 process was done, dropped with a reason, or died with it. No graph is left open."""
     stages = recording_stages(process)
     begun = sum(stage.forwards for stage in stages if stage.state.index == 0)
-    for event in process.trace.of("microbatch"):
-        if event.get("result") == "dropped":
-            assert event.get("reason"), f"{process.peer} dropped a microbatch without a reason"
+    dropped = [e.get("reason") for e in process.trace.of("microbatch") if e.get("result") == "dropped"]
+    assert all(dropped), f"{process.peer} dropped a microbatch without a reason"
     if process.crashed:
         return
     for stage in stages:
@@ -65,7 +64,8 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
     if begun and len(stages) == 1:
         results, counted = process.microbatches, len(stages[0].counted)
         ended = results["done"] + results["nonfinite"] + results["dropped"]
-        assert begun == ended, f"{process.peer} began {begun} microbatches, of which {ended} ended: {results}"
+        waited = dropped.count("cancelled")  # at most this many never got the device, because the node left
+        assert ended - waited <= begun <= ended, f"{process.peer} began {begun} microbatches, {ended} ended: {results}"
         assert results["done"] == counted, f"{process.peer} counted {counted} microbatches, but {results}"
 
 

@@ -1,22 +1,26 @@
 """Swarms with faults drawn from a seed keep every law.
 
-The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm, and `python
-tests/support/mixed.py SEED UNTIL` looks for one that breaks a law.
+The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm. `python
+tests/support/mixed.py SEED UNTIL` and `varied.py` look for one that breaks a law.
 """
 
 import pytest
 from choosing import ChoosingSwarm
-from elastic import drawn
+from elastic import config_for, drawn, manifest_for
 from lawful import check
 from mixed import drawn as drawn_mixed
 from noted import noted
 from soak import soak
+from varied import drawn as drawn_varied
 
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.world import SimPlan
 
 SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10
 MIXED, SOAK_MIXED = 20, 400
+VARIED, SOAK_VARIED = 10, 400
 CHOOSING = range(3, 8)
 
 
@@ -68,6 +72,24 @@ def test_swarms_of_every_rule_survive_every_kind_of_fault(block: int) -> None:
     for seed in range(block, block + SWARMS_A_TEST):
         with noted(f"seed {seed}; replay: python tests/support/mixed.py {seed}"):
             check(drawn_mixed(seed))
+
+
+@pytest.mark.parametrize("block", [*range(0, VARIED, SWARMS_A_TEST), *soak(range(VARIED, SOAK_VARIED, SWARMS_A_TEST))])
+def test_swarms_with_other_settings_and_hours_survive_every_kind_of_fault(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        with noted(f"seed {seed}; replay: python tests/support/varied.py {seed}"):
+            check(drawn_varied(seed))
+
+
+def test_a_node_that_leaves_drops_what_has_not_reached_its_device() -> None:
+    """The law took the microbatches that were cancelled before their forward pass for lost ones."""
+    manifest = manifest_for((2, 2), steps=3, microbatches_per_step=12)
+    plan = SimPlan(manifest, (2, 2), config=config_for(), costs=Costs(forward_s=0.8, backward_s=1.0))
+    swarm = FaultySwarm(plan, (Fault(2.4, "leave", ("s0r1",), 6.9),), limit_s=1000.0)
+    swarm.gap_s = 60.0
+    outcome = check(swarm)
+    reasons = [event.get("reason") for event in outcome.trace.of("microbatch", "s0r1")]
+    assert "cancelled" in reasons
 
 
 def test_one_seed_gives_one_run() -> None:

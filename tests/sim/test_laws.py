@@ -28,7 +28,7 @@ from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import gaps, weights_survive
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import Payload
-from noloco_p2p.sim.recording import AvailableWeights, Resumption, WeightsChoice, now_s
+from noloco_p2p.sim.recording import AvailableWeights, RecordingStage, Resumption, WeightsChoice, now_s
 from noloco_p2p.sim.simulation import build
 from noloco_p2p.sim.traffic import Traffic
 from noloco_p2p.sim.virtual_time import run
@@ -135,6 +135,17 @@ def test_weights_that_changed_in_transit_are_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LinearStage, "restore", bent)
     assert "s1r1 loaded" in str(planted(CAME))
+
+
+def test_a_microbatch_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = RecordingStage.forward
+
+    def twice(stage: RecordingStage, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
+        stage.forwards += stage.forwards == 3
+        return forward(stage, inputs, mask)
+
+    monkeypatch.setattr(RecordingStage, "forward", twice)
+    assert "s0r0 began" in str(planted())
 
 
 def test_a_graph_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ replays one seed as `elastic.py` does, or runs all seeds from SEED to UNTIL and 
 
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from elastic import COSTS, DRAIN_S, config_for, manifest_for, replay
 from lawful import broken
@@ -16,6 +18,8 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.world import SimPlan, peer_id
+
+Swarm = TypeVar("Swarm", bound=FaultySwarm)
 
 RULES = (
     {"rule": "noloco", "inner_steps": 4},
@@ -53,6 +57,11 @@ BODIES = (20_000, 200_000, 2_000_000)
 
 
 def drawn(seed: int) -> FaultySwarm:
+    """See `drawn_as`."""
+    return drawn_as(FaultySwarm, seed)
+
+
+def drawn_as(kind: type[Swarm], seed: int) -> Swarm:
     """A swarm with two to nine faults. In one of four, nodes choose their stage; one of four is on slow lines."""
     rng = random.Random(f"mixed {seed}")
     replicas: tuple[int, ...] = ()
@@ -96,7 +105,7 @@ def drawn(seed: int) -> FaultySwarm:
     if rng.random() < 0.25:
         plan, lines_s = _on_slow_lines(plan, rng)
         gap_s += lines_s
-    swarm = FaultySwarm(plan, tuple(faults), limit_s=1500.0 + 20.0 * gap_s)
+    swarm = kind(plan, tuple(faults), limit_s=1500.0 + 20.0 * gap_s)
     swarm.gap_s += gap_s
     return swarm
 
@@ -170,7 +179,7 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     return faults
 
 
-def main(seed: int, until: int | None = None) -> int:
+def main(drawn: Callable[[int], FaultySwarm], seed: int, until: int | None = None) -> int:
     """Replay one seed, or run all up to `until`. Returns 1 if a law is broken."""
     if until is None:
         return replay(drawn(seed))
@@ -184,4 +193,4 @@ def main(seed: int, until: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(drawn, *map(int, sys.argv[1:])))
