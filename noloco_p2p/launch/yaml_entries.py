@@ -123,7 +123,7 @@ def read_entries(
             entries += _Reader(environ[name], name, False, known, faults).entries(key)
     for option in sets:
         name, equals, text = (part.strip() for part in option.partition("="))
-        if equals:
+        if name and equals:
             entries += _Reader(text, f"--set {name}", False, known, faults).entries(tuple(name.split(".")))
         else:
             faults.append(f"--set {option}: write it as --set key=value")

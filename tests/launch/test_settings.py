@@ -74,9 +74,10 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
         "steps: 1.5\n"
     )
     environ = {"NOLOCO__INNER__BETA1": "x", "NOLOCO__SEEED": "1"}
-    found = faults(path, environ, ["steps", "alpha=3", "outer={gamma: text}", "name=]", "wire_dtype=int8"])
+    found = faults(path, environ, ["steps", "=3", "alpha=3", "outer={gamma: text}", "name=]", "wire_dtype=int8"])
     assert found == [
         "--set steps: write it as --set key=value",
+        "--set =3: write it as --set key=value",
         "--set name: not valid YAML: expected the node content, but found ']'",
         f"{path}:2: there is no key stpes; the nearest is steps",
         f"{path}:5: there is no key outer.alhpa; the nearest is outer.alpha",
