@@ -29,6 +29,7 @@ class DeviceStage:
         """As in the port. If the caller is cancelled meanwhile, the graph is freed."""
         device, stage = self._device, self._open_stage()
         work = partial(stage.forward, inputs, mask)
+        # Not `self.discard`: this stage may be closed by then.
         return await device.call(Operation.FORWARD, work, lost=lambda one: device.post(partial(stage.discard, one[0])))
 
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:

@@ -1,7 +1,7 @@
 """Swarms with faults drawn from a seed keep every law.
 
-The laws are in `noloco_p2p/sim/laws.py`; `python tests/support/elastic.py SEED` replays one swarm. `python
-tests/support/mixed.py SEED UNTIL` and `varied.py` look for one that breaks a law.
+The laws are in `noloco_p2p/sim/laws.py`. `python tests/support/elastic.py SEED` replays one swarm. In the same
+folder, `mixed.py SEED UNTIL` and `varied.py SEED UNTIL` look for swarms that break a law.
 """
 
 import pytest

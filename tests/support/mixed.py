@@ -56,6 +56,11 @@ BODIES = (20_000, 200_000, 2_000_000)
 """Bytes of an activation, where lines are slow."""
 
 
+def nodes_of(replicas: tuple[int, ...]) -> list[PeerId]:
+    """The nodes with which a swarm starts, in order."""
+    return [peer_id(stage, i) for stage, count in enumerate(replicas) for i in range(count)]
+
+
 def drawn(seed: int) -> FaultySwarm:
     """See `drawn_as`."""
     return drawn_as(FaultySwarm, seed)
@@ -82,7 +87,6 @@ def drawn_as(kind: type[Swarm], seed: int) -> Swarm:
     )
     by, lost = rng.choice([0.5, 1.0, 2.0]), rng.choice([0.0, 0.0, 0.01])
     costs = replace(COSTS, forward_s=by * COSTS.forward_s, backward_s=by * COSTS.backward_s)
-    everybody = [peer_id(stage, i) for stage, count in enumerate(replicas) for i in range(count)]
     plan = SimPlan(
         manifest,
         replicas,
@@ -90,7 +94,7 @@ def drawn_as(kind: type[Swarm], seed: int) -> Swarm:
         config=config_for(checkpoint={"every_steps": rng.choice([1, 8, 100])}),
         link=Link(latency_s=rng.choice([0.002, 0.005, 0.05]), spread=0.3, reply_loss=lost, request_loss=lost),
         costs=costs,
-        slowness={peer: SLOWEST for peer in everybody if rng.random() < 0.1},
+        slowness={peer: SLOWEST for peer in nodes_of(replicas) if rng.random() < 0.1},
         view_age_s=rng.choice([0.0, 0.0, 0.5]),
         unequal_batches=True,
         torn_by_crash=rng.random() < 0.5,

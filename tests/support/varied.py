@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mixed import drawn_as, main
+from mixed import drawn_as, main, nodes_of
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
@@ -54,7 +54,7 @@ class Timetable(FaultySwarm):
 
 
 def drawn(seed: int) -> FaultySwarm:
-    """A swarm of `mixed` with other settings: a slower one if that makes a step take longer."""
+    """A swarm of `mixed` with other settings. If its steps take longer with them, it may take longer."""
     swarm, rng = drawn_as(Timetable, seed), random.Random(f"varied {seed}")
     plan, costs = swarm.plan, swarm.plan.costs
     assert isinstance(costs, Costs)
@@ -88,17 +88,13 @@ def drawn(seed: int) -> FaultySwarm:
     if timetable:
         swarm.gap_s += PAUSED_S
         swarm.limit_s += 5 * PAUSED_S * max(1.0, by)
-        swarm.hours = {peer: rng.choice(HOURS) for peer in sorted(_everybody(plan.replicas)) if rng.random() < 0.3}
+        swarm.hours = {peer: rng.choice(HOURS) for peer in nodes_of(plan.replicas) if rng.random() < 0.3}
     return swarm
 
 
 def _some(rng: random.Random, **choices: list[Any]) -> dict[str, Any]:
     """Some of these settings, each with one of its values."""
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < 0.4}
-
-
-def _everybody(replicas: tuple[int, ...]) -> list[PeerId]:
-    return [peer_id(stage, i) for stage, count in enumerate(replicas) for i in range(count)]
 
 
 if __name__ == "__main__":
