@@ -162,6 +162,25 @@ def test_a_policy_that_names_a_replica_waits_for_it_while_it_is_busy(policy: str
     assert fields["peer"] in {*ROUND_TRIPS_S} - {named.peer_id}
 
 
+@pytest.mark.parametrize(("waited_s", "most"), [(1.0, 20), (10.0, 70), (100.0, 180)])
+def test_a_long_wait_for_busy_replicas_is_not_polled_ten_times_a_second(waited_s: float, most: int) -> None:
+    attempts = Attempts(True, frozenset(), busy_at=0.0)
+    now, polls = 0.0, 0
+    while now < waited_s:
+        attempts.busy = {"A"}
+        late_s = attempts.pause_s
+        now, polls = now + late_s, polls + 1
+        attempts.begin_anew(now)
+    assert waited_s / 1.0 <= polls <= most
+    assert late_s <= max(0.1, min(1.0, 0.05 * waited_s))
+
+
+def test_a_wait_for_replicas_that_failed_is_polled_as_before() -> None:
+    attempts = Attempts(True, frozenset(), busy_at=0.0, pause_s=0.4)
+    attempts.begin_anew(100.0)
+    assert attempts.pause_s == 0.5
+
+
 def test_under_weighted_two_are_drawn_from_all() -> None:
     chooser = Chooser(0, "weighted")
     pairs = [chooser.pair(0, 0) for _ in range(50)]

@@ -14,6 +14,9 @@ from noloco_p2p.node.state import NodeState
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
 """Pause after every replica has answered Busy, seconds; it doubles from the first to the longest."""
+PAUSE_SHARE, LONG_WAIT_PAUSE_S = 0.05, 1.0
+"""After a long wait, a pause may take this share of it, but not more than so many seconds: without `outer.overlap` a
+stage may be closed for minutes, and nothing that has waited so long is late by a twentieth."""
 LONGEST_WITH_NOBODY_S = 0.5
 """The longest pause if every replica has failed, seconds."""
 FAILED_AGAIN_S = 1.0
@@ -49,8 +52,9 @@ class Attempts:
     def begin_anew(self, now: float) -> None:
         """After a pause: replicas that were busy, or that failed a while ago, may be asked again; if none was busy, so
         may all that failed."""
-        longest_s = LONGEST_WITH_NOBODY_S if self.trains and not self.busy else LONGEST_PAUSE_S
-        self.pause_s = min(2 * self.pause_s, longest_s)
+        waited_s = 0.0 if self.busy_at is None else now - self.busy_at
+        longest_s = max(LONGEST_PAUSE_S, min(LONG_WAIT_PAUSE_S, PAUSE_SHARE * waited_s))
+        self.pause_s = min(2 * self.pause_s, LONGEST_WITH_NOBODY_S if self.trains and not self.busy else longest_s)
         self.failed = {peer: at for peer, at in self.failed.items() if self.busy and now - at < FAILED_AGAIN_S}
         self.busy.clear()
 
@@ -116,8 +120,7 @@ class ReplicaChoice:
     def expected(self, origin: Origin) -> list[Advert]:
         """The replicas that may get a microbatch, if that is known before its output is ready; otherwise none."""
         members, index = self._swarm.members, self._node.index
-        peers = members.usable(index + 1, now=self._node.now(), without=())
-        peers = self._swarm.trials.among(peers)
+        peers = self._swarm.trials.among(members.usable(index + 1, now=self._node.now(), without=()))
         if len(peers) > 1:
             known = index == 0 and self._node.manifest.routing == "random"
             peers = list(self._drawn_together(origin, peers)) if known else []

@@ -126,9 +126,8 @@ class MicrobatchServer:
     def _admit(self, keys: list[AttemptKey]) -> None:
         """Let these waiting calls run, and request the bodies of calls that now have a place in the waiting line."""
         for key in keys:
-            self._calls[key].granted.set()
             self._calls[key].admitted.set()
-        for key in self.intake.granted():
+        for key in (*keys, *self.intake.granted()):
             self._calls[key].granted.set()
 
     def _has_left(self, origin: PeerId) -> bool:
