@@ -31,9 +31,9 @@ class Disk:
         self._entries: list[_DiskEntry] = []
         self._pinned: _DiskEntry | None = None
 
-    def held(self) -> list[Holding]:
-        """The checkpoints that look complete, oldest first."""
-        return list(dict.fromkeys(entry.holding for entry in self._entries if not entry.noticed))
+    def held(self, *, intact: bool = False) -> list[Holding]:
+        """The checkpoints that look complete, or those that are, oldest first."""
+        return list(dict.fromkeys(one.holding for one in self._entries if not (one.torn if intact else one.noticed)))
 
     def put(self, checkpoint: Checkpoint, keep: int, *, pin: bool = False, torn: bool = False) -> None:
         """Add a checkpoint in place of one of the same stage and round, and delete the oldest beyond `keep`."""

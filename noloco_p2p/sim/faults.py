@@ -157,7 +157,7 @@ class FaultySwarm(SimSwarm):
             tuple(age(mate) for mate in mates if trains_since(mate.peer_id) <= listed_at),
             tuple(age(a) for a in everybody if a.stage == index and a.state in TRAINED),
             tuple(held for advert in others for held in listed(advert)),
-            tuple(h.age for h in self.disks[peer].held() if h.stage == index),
+            tuple(h.age for h in self.disks[peer].held(intact=True) if h.stage == index),
             tuple(newest(stage) for stage in range(self.plan.manifest.stages) if stage != index),
             age(node.advert) if node.advert.state == "training" and not node.stood_still else None,
         )

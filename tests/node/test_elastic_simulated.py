@@ -81,6 +81,11 @@ def test_swarms_with_other_settings_and_hours_survive_every_kind_of_fault(block:
             check(drawn_varied(seed))
 
 
+def test_a_node_whose_only_checkpoint_is_torn_may_begin_afresh() -> None:
+    """The law took the checkpoint for one to continue from: the node had not read it yet."""
+    check(drawn_varied(3043))
+
+
 def test_a_node_that_leaves_drops_what_has_not_reached_its_device() -> None:
     """The law took the microbatches that were cancelled before their forward pass for lost ones."""
     manifest = manifest_for((2, 2), steps=3, microbatches_per_step=12)
