@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -18,6 +17,8 @@ STATE_RESERVE_S = 60.0
 """The same for a state, whose bytes are due at an even rate until its deadline."""
 MIN_BYTES_PER_S = 8192.0
 """A slower transfer uses up its reserve, and is then aborted."""
+LONGEST_REQUEST = 1 << 20
+"""Most bytes of a request. The longest asks for a vector, a byte for each chunk: one of up to four billion weights."""
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ def steady_reading(expected: Iterable[TensorSpec], seconds: float) -> Callable[[
     return partial(Patience(STATE_RESERVE_S).reading, least_bytes_per_s=rate)
 
 
-async def read_request(context: Any, most_bytes: float = inf) -> bytes:
+async def read_request(context: Any, most_bytes: int = LONGEST_REQUEST) -> bytes:
     """The only message of a call with one request. Raises Silent, or DecodeError if there is none or it is longer."""
     message: Any = await Patience().reading(context.read)()
     if message is grpc.aio.EOF or len(message) > most_bytes:

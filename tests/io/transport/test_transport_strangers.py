@@ -806,6 +806,40 @@ def test_a_question_with_too_many_ids_is_refused_and_a_long_one_is_not_even_pars
     run(scenario())
 
 
+@pytest.mark.parametrize(("method", "item"), [("FetchSnapshot", b"\x30\x00"), ("FetchState", b"\x0a\x00")])
+def test_a_request_of_millions_of_items_is_not_even_parsed(method: str, item: bytes) -> None:
+    """To read four million numbers of chunks took 112 ms, in which the node did nothing else."""
+
+    async def scenario() -> None:
+        node = Node(hang)
+        async with pair(node) as both, bare(both.peer) as channel:
+            call = channel.unary_stream(f"/noloco.v1.Node/{method}")(item * 600_000, timeout=30.0, metadata=ME)
+            with pytest.raises(grpc.aio.AioRpcError, match="the request cannot be read"):
+                await call.read()
+        assert node.calls == []
+
+    run(scenario())
+
+
+def test_a_request_for_many_chunks_of_a_large_stage_is_read() -> None:
+    numbers, requests = tuple(range(200_000)), list[SnapshotRequest]()
+
+    async def decline(request: SnapshotRequest) -> Snapshot:
+        requests.append(request)
+        raise Declined("it has been read")
+
+    async def scenario() -> None:
+        async with server(Node(hang, decline)) as (_, stub):
+            request = pb.SnapshotRequest(stage=1, round=4, bounds=bytes(len(numbers)), chunks=numbers)
+            call = stub.FetchSnapshot(request, timeout=30.0, metadata=ME)
+            assert (await call.read()).refusal.message == "it has been read"
+
+    run(scenario())
+    [request] = requests
+    assert request.lattice is not None
+    assert request.lattice.some == numbers
+
+
 def test_an_overlong_name_or_version_is_refused() -> None:
     async def scenario() -> None:
         node = Node(hang)
