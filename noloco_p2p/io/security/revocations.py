@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ MAX_REVOKED = 8192
 """Most peers on a list. A line of 1 Mbit/s transfers it in half of CALL_TIMEOUT_S."""
 LOOK_S = 5.0
 """Time between two checks of the file and of other nodes' lists, seconds."""
-ASKED = 3
-"""How many of the peers with a newer list are asked at each check."""
+ASKED, REMEMBERED = 3, 64
+"""How many of the peers with a newer list are asked at each check: those that were asked least often among the last so
+many, because some may claim a list that they do not have."""
 CALL, CALL_TIMEOUT_S = "noloco/revoked/1", 5.0
 _FORM = struct.Struct(">16sQ")
 """The first half of the run id, and the number. The peers' public keys and a 64-byte signature follow."""
@@ -85,7 +87,8 @@ class Revocations:
     def __init__(self, trust: RunTrust, path: Path | None = None) -> None:
         """Read the file. Raises LocalError if it is damaged: without it, revoked peers would be trusted again."""
         self._trust, self._path = trust, path
-        self._held, self._peers = DenyList(), frozenset[PeerId]()
+        self.held, self._peers = DenyList(), frozenset[PeerId]()
+        """The current list, whose number is 0 if it is empty, and the peers on it."""
         self._is_stored = True
         """Whether the adopted list has been written to the file."""
         self._listeners: list[Callable[[], object]] = []
@@ -93,11 +96,6 @@ class Revocations:
             self.look()
         except Violation as error:
             raise LocalError(f"{path}: {error}; remove the file, and the node will ask others for theirs") from error
-
-    @property
-    def held(self) -> DenyList:
-        """The current list; number 0 is the empty list."""
-        return self._held
 
     def names(self, *peers: PeerId) -> bool:
         """Whether any of these peers is revoked."""
@@ -111,7 +109,7 @@ class Revocations:
         """Adopt a list that `noloco revoke` has written to the file, and write an adopted list that could not be
         written before. Raises Violation, LocalError."""
         data = read_if_there(self._path) if self._path is not None else None
-        if data and data != self._held.signed:
+        if data and data != self.held.signed:
             self.adopt(data)
         self._store()
 
@@ -119,11 +117,11 @@ class Revocations:
         """Adopt a list if it is newer; returns whether it is. Raises Violation if the root has not signed it,
         LocalError if it cannot be written, in which case it is in force in this process only."""
         found = DenyList.read(data, self._trust)
-        if (found.number, found.signed) <= (self._held.number, self._held.signed):
+        if (found.number, found.signed) <= (self.held.number, self.held.signed):
             return False
         if lost := self._peers.difference(found.peers):
             log.warning("list %d lacks revoked peers, such as %s: revoke them again", found.number, min(lost))
-        self._held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
+        self.held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
         for changed in self._listeners:
             changed()
         self._store()
@@ -133,7 +131,7 @@ class Revocations:
         if self._path is None or self._is_stored:
             return
         with writing(self._path):
-            write_whole(self._path, self._held.signed)
+            write_whole(self._path, self.held.signed)
         self._is_stored = True
 
 
@@ -147,14 +145,16 @@ async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
 
 
 async def ask(libp2p: Libp2pDaemon, revocations: Revocations, others: Sequence[JoinAddress]) -> None:
-    """Ask these peers for their lists, until one of them has a newer one. Raises LocalError."""
-    for address in others:
+    """Ask these peers for their lists, all at once: some may hang. Raises LocalError."""
+
+    async def adopt_from(address: JoinAddress) -> None:
         with suppress(PeerError, ConfigError):
             await libp2p.dial(address)
             data = await libp2p.call(address.peer_id, CALL, b"", CALL_TIMEOUT_S)
             if data and revocations.adopt(data):
                 log.info("peer %s has a newer list of revoked peers: %d", address.peer_id, len(revocations.held.peers))
-                return
+
+    await asyncio.gather(*map(adopt_from, others))
 
 
 async def keep(
@@ -167,6 +167,7 @@ async def keep(
 
     Ends only with a LocalError, when one of `mine`, the peers that this node's certificate depends on, is revoked.
     """
+    before = deque[PeerId](maxlen=REMEMBERED)
     while True:
         if revocations.names(*mine()):
             raise LocalError("this node, or the node that admitted it, was revoked: ask for a new invitation")
@@ -175,9 +176,10 @@ async def keep(
             revocations.look()
         except (Violation, LocalError) as error:
             log.warning("%s", error)
-        others = ahead()
+        asked = sorted(ahead(), key=lambda one: (before.count(one.peer_id), random.random()))[:ASKED]
+        before.extend(one.peer_id for one in asked)
         try:
-            await ask(libp2p, revocations, random.sample(others, min(ASKED, len(others))))
+            await ask(libp2p, revocations, asked)
         except LocalError as error:
             log.warning("%s", error)
         await asyncio.sleep(LOOK_S)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -313,6 +314,53 @@ def test_a_node_keeps_looking_for_new_lists_while_its(
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             assert not keeping.done(), keeping.exception()
             assert mine.names(ANN) == (what == "disk is full")
+            keeping.cancel()
+
+    run_daemons(test)
+
+
+def test_a_node_that_claims_a_newer_list_and_hangs_delays_nobody(tmp_path: Path) -> None:
+    async def test() -> None:
+        club, adopted = Club(tmp_path), asyncio.Event()
+        async with daemon(tmp_path) as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            theirs, mine = Revocations(club.trust), Revocations(club.trust)
+            theirs.adopt(club.revoking(1, ANN))
+            await revocations.serve(a, theirs)
+            mine.listen(adopted.set)
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                liar = JoinAddress("127.0.0.1", silent.getsockname()[1], BOB)
+                asking = asyncio.create_task(revocations.ask(b, mine, [liar, *b.joined]))
+                await asyncio.wait(
+                    [asking, adopting := asyncio.create_task(adopted.wait())], return_when="FIRST_COMPLETED"
+                )
+                assert mine.names(ANN)
+                assert not asking.done(), "the liar was waited for"
+                await asking
+            await adopting
+
+    run_daemons(test)
+
+
+def test_peers_that_claim_a_newer_list_in_vain_are_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revocations, "LOOK_S", 0.0)
+
+    async def test() -> None:
+        club, looks = Club(tmp_path), 0
+        dead = [JoinAddress("127.0.0.1", 1, peer_id_of(bytes([9, i]) * 16)) for i in range(5 * revocations.ASKED)]
+        async with daemon(tmp_path) as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
+            theirs, mine, adopted = Revocations(club.trust), Revocations(club.trust), asyncio.Event()
+            theirs.adopt(club.revoking(1, ANN))
+            await revocations.serve(a, theirs)
+            mine.listen(adopted.set)
+
+            def ahead() -> Sequence[JoinAddress]:
+                nonlocal looks
+                looks += not adopted.is_set()
+                return [*dead, *b.joined]
+
+            keeping = asyncio.create_task(revocations.keep(b, mine, ahead, lambda: [b.peer_id]))
+            await adopted.wait()
+            assert looks <= len([*dead, *b.joined]) // revocations.ASKED + 1
             keeping.cancel()
 
     run_daemons(test)
