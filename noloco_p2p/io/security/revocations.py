@@ -167,7 +167,7 @@ async def keep(
 
     Ends only with a LocalError, when one of `mine`, the peers that this node's certificate depends on, is revoked.
     """
-    before = deque[PeerId](maxlen=REMEMBERED)
+    lately = deque[PeerId](maxlen=REMEMBERED)
     while True:
         if revocations.names(*mine()):
             raise LocalError("this node, or the node that admitted it, was revoked: ask for a new invitation")
@@ -176,8 +176,8 @@ async def keep(
             revocations.look()
         except (Violation, LocalError) as error:
             log.warning("%s", error)
-        asked = sorted(ahead(), key=lambda one: (before.count(one.peer_id), random.random()))[:ASKED]
-        before.extend(one.peer_id for one in asked)
+        asked = sorted(ahead(), key=lambda one: (lately.count(one.peer_id), random.random()))[:ASKED]
+        lately.extend(one.peer_id for one in asked)
         try:
             await ask(libp2p, revocations, asked)
         except LocalError as error:
