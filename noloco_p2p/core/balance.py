@@ -4,14 +4,15 @@ ARCHITECTURE.md, "Rebalancing". Every microbatch passes through every stage once
 stage. The capacity of a stage is the sum over its replicas of the microbatches per second that their devices can do.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf, isfinite
 from operator import add
+from typing import NamedTuple
 
 from noloco_p2p.core.members import PRESENT
-from noloco_p2p.core.messages import NO_STAGE, Advert
+from noloco_p2p.core.messages import NO_STAGE, Advert, PeerId
 
 MIN_GAIN = 1.2
 """A move must raise the slower of the two stages by a fifth: measured speeds vary by about a tenth from one reading to
@@ -112,19 +113,49 @@ def others_left(adverts: Iterable[Advert], target: int) -> int:
     return OTHERS_LEFT if any(a.stage == target for a in adverts) else 1
 
 
-def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf) -> tuple[int | None, str]:
+class HoldUp(NamedTuple):
+    """Why nobody moves now: because of `peer`."""
+
+    peer: PeerId
+    why: str
+    """`away`: it is on its way; `moves`: it has announced a move; `unmeasured`: it trains, and has no speed yet."""
+
+    @classmethod
+    def among(cls, adverts: Sequence[Advert]) -> "set[HoldUp]":
+        """All that these adverts show."""
+        found = {cls(a.peer_id, "away") for a in adverts if a.state in UNSETTLED | ON_THE_WAY}
+        found |= {cls(a.peer_id, "moves") for a in adverts if a.moving_to is not None}
+        return found | {cls(a.peer_id, "unmeasured") for a in adverts if a.state == "training" and not _measured(a)}
+
+
+def _expected(a: Advert, me: Advert, overdue: Collection[HoldUp]) -> Advert | None:
+    """What `me` expects of a node: nothing if it is overdue away, no move if it should have made one long ago, or if it
+    trains and has not measured its speed although `me` has."""
+    if HoldUp(a.peer_id, "away") in overdue:
+        return None
+    stays = HoldUp(a.peer_id, "moves") in overdue or (_measured(me) and HoldUp(a.peer_id, "unmeasured") in overdue)
+    return replace(a, moving_to=None, stays=True) if stays else a
+
+
+def choose_move(
+    me: Advert, others: Sequence[Advert], stages: int, rounds_left: float = inf, overdue: Collection[HoldUp] = ()
+) -> tuple[int | None, str]:
     """The stage to which this node should move while it trains, or None to stay; and the reason.
 
     Nodes with the same view agree. In the whole swarm one node moves at a time: to the slowest stage, from the
     strongest stage that can spare a replica, and there the replica with the lowest id that can be spared. Call it again
     until the node moves: with `me.moving_to` set, the result shows whether the announced move still stands. It does not
-    if a node with a lower id has announced one, too. `rounds_left`: outer rounds until the run ends.
+    if a node with a lower id has announced one, too. `rounds_left`: outer rounds until the run ends. `overdue`: what
+    has lasted for so long that the node must hang or lie; nobody else waits for it any more.
 
     With fixed speeds, moves come to an end: the slowest stage gains, and no other stage becomes as slow as it was, so
     the sorted capacities grow with every move.
     """
     if stages < 2 or me.state != "training":
         return None, "not training, or nowhere to move"
+    if HoldUp(me.peer_id, "moves") in overdue:
+        return None, "the replicas of this stage do not answer"
+    others = [one for a in others if (one := _expected(a, me, overdue)) is not None]
     everybody = [*others, me]
     now = capacities(everybody, stages)
     target = now.slowest()
@@ -137,7 +168,8 @@ def choose_move(me: Advert, others: Sequence[Advert], stages: int, rounds_left: 
         return None, "another node is on its way"
     if any(a.state in ON_THE_WAY and a.stage == target for a in others):
         return None, "another node is on its way"
-    if now.of_stage[target] > 0 and not all(_measured(a) for a in everybody if a.state == "training"):
+    unmeasured = {one for one in HoldUp.among(everybody) if one.why == "unmeasured" and one not in overdue}
+    if now.of_stage[target] > 0 and unmeasured:
         return None, "not every node has measured its speed"
     mover = _mover(everybody, now, target)
     if mover is None:

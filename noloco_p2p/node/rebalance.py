@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from noloco_p2p.core import balance
 from noloco_p2p.core.exchanges import sample
 from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 
@@ -23,16 +24,21 @@ class Rebalancer:
         """The replicas of this stage that must have answered before this node leaves it to them."""
         self._asked_at = 0.0
         """When they were last asked, at a reading."""
+        self._held_up: dict[balance.HoldUp, float] = {}
+        """Why nobody moves → since when."""
 
     def consider(self) -> None:
         """Announce a move, withdraw it, or start it."""
         node, manifest = self._node, self._node.manifest
         if node.advert.state != "training" or node.draining:
+            self._held_up.clear()
             return
         others = self._swarm.members.all()
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
-        target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left)
         since, self._asked_at = self._asked_at, node.now()
+        held_up = balance.HoldUp.among([*others, node.advert])
+        self._held_up = {one: self._held_up.get(one, node.now()) for one in held_up}
+        target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left, self._overdue())
         if target is not None and not self._would_move_anyway(others, target, rounds_left):
             target = None
         if target != node.advert.moving_to:
@@ -50,7 +56,7 @@ class Rebalancer:
         """Whether to move even if silent replicas of this stage do not count: a move must not rely on adverts alone."""
         node, inquiry = self._node, self._swarm.inquiry
         there = [a for a in others if a.stage != node.index or not inquiry.is_silent(a.peer_id)]
-        if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left)[0] != target:
+        if balance.choose_move(node.advert, there, node.manifest.stages, rounds_left, self._overdue())[0] != target:
             return False
         mates = [a for a in there if a.stage == node.index and a.state in balance.COUNTED]
         if node.advert.moving_to is None or any(inquiry.is_silent(a.peer_id) for a in self._deciding):
@@ -58,6 +64,10 @@ class Rebalancer:
         self._deciding = [a for a in mates if a.peer_id in {one.peer_id for one in self._deciding}]
         inquiry.ask(self._deciding, self._asked_at)
         return True
+
+    def _overdue(self) -> set[balance.HoldUp]:
+        """What has held up moves for as long as a transfer may take."""
+        return {one for one, since in self._held_up.items() if self._node.now() - since >= TRANSFER_DEADLINE_S}
 
     def _have_answered(self, since: float, least: int) -> bool:
         """Whether all `_deciding` replicas, at least `least`, have answered since then: older answers may be stale."""

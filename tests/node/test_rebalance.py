@@ -15,6 +15,7 @@ from soak import soak
 
 from noloco_p2p.core.messages import Activation, Advert, Holding, HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
+from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
 from noloco_p2p.errors import Declined, LocalError, Unreachable
 from noloco_p2p.node.rebalance import Rebalancer
 from noloco_p2p.ports import Claim
@@ -389,6 +390,61 @@ def test_a_paused_mate_is_not_asked() -> None:
     decisions.change("d", state="paused")
     assert decisions.reading() == (1, [])
     assert decisions.asked == [["b", "c"]]
+
+
+UNMEASURED: dict[str, Any] = {"microbatches_per_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    "change", [{"moving_to": 1}, {"state": "syncing"}, {"state": "draining"}, {"state": "starting"}, UNMEASURED]
+)
+def test_a_node_that_holds_up_moves_for_longer_than_a_transfer_takes_does_not_count(change: dict[str, Any]) -> None:
+    """It hangs or lies: one such node was enough for nobody to move any more."""
+    decisions = Decisions()
+    decisions.others["0"] = replace(decisions.others["b"], peer_id="0", **change)
+    announced = [decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10) + 1)]
+    assert announced == [None] * int(TRANSFER_DEADLINE_S / 10) + [1]
+
+
+def test_a_node_that_holds_up_moves_now_and_then_counts() -> None:
+    decisions = Decisions()
+    for _ in range(2):
+        decisions.change("b", state="syncing")
+        assert {decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10))} == {None}
+        decisions.change("b", state="training")
+        assert decisions.reading()[0] == 1
+
+
+def test_a_node_that_was_paused_does_not_know_how_long_others_have_held_up_moves() -> None:
+    decisions = Decisions()
+    decisions.change("b", state="syncing")
+    for state in ("training", "paused", "training"):
+        decisions.node.advert = replace(decisions.node.advert, state=state)
+        assert {decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10))} == {None}
+    assert decisions.reading()[0] == 1
+
+
+@pytest.mark.parametrize("lower", ["", "0"])
+def test_a_swarm_that_stands_still_from_its_beginning_does_not_wait_for_speeds_for_ever(lower: str) -> None:
+    """The device of the only replica of stage 1 hangs: no microbatch comes back, so nobody has measured a speed. Still,
+    nodes move one at a time."""
+    decisions = Decisions()
+    decisions.node.advert = replace(decisions.node.advert, **UNMEASURED)
+    if lower:
+        decisions.others[lower] = replace(decisions.others.pop("b"), peer_id=lower)
+    for peer in decisions.others:
+        decisions.change(peer, **UNMEASURED)
+    announced = [decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10) + 1)]
+    assert announced == [None] * int(TRANSFER_DEADLINE_S / 10) + [None if lower else 1]
+
+
+def test_a_move_that_the_mates_never_answer_is_withdrawn_before_others_take_it_for_a_lie() -> None:
+    decisions = Decisions()
+    decisions.stale.add("c")
+    announced = [decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10) + 3)]
+    assert announced.count(None) == 1
+    assert announced[-1] == 1, "it may be announced again"
+    assert decisions.moves == []
 
 
 @pytest.mark.parametrize("change", [{"stays": True}, {"state": "paused"}])
