@@ -170,14 +170,21 @@ def test_a_long_wait_for_busy_replicas_is_not_polled_ten_times_a_second(waited_s
         attempts.busy = {"A"}
         late_s = attempts.pause_s
         now, polls = now + late_s, polls + 1
-        attempts.begin_anew(now)
+        attempts.begin_anew(now, free=True)
     assert waited_s / 1.0 <= polls <= most
     assert late_s <= max(0.1, min(1.0, 0.05 * waited_s))
 
 
+def test_a_busy_replica_that_a_policy_names_is_asked_as_often_after_a_long_wait() -> None:
+    """`balanced` gives up one that is always Busy for a second; with longer pauses the run stood still."""
+    attempts = Attempts(True, frozenset(), busy={"A"}, failed={"A": 100.0}, busy_at=0.0, pause_s=0.1)
+    attempts.begin_anew(100.1, free=False)
+    assert (attempts.failed, attempts.pause_s) == ({"A": 100.0}, 0.1)
+
+
 def test_a_wait_for_replicas_that_failed_is_polled_as_before() -> None:
     attempts = Attempts(True, frozenset(), busy_at=0.0, pause_s=0.4)
-    attempts.begin_anew(100.0)
+    attempts.begin_anew(100.0, free=True)
     assert attempts.pause_s == 0.5
 
 

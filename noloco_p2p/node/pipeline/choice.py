@@ -15,8 +15,9 @@ FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
 """Pause after every replica has answered Busy, seconds; it doubles from the first to the longest."""
 PAUSE_SHARE, LONG_WAIT_PAUSE_S = 0.05, 1.0
-"""After a long wait, a pause may take this share of it, but not more than so many seconds: without `outer.overlap` a
-stage may be closed for minutes, and nothing that has waited so long is late by a twentieth."""
+"""After a long wait, if any replica will do, a pause may take this share of it, but not more than so many seconds:
+without `outer.overlap` a stage may be closed for minutes, and nothing that has waited so long is late by a twentieth.
+Not under `balanced` and `fixed`, which give a busy replica up after a while (`FAILED_AGAIN_S`)."""
 LONGEST_WITH_NOBODY_S = 0.5
 """The longest pause if every replica has failed, seconds."""
 FAILED_AGAIN_S = 1.0
@@ -49,10 +50,10 @@ class Attempts:
     failure: str = ""
     """The message of the last failure."""
 
-    def begin_anew(self, now: float) -> None:
+    def begin_anew(self, now: float, *, free: bool) -> None:
         """After a pause: replicas that were busy, or that failed a while ago, may be asked again; if none was busy, so
-        may all that failed."""
-        waited_s = 0.0 if self.busy_at is None else now - self.busy_at
+        may all that failed. `free`: any replica may serve it."""
+        waited_s = 0.0 if self.busy_at is None or not free else now - self.busy_at
         longest_s = max(LONGEST_PAUSE_S, min(LONG_WAIT_PAUSE_S, PAUSE_SHARE * waited_s))
         self.pause_s = min(2 * self.pause_s, LONGEST_WITH_NOBODY_S if self.trains and not self.busy else longest_s)
         self.failed = {peer: at for peer, at in self.failed.items() if self.busy and now - at < FAILED_AGAIN_S}

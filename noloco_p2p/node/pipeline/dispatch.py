@@ -297,4 +297,4 @@ class Dispatcher:
     async def _pause(self, attempts: Attempts) -> None:
         with self._node.waits.waiting("free replica", AnyReplica(self._node.index + 1), attempts.pause_s):
             await asyncio.sleep(attempts.pause_s)
-        attempts.begin_anew(self._node.now())
+        attempts.begin_anew(self._node.now(), free=self._node.manifest.routing in routing.FREE)
