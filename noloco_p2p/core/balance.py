@@ -129,10 +129,11 @@ class HoldUp(NamedTuple):
 
 
 def _expected(a: Advert, me: Advert, overdue: Collection[HoldUp]) -> Advert | None:
-    """What `me` expects of a node: nothing if it is overdue away, no move if it should have made one long ago, or if it
-    trains and has not measured its speed although `me` has."""
+    """What `me` expects of a node: nothing (None) if it has been on its way for too long; and no move if it announced
+    one long ago, or has long trained without measuring its speed although `me` has measured its own."""
     if HoldUp(a.peer_id, "away") in overdue:
         return None
+    # If nobody has measured a speed, the swarm stands still. Then each node would expect only itself to move.
     stays = HoldUp(a.peer_id, "moves") in overdue or (_measured(me) and HoldUp(a.peer_id, "unmeasured") in overdue)
     return replace(a, moving_to=None, stays=True) if stays else a
 
@@ -154,7 +155,7 @@ def choose_move(
     if stages < 2 or me.state != "training":
         return None, "not training, or nowhere to move"
     if HoldUp(me.peer_id, "moves") in overdue:
-        return None, "the replicas of this stage do not answer"
+        return None, "the replicas of this stage have not answered for too long"
     others = [one for a in others if (one := _expected(a, me, overdue)) is not None]
     everybody = [*others, me]
     now = capacities(everybody, stages)

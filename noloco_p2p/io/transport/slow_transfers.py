@@ -18,7 +18,7 @@ STATE_RESERVE_S = 60.0
 MIN_BYTES_PER_S = 8192.0
 """A slower transfer uses up its reserve, and is then aborted."""
 LONGEST_REQUEST = 1 << 20
-"""Most bytes of a request. The longest asks for a vector, a byte for each chunk: one of up to four billion weights."""
+"""Most bytes of a request. The longest asks for a vector, with a byte for each chunk: up to four billion weights."""
 
 T = TypeVar("T")
 

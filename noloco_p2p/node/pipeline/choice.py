@@ -15,9 +15,9 @@ FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
 """Pause after every replica has answered Busy, seconds; it doubles from the first to the longest."""
 PAUSE_SHARE, LONG_WAIT_PAUSE_S = 0.05, 1.0
-"""After a long wait, if any replica will do, a pause may take this share of it, but not more than so many seconds:
-without `outer.overlap` a stage may be closed for minutes, and nothing that has waited so long is late by a twentieth.
-Not under `balanced` and `fixed`, which give a busy replica up after a while (`FAILED_AGAIN_S`)."""
+"""After a long wait a pause may take this share of it, but not more than so many seconds: without `outer.overlap` a
+stage may be closed for minutes, and a twentieth more is no great delay. Only if any replica will do: `balanced` and
+`fixed` skip a replica that stays busy, but for FAILED_AGAIN_S: after such a pause they would always name it again."""
 LONGEST_WITH_NOBODY_S = 0.5
 """The longest pause if every replica has failed, seconds."""
 FAILED_AGAIN_S = 1.0

@@ -330,13 +330,11 @@ def test_a_node_that_claims_a_newer_list_and_hangs_delays_nobody(tmp_path: Path)
             with socket.create_server(("127.0.0.1", 0)) as silent:
                 liar = JoinAddress("127.0.0.1", silent.getsockname()[1], BOB)
                 asking = asyncio.create_task(revocations.ask(b, mine, [liar, *b.joined]))
-                await asyncio.wait(
-                    [asking, adopting := asyncio.create_task(adopted.wait())], return_when="FIRST_COMPLETED"
-                )
+                adopting = asyncio.create_task(adopted.wait())
+                await asyncio.wait([asking, adopting], return_when=asyncio.FIRST_COMPLETED)
                 assert mine.names(ANN)
                 assert not asking.done(), "the liar was waited for"
                 await asking
-            await adopting
 
     run_daemons(test)
 
