@@ -314,8 +314,12 @@ class Device(Protocol):
     def take_busy_s(self) -> float:
         """Seconds of work since the previous call of this method. Must be called inside `work`."""
 
-    def close(self) -> None:
-        """Free the device and its memory after the running operation. Waiting calls get LocalError. Returns at once."""
+    def running_s(self) -> float:
+        """For how many seconds the running operation has run; 0.0 if none runs."""
+
+    def close(self, *, hung: bool = False) -> None:
+        """Free the device and its memory after the running operation. Waiting calls get LocalError, and so does the
+        running one if it is `hung`. Returns at once."""
 
 
 class Batches(Protocol):

@@ -47,6 +47,8 @@ class DeviceThread:
         self._wake = threading.Condition()
         self._closed = False
         self._busy_s = 0.0
+        self._running: tuple[DeviceCall, float] | None = None
+        """The call in execution, and when it began."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -77,11 +79,19 @@ class DeviceThread:
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
-    def close(self) -> None:
-        """See `ports.Device`. The thread ends. May be called more than once."""
+    def running_s(self) -> float:
+        """See `ports.Device`."""
+        running = self._running
+        return 0.0 if running is None else time.perf_counter() - running[1]
+
+    def close(self, *, hung: bool = False) -> None:
+        """See `ports.Device`. The thread ends, unless it hangs. May be called more than once."""
         with self._wake:
             self._closed = True
             waiting, self._queue = self._queue, []
+            if hung and self._running is not None:
+                waiting.append(self._running[0])
+                self._running = None
             self._wake.notify()
         for queued in waiting:
             _deliver(queued, None, LocalError(DEVICE_CLOSED))
@@ -112,12 +122,16 @@ class DeviceThread:
                 continue
             result, error = None, None
             began_at = time.perf_counter()
+            self._running = queued, began_at
             try:
                 result = queued.work()
             except BaseException as raised:  # noqa: BLE001 - it is raised again in the task that waits for the call
                 error = _local(raised)
             self._busy_s += time.perf_counter() - began_at
-            _deliver(queued, result, error)
+            with self._wake:
+                given_up, self._running = self._running is None, None
+            if not given_up:
+                _deliver(queued, result, error)
             del queued, result, error
 
 

@@ -97,10 +97,14 @@ class DeviceStage:
         """As in the port."""
         await self._device.call(Operation.OUTER, partial(self._open_stage().restore, theirs))
 
-    def close(self) -> None:
+    def running_s(self) -> float:
+        """For how many seconds the device has been at the running call; 0.0 if it is idle."""
+        return self._device.running_s()
+
+    def close(self, *, hung: bool = False) -> None:
         """Close the device after the running call, and release the stage. Idempotent. Waiting and later calls get
-        LocalError. The stage's memory is freed once the running call has ended."""
-        self._device.close()
+        LocalError, and so does the running one if it is `hung`. The stage's memory is freed once that has ended."""
+        self._device.close(hung=hung)
         self._stage = None
 
     def _open_stage(self) -> Stage:

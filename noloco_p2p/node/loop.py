@@ -80,10 +80,10 @@ class Node:
         node = self.state
         inquiry = self.swarm.inquiry.run(self._world.transport, self.swarm.look_for_the_end)
         duties = self._membership_loop.run(), self._live(), watch_failure(node), self._guardian.run()
-        tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_hours())]
+        tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in filter(asyncio.Task.done, tasks):
+            for task in filter(asyncio.Task.done, reversed(tasks)):  # if a device hangs, other tasks may fail by that
                 task.result()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None

@@ -1,11 +1,13 @@
 """Pauses a node while its owner has the device, by command or outside `limits.hours`. Also detects that the node has
-stood still, because its machine slept, its process was stopped, or it was cut off from the others."""
+stood still, because its machine slept, its process was stopped, or it was cut off from the others, and a device that
+hangs."""
 
 from collections.abc import Callable
 from datetime import datetime
 
 from noloco_p2p.core import hours
 from noloco_p2p.core.status import Resource
+from noloco_p2p.errors import LocalError
 from noloco_p2p.node.checkpointing import Checkpointer
 from noloco_p2p.node.join import Joining
 from noloco_p2p.node.outer_round import OuterRounds
@@ -13,6 +15,8 @@ from noloco_p2p.node.state import NodeState
 
 LOOK_S = 5.0
 """Seconds between two looks at the wall clock, which may be set back or forward."""
+HUNG_S = 900.0
+"""A device hangs if one call to it takes this many seconds."""
 UNLUCKY_STEPS = 8
 """For up to this many inner steps, a replica of a later stage may by chance receive no microbatch."""
 
@@ -29,14 +33,23 @@ class Pauses:
         loop's clock; and the seconds spent in evaluations until then."""
         self.check_clock()
 
-    async def keep_hours(self) -> None:
-        """Look at the clock every LOOK_S. Never ends."""
-        while True:
-            await self._node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
-            pausing = self._node.pausing
+    async def keep_watch(self) -> None:
+        """Look at the clock and at the device every LOOK_S.
+
+        Raises LocalError if a call to the device does not end: another node can then take this one's place, and a
+        supervisor can start it again. Two looks must find it so: after a standstill of the process it may end at once.
+        """
+        node, late, running_s = self._node, 0, 0.0
+        while late < 2:
+            await node.waits.until(lambda: False, "next look at the clock", Resource.OWNER, LOOK_S, idle=True)
+            pausing = node.pausing
             self.check_clock()
-            if self._node.pausing != pausing:
-                self._node.waits.pulse()
+            if node.pausing != pausing:
+                node.waits.pulse()
+            running_s = 0.0 if node.microbatch is None else node.stage.running_s()
+            late = late + 1 if running_s >= HUNG_S else 0
+        node.stage.close(hung=True)
+        raise LocalError(f"the device has not completed its work for {running_s:.0f} s: check it, then start again")
 
     async def until_open(self) -> None:
         """Wait until the owner's hours begin, before this node joins or is announced."""

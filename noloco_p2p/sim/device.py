@@ -55,6 +55,7 @@ class SimDevice:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._in_use = False
+        self._began_at = 0.0
         self._halted = False
         self._closed = False
         self._work: tuple[asyncio.TimerHandle, asyncio.Future[Any]] | None = None
@@ -82,6 +83,7 @@ class SimDevice:
         done: asyncio.Future[T] = loop.create_future()
         factor = math.exp(self._rng.gauss(0.0, self._costs.spread)) if self._costs.spread else 1.0
         cost_s = self._costs.of(operation) * factor * self.slowness
+        self._began_at = loop.time()
         self._work = loop.call_later(cost_s, self._perform, cost_s, work, done, lost), done
         try:
             return await done
@@ -103,13 +105,21 @@ class SimDevice:
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
-    def close(self) -> None:
+    def running_s(self) -> float:
+        """See `ports.Device`."""
+        return asyncio.get_running_loop().time() - self._began_at if self._in_use else 0.0
+
+    def close(self, *, hung: bool = False) -> None:
         """See `ports.Device`."""
         self._closed = True
-        waiting, self._waiting = self._waiting, []
-        for _, _, turn in waiting:
-            if not turn.done():
-                turn.set_exception(LocalError(DEVICE_CLOSED))
+        waiting, self._waiting = [turn for _, _, turn in self._waiting], []
+        if hung and self._work is not None:
+            timer, done = self._work
+            timer.cancel()
+            waiting.append(done)
+        for call in waiting:
+            if not call.done():
+                call.set_exception(LocalError(DEVICE_CLOSED))
 
     def halt(self) -> None:
         """The process dies: operations that wait or run have no effect, and their callers are cancelled."""

@@ -212,6 +212,25 @@ def test_close_ends_what_waits_and_refuses_what_comes() -> None:
     asyncio.run(run())
 
 
+def test_close_ends_the_running_call_too_if_it_hangs() -> None:
+    """Whatever comes of the call later is dropped."""
+
+    async def run() -> None:
+        device = DeviceThread("test")
+        assert device.running_s() == 0.0
+        gate = Gate(device)
+        held = await gate.hold()
+        assert device.running_s() > 0.0
+        device.close(hung=True)
+        with pytest.raises(LocalError, match="closed"):
+            await held
+        assert device.running_s() == 0.0
+        gate.opened.set()
+        device.join()
+
+    asyncio.run(run())
+
+
 def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
     device = DeviceThread("test")
     gate = Gate(device)

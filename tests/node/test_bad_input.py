@@ -21,6 +21,7 @@ from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 SOMEBODY = peer_id_of(bytes(range(32)))
 HASH = "0123456789abcdef" * 4
+HANGING_NODE = str(Path(__file__).parents[1] / "support" / "hanging_node.py")
 LIMITED_NODE = str(Path(__file__).parents[1] / "support" / "limited_node.py")
 
 
@@ -192,6 +193,18 @@ def test_a_full_disk_ends_a_node_with_one_line(tmp_path: Path) -> None:
     assert audit.summary()["inner_steps"] == 4, "finished work is reported all the same"
     assert last[checkpoint].startswith("error: no checkpoint of outer round 2: ")
     assert checkpoint.summary()["state"] == "finished"
+
+
+def test_a_node_whose_device_hangs_ends_with_one_line(tmp_path: Path) -> None:
+    """A process whose device thread never returns can still end."""
+    hangs = settings(stages="1", start_replicas="1")
+    with node_processes(tmp_path) as nodes:
+        node = nodes.start(*SMALL, *hangs, command=(sys.executable, HANGING_NODE), own_dir="hung")
+        assert node.end() == 2, node.logged()
+        nodes.nothing_left()
+    last = node.logged().splitlines()[-1]
+    assert last.startswith("error: the device has not completed its work for"), node.logged()
+    assert node.summary()["inner_steps"] == 2, "finished work is reported all the same"
 
 
 def test_an_identity_or_a_summary_that_does_not_fit_on_the_disk_is_a_local_error(tmp_path: Path) -> None:

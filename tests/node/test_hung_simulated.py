@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.messages import Activation, Advert, LossSum
 from noloco_p2p.errors import Busy, PeerError, Violation
+from noloco_p2p.node import pauses
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
@@ -183,6 +185,29 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     assert stages[-1] == {}, "and that it is over"
     during = Counter(h.peer for h in outcome.trace.of("reroute") if GONE_FROM_S + 8 < h.at_s < back_s)
     assert max(during.values(), default=0) < 2 * 6 * away_s, "no node spins"
+
+
+def test_nodes_whose_devices_hang_stop_and_another_one_takes_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They held their stage alone, and still answered: the swarm stood still for ever."""
+    monkeypatch.setattr(pauses, "HUNG_S", 20.0)
+    plan = plan_of((4, 1), "random", 1)
+    config = plan.config.model_copy(update={"rebalance": True})
+    swarm, hung = SimSwarm(replace(plan, config=config, chooses_stage=True)), set[str]()
+
+    def hang() -> None:
+        hung.update(process.peer for process in swarm.processes if process.node.state.index == 1)
+        for peer in hung:
+            swarm.slow(peer, 1e6)
+
+    swarm.at(GONE_FROM_S, hang)
+    outcome = swarm.run(limit_s=300, tolerate=True)
+    moved = outcome.trace.of("moved")
+    assert [event.get("stage") for event in moved if event.at_s > GONE_FROM_S] == [1]
+    for process in outcome.processes:
+        if process.peer in hung:
+            assert "the device has not completed its work for" in str(process.error)
+        else:
+            assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
 
 
 @pytest.mark.parametrize(("alone_s", "reported"), [(1.0, False), (6.0, True)])
