@@ -1,13 +1,15 @@
 """Swarms with faults drawn from a seed keep every law.
 
 The laws are in `noloco_p2p/sim/laws.py`. `python tests/support/elastic.py SEED` replays one swarm. In the same
-folder, `mixed.py SEED UNTIL` and `varied.py SEED UNTIL` look for swarms that break a law.
+folder, `mixed.py`, `varied.py` and `lying.py SEED UNTIL` look for swarms that break a law.
 """
 
 import pytest
 from choosing import ChoosingSwarm
 from elastic import config_for, drawn, manifest_for
 from lawful import check
+from lying import drawn as drawn_lying
+from lying import judge as judge_lying
 from mixed import drawn as drawn_mixed
 from noted import noted
 from soak import soak
@@ -21,6 +23,7 @@ SEEDS, SOAK_SEEDS = 20, 200
 SWARMS_A_TEST = 10
 MIXED, SOAK_MIXED = 20, 400
 VARIED, SOAK_VARIED = 10, 400
+LYING, SOAK_LYING = 10, 400
 CHOOSING = range(3, 8)
 
 
@@ -79,6 +82,14 @@ def test_swarms_with_other_settings_and_hours_survive_every_kind_of_fault(block:
     for seed in range(block, block + SWARMS_A_TEST):
         with noted(f"seed {seed}; replay: python tests/support/varied.py {seed}"):
             check(drawn_varied(seed))
+
+
+@pytest.mark.parametrize("block", [*range(0, LYING, SWARMS_A_TEST), *soak(range(LYING, SOAK_LYING, SWARMS_A_TEST))])
+def test_the_others_survive_every_kind_of_lie(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        with noted(f"seed {seed}; replay: python tests/support/lying.py {seed}"):
+            swarm = drawn_lying(seed)
+            judge_lying(swarm, swarm.run())
 
 
 def test_a_node_whose_only_checkpoint_is_torn_may_begin_afresh() -> None:

@@ -10,33 +10,33 @@ An attack is `none`, `silence`, `busy`, or WHAT-CHANGE: what is altered (TENSORS
 are joined by commas.
 """
 
-import asyncio
 import random
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean, median
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from liars import REFUSALS, LiarSwarm
 from torch import Tensor
 
 from noloco_p2p.compute import host_tensor
 from noloco_p2p.config import NodeConfig
-from noloco_p2p.core.messages import Activation, Advert, HostTensor, PeerId
+from noloco_p2p.core.messages import HostTensor, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution
-from noloco_p2p.errors import Busy
 from noloco_p2p.lab.experiments import real_swarm
 from noloco_p2p.lab.experiments.instrumented_stage import InstrumentedStage
 from noloco_p2p.lab.experiments.real_swarm import FinishedTraining
 from noloco_p2p.lab.experiments.training import CONFIG, TrainingPlan, small_manifest
 from noloco_p2p.sim.device import Costs
-from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.faults import Fault
 from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.world import SimPlan, peer_id
 
@@ -218,55 +218,13 @@ def altered(value: Any, change: Change) -> Any:
     return change(value)
 
 
-class LyingSwarm(FaultySwarm):
-    """The `liars` say false things of themselves and of their work, do not answer, or answer Busy."""
+class LyingSwarm(LiarSwarm):
+    """The liars of an attack."""
 
     def __init__(self, plan: SimPlan, faults: tuple[Fault, ...], attack: Attack, liars: Collection[PeerId]) -> None:
         super().__init__(plan, faults)
-        self._attack, self._liars = attack, liars
-        self._false = attack.changes(FIELDS)
-
-    def start(self, stage: int, replica: int) -> None:
-        """As in `FaultySwarm`."""
-        super().start(stage, replica)
-        process = self.processes[-1]
-        transport, directory, *_ = process.ports
-        call, submit, announce = transport._call, transport._submit, directory.announce
-
-        async def ask(peer: Advert, invoke: Any, deadline_s: float, what: str, **rest: Any) -> Any:
-            if peer.peer_id not in self._liars:
-                return await call(peer, invoke, deadline_s, what, **rest)
-            return self._told(await call(peer, self._answer(what) or invoke, deadline_s, what, **rest))
-
-        async def send(peer: Advert, sent: Activation, *rest: Any) -> Any:
-            header = replace(sent.header, origin=self._told(sent.header.origin))
-            return await submit(peer, replace(sent, header=header), *rest)
-
-        async def tell(advert: Advert, ttl_s: float) -> None:
-            await announce(self._told(advert), ttl_s)
-
-        transport._call = ask  # type: ignore[method-assign]
-        if process.peer in self._liars:
-            transport._submit = send  # type: ignore[assignment,method-assign]
-            directory.announce = tell  # type: ignore[method-assign]
-
-    def _told(self, truth: Any) -> Any:
-        """What a liar says instead."""
-        false = {name: altered(getattr(truth, name), of) for name, of in self._false.items() if hasattr(truth, name)}
-        return replace(truth, **false) if false else truth
-
-    def _answer(self, what: str) -> Callable[..., Coroutine[Any, Any, Any]] | None:
-        """How a liar handles a call, if not as it should. One that is always busy does describe itself."""
-
-        async def never(*_: object) -> None:
-            await asyncio.Event().wait()
-
-        async def busy(*_: object) -> None:
-            raise Busy("always")
-
-        if "silence" in self._attack.lies:
-            return never
-        return busy if "busy" in self._attack.lies and what not in ("describe", "progress") else None
+        self.liars, self.refuses = liars, next((lie for lie in attack.lies if lie in REFUSALS), "")
+        self.false = {name: partial(altered, change=change) for name, change in attack.changes(FIELDS).items()}
 
 
 def faults_of(kind: str, replicas: int, length_s: float, seed: int) -> tuple[Fault, ...]:

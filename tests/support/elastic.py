@@ -9,10 +9,11 @@ replays one seed, and prints the faults, the outcome, and which law the swarm br
 import random
 import sys
 
-from lawful import broken
+from lawful import Judge, Swarm, broken
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim import laws
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Link
@@ -135,9 +136,9 @@ def timeline(swarm: FaultySwarm) -> list[str]:
     return [line for _, line in sorted(lines, key=lambda entry: entry[0])]
 
 
-def replay(swarm: FaultySwarm) -> int:
+def replay(swarm: Swarm, judge: Judge[Swarm] = laws.judge) -> int:
     """Run a swarm and print the outcome. Returns 1 if it breaks a law."""
-    failure, run = broken(swarm), swarm.plan.manifest
+    failure, run = broken(swarm, judge), swarm.plan.manifest
     what = f"{swarm.plan.replicas}, {run.routing}, {run.outer.rule} every {run.outer.inner_steps}, {run.steps} steps"
     lines = [*timeline(swarm), f"seed {swarm.plan.seed}: {what}: {failure or 'all laws hold'}"]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,15 +1,22 @@
 """Runs simulated swarms and checks the laws of `sim/laws.py`."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.process import Outcome, SimProcess
 
+Swarm = TypeVar("Swarm", bound=FaultySwarm)
+Judge = Callable[[Swarm, Outcome], None]
+"""Raises AssertionError if a law does not hold."""
 
-def broken(swarm: FaultySwarm) -> str | None:
+
+def broken(swarm: Swarm, judge: Judge[Swarm] = laws.judge) -> str | None:
     """Run the swarm. Returns the first law that it breaks; None if all hold."""
     try:
-        check(swarm)
+        judge(swarm, swarm.run())
     except (AssertionError, NolocoError) as error:
         return f"{type(error).__name__}: {error}"
     return None

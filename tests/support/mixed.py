@@ -9,17 +9,15 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from elastic import COSTS, DRAIN_S, config_for, manifest_for, replay
-from lawful import broken
+from lawful import Judge, Swarm, broken
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.world import SimPlan, peer_id
-
-Swarm = TypeVar("Swarm", bound=FaultySwarm)
 
 RULES = (
     {"rule": "noloco", "inner_steps": 4},
@@ -183,13 +181,13 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     return faults
 
 
-def main(drawn: Callable[[int], FaultySwarm], seed: int, until: int | None = None) -> int:
+def main(drawn: Callable[[int], Swarm], judge: Judge[Swarm], seed: int, until: int | None = None) -> int:
     """Replay one seed, or run all up to `until`. Returns 1 if a law is broken."""
     if until is None:
-        return replay(drawn(seed))
+        return replay(drawn(seed), judge)
     sound = True
     for one in range(seed, until):
-        if failure := broken(drawn(one)):
+        if failure := broken(drawn(one), judge):
             sound = False
             sys.stdout.write(f"seed {one}: {failure}\n")
             sys.stdout.flush()
@@ -197,4 +195,4 @@ def main(drawn: Callable[[int], FaultySwarm], seed: int, until: int | None = Non
 
 
 if __name__ == "__main__":
-    sys.exit(main(drawn, *map(int, sys.argv[1:])))
+    sys.exit(main(drawn, laws.judge, *map(int, sys.argv[1:])))

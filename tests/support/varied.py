@@ -9,12 +9,13 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mixed import drawn_as, main, nodes_of
 
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim import laws
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.recording import AvailableWeights, now_s
@@ -53,9 +54,17 @@ class Timetable(FaultySwarm):
         return super()._available(peer)
 
 
-def drawn(seed: int) -> FaultySwarm:
+Hours = TypeVar("Hours", bound=Timetable)
+
+
+def drawn(seed: int) -> Timetable:
+    """See `drawn_varied_as`."""
+    return drawn_varied_as(Timetable, seed)
+
+
+def drawn_varied_as(kind: type[Hours], seed: int) -> Hours:
     """A swarm of `mixed` with other settings. If its steps take longer with them, it may take longer."""
-    swarm, rng = drawn_as(Timetable, seed), random.Random(f"varied {seed}")
+    swarm, rng = drawn_as(kind, seed), random.Random(f"varied {seed}")
     plan, costs = swarm.plan, swarm.plan.costs
     assert isinstance(costs, Costs)
     run = plan.manifest.model_dump()
@@ -98,4 +107,4 @@ def _some(rng: random.Random, **choices: list[Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(drawn, *map(int, sys.argv[1:])))
+    sys.exit(main(drawn, laws.judge, *map(int, sys.argv[1:])))
