@@ -127,13 +127,10 @@ def save(it: Any, directory: Path, **options: Any) -> None:
 
 
 def _outlined(manifest: RunManifest, index: int, stages: int) -> Any:
-    """A stage's model without memory, with tied weights tied. Raises ConfigError if it cannot be built."""
-    causal = meta_stage_module(
+    """A stage's model without memory. Raises ConfigError if it cannot be built."""
+    return meta_stage_module(
         model_family.checked_config(manifest), index, stages, dtype=host_tensor.DTYPES[manifest.compute_dtype]
     ).causal
-    if getattr(causal.config, "tie_word_embeddings", False):
-        causal.tie_weights()
-    return causal
 
 
 def write_tokenizer(source: str | None, directory: Path) -> None:

@@ -137,6 +137,7 @@ def meta_stage_module(config: Any, index: int, stages: int, *, dtype: torch.dtyp
     except model_family.FOREIGN_ERRORS as error:
         raise ConfigError(f"model: {config.model_type} cannot be built: {model_family.one_line(error)}") from error
     causal.requires_grad_(True)  # Some families freeze biases of their routers (ernie4_5_moe), which get no gradient.
+    _tie(causal)
     all_foreign = [_foreign(causal, config, other, stages) if stages > 1 else [] for other in range(stages)]
     counts = tuple(_count_without(causal, foreign) for foreign in all_foreign)
     for parent, name, stand_in in all_foreign[index]:
@@ -214,12 +215,17 @@ def _initialise(causal: Any, seed: int) -> None:
         for name, module, owner in _post_order(causal, "", causal):
             torch.default_generator.manual_seed(crc32(f"{seed}:{name}".encode()))  # only the CPU's generator
             owner._init_weights(module)
-    if getattr(causal.config, "tie_word_embeddings", False):
-        causal.tie_weights()
+    _tie(causal)
     for name, tensor in (*causal.named_parameters(), *causal.named_buffers()):
         filled = torch.isfinite(tensor).all() if tensor.is_floating_point() else (tensor >= 0).all()
         if not filled:
             raise ConfigError(f"model: {causal.config.model_type} has no initial values for {name}")
+
+
+def _tie(causal: Any) -> None:
+    """Make tied weights one parameter. They come apart when their memory is allocated."""
+    if getattr(causal.config, "tie_word_embeddings", False):
+        causal.tie_weights()
 
 
 def _post_order(module: nn.Module, name: str, owner: Any) -> Iterator[tuple[str, nn.Module, Any]]:

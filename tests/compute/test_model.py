@@ -340,6 +340,15 @@ def test_sizes_are_those_of_the_real_stages() -> None:
         assert one.device_bytes == DEVICE_COPIES * 8 * one.parameters + 2 * values, "values and their gradients"
 
 
+def test_an_embedding_that_is_also_the_head_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "llama", SIZES["llama"] | {"tie_word_embeddings": True})
+    manifest = make_manifest("llama", 1)
+    ((size,), (stage,)) = stage_sizes(manifest), make_stages(manifest)
+    held = sum(parameter.numel() for parameter in stage.parameters.values())
+    assert size.parameters == stage.state.parameters == held
+    assert "lm_head.weight" not in stage.parameters
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_stage_fits_into_exactly_what_it_needs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that is a part of the host's memory and another one of its own. Unknown memory is enough."""
