@@ -47,14 +47,9 @@ def to_host(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def clone(tensor: Tensor) -> Tensor:
-    """A copy in the same kind of host memory, pinned or not."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_pinned()).copy_(tensor)
-
-
 def copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy in host memory, complete on return. It never shares memory with the tensor."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    """A contiguous copy in host memory, pinned if the tensor is, and complete on return."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_pinned()).copy_(tensor.detach())
 
 
 def check(tensor: HostTensor, expected: TensorSpec) -> Tensor:

@@ -60,7 +60,7 @@ class PartnerGuard:
         theirs = replace(theirs, apart=tuple(map(min, apart, radii)))
         if min(factors) < 1:
             theirs = replace(theirs, factors=self._by_tensor(factors))
-            vector = host_tensor.clone(found) if vector is found else vector
+            vector = host_tensor.copy(found) if vector is found else vector
             for factor, (_, values) in zip(theirs.factors, self._tensors, strict=True):
                 if factor < 1:
                     torch.lerp(own[values], vector[values], factor, out=vector[values])
@@ -78,7 +78,7 @@ class PartnerGuard:
         for group, part in self._parts:
             gap, limit = torch.sub(own[part], found[part]).abs_(), limits[group]
             if float(gap.amax()) > limit:
-                within = host_tensor.clone(found) if within is found else within
+                within = host_tensor.copy(found) if within is found else within
                 torch.clamp(found[part], own[part] - limit, own[part] + limit, out=within[part])
                 gap.clamp_(max=limit)
             sums[group] += float(gap.sum())

@@ -139,7 +139,7 @@ class SnapshotCodec:
             return PartnerVector(theirs.peer, theirs.round, theirs.step, vector, sample, view=theirs.view)
         own = host_tensor.to_torch(mine.vector)
         if before is None or before.distances is None:
-            whole, distances = host_tensor.clone(own), torch.zeros(len(mine.bounds), dtype=torch.float64)
+            whole, distances = host_tensor.copy(own), torch.zeros(len(mine.bounds), dtype=torch.float64)
         else:
             whole, distances = map(host_tensor.to_torch, (before.vector, before.distances))
         pull = LatticePull(self._lattice, own, asked, whole, distances)
