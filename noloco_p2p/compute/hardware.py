@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from noloco_p2p.errors import ConfigError, LocalError
 
@@ -78,6 +79,22 @@ def memory_meter(device: str) -> Callable[[], tuple[int, int]] | None:
         return total - free, total
 
     return measure
+
+
+def precision(tensor: Tensor) -> torch.dtype:
+    """The dtype in which to multiply such tensors: bfloat16 for float32 on a GPU that computes in it, else their own.
+
+    Older GPUs emulate bfloat16, more slowly than they compute in float32.
+    """
+    device = tensor.device
+    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if fast and tensor.dtype is torch.float32 else tensor.dtype
+
+
+def autocast(parameter: Tensor) -> torch.autocast:
+    """The context for the passes through a model with such parameters."""
+    low = precision(parameter) is torch.bfloat16
+    return torch.autocast(parameter.device.type, dtype=torch.bfloat16, enabled=low)
 
 
 def free_bytes(device: torch.device) -> int:

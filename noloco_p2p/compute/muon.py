@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noloco_p2p.compute.hardware import precision
+
 MOMENTUM = 0.95
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 STEPS, EPS = 5, 1e-7
@@ -61,13 +63,6 @@ def _batches(matrices: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         count = 1 if alike[0].device.type == "cpu" else max(1, BATCH_BYTES // alike[0].nbytes)
         for at in range(0, len(alike), count):
             yield alike[at : at + count]
-
-
-def precision(tensor: Tensor) -> torch.dtype:
-    """The dtype of the iteration: bfloat16 for float32 on a GPU that computes in it, else the tensor's own."""
-    device = tensor.device
-    fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if fast and tensor.dtype is torch.float32 else tensor.dtype
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """One pipeline stage in plain synchronous torch; it implements the Stage port.
 
 It runs on the thread of `device.py`; the simulator calls it directly. Weights, moments, φ and δ are in compute_dtype;
-hidden states and gradients travel in the codecs of `wire`; on CUDA the passes run under bfloat16 autocast.
+hidden states and gradients travel in the codecs of `wire`; GPUs run the passes under bfloat16 autocast if they compute
+in it.
 
 **A microbatch that is not finite leaves nothing behind.** Its parameter gradients are computed separately from the
 accumulated ones (autograd.grad), their norm is taken, and only finite ones are added. Compared with `.backward()` this
@@ -11,7 +12,6 @@ Shape legend: B microbatch, T sequence, D hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import isfinite, sqrt
 from statistics import fmean
 
@@ -23,6 +23,7 @@ from noloco_p2p.compute.accumulator import AccumulatedMicrobatch, GradientAccumu
 from noloco_p2p.compute.activation_codec import ActivationCodec
 from noloco_p2p.compute.audit import Audit
 from noloco_p2p.compute.graphs import GraphMemory, GraphStore, KeptGraph
+from noloco_p2p.compute.hardware import autocast
 from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import StageModule
 from noloco_p2p.compute.outer_state import OuterState
@@ -156,7 +157,7 @@ class TorchStage:
     def is_sound(self) -> bool:
         """As in the port. The squares of the output must be finite as well, because a later stage computes them."""
         inputs = self._part.any_inputs(self._inputs.shape, self._compute)
-        with self._autocast():
+        with autocast(self._parameters[0]):
             output = self._part(inputs.to(self._device), None)
         return isfinite(total_norm([output.to(self._compute), *self._parameters]))
 
@@ -225,7 +226,7 @@ class TorchStage:
     def _pass(self, inputs: HostTensor, mask: HostTensor | None) -> KeptGraph:
         """See `graphs.Pass`."""
         leaf = self._leaf(inputs)
-        with self._autocast():
+        with autocast(self._parameters[0]):
             return KeptGraph(leaf, self._part(leaf, self._mask_on_device(mask)))
 
     def _contribute(
@@ -260,7 +261,7 @@ class TorchStage:
         targets_BT = host_tensor.check(targets, self._targets)
         counts_BT = targets_BT != IGNORED
         self._check_ids("targets", torch.where(counts_BT, targets_BT, 0))
-        with self._autocast():
+        with autocast(self._parameters[0]):
             logits_BTV = self._part(leaf, self._mask_on_device(mask))
         wide = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
         loss = torch.nn.functional.cross_entropy(
@@ -294,7 +295,3 @@ class TorchStage:
     def _sent(self, hidden_BTD: Tensor) -> HostTensor:
         """A stage's output as it travels, encoded on the device so that less is copied."""
         return host_tensor.from_torch("hidden", host_tensor.to_host(self._hidden.encode(hidden_BTD)))
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        plain = self._device.type == "cpu" or self._compute == torch.float64
-        return nullcontext() if plain else torch.autocast(self._device.type, dtype=torch.bfloat16)

@@ -12,10 +12,11 @@ from stages import make_manifest, make_stages
 from torch import nn
 
 from noloco_p2p.compute import muon
+from noloco_p2p.compute.hardware import autocast, precision
 from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import StageModule, make_stage_module, meta_stage_module
 from noloco_p2p.compute.model_family import checked_config
-from noloco_p2p.compute.muon import Muon, orthogonal, precision
+from noloco_p2p.compute.muon import Muon, orthogonal
 from noloco_p2p.config import InnerSettings, RunManifest
 
 RATE = 0.01
@@ -146,16 +147,24 @@ def test_in_bfloat16_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
-def test_the_iteration_runs_in_bfloat16_only_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_and_the_iteration_run_in_bfloat16_only_where_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """And never in float64, in which runs are replayed to 1e-9."""
+    passes: list[bool] = []
+    monkeypatch.setattr(torch, "autocast", lambda device, *, dtype, enabled: passes.append(enabled))
+
+    def low(tensor: Any) -> bool:
+        autocast(tensor)
+        assert precision(tensor) is (torch.bfloat16 if passes[-1] else tensor.dtype)
+        return passes[-1]
+
     for dtype in (torch.float64, torch.float32):
-        assert precision(torch.zeros(2, 2, dtype=dtype)) is dtype, "a CPU may have no instructions for bfloat16"
-    for capability, expected in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        assert not low(torch.zeros(2, 2, dtype=dtype)), "a CPU may have no instructions for bfloat16"
+    for capability, expected in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-        assert precision(on_gpu) is expected
+        assert low(on_gpu) is expected
         on_gpu.dtype = torch.float64
-        assert precision(on_gpu) is torch.float64
+        assert not low(on_gpu)
 
 
 def test_muon_has_no_mean_squares_to_send() -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from noloco_p2p.compute import model_family
+from noloco_p2p.compute.hardware import autocast
 from noloco_p2p.compute.host_tensor import DTYPES, to_torch
 from noloco_p2p.compute.inner_optimizer import InnerOptimizer
 from noloco_p2p.compute.model import make_stage_module
@@ -83,8 +84,7 @@ class BaselineReplica:
         """Cross entropy summed over the targets that count, in nats."""
         inputs_BT, targets_BT = (to_torch(each).to(self._device).long() for each in (batch.inputs, batch.targets))
         mask_BT = None if batch.mask is None else to_torch(batch.mask).to(self._device).bool()
-        low = self._device.type != "cpu" and self._manifest.compute_dtype != "float64"  # as TorchStage
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=low):
+        with autocast(next(iter(self.model.parameters()))):
             logits_BTV = self._part(inputs_BT, mask_BT)
         wide_NV = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return nn.functional.cross_entropy(wide_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
