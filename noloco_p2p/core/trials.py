@@ -71,14 +71,15 @@ class Trials:
         a success, and neither is a cancelled call.
 
         Yields how many seconds it may take, whatever progress the peer reports; None: too little is known. A trial may
-        take longer than the usual calls, and after each failure twice as long, so that a slow peer passes in the end.
+        take longer than the usual calls, and twice as long after each of the first 16 failures, so that a slow peer
+        passes in the end. (A peer that cannot be reached may fail thousands of times.)
         """
         began, trial, failed = self._now(), self.on_trial(peer), self._failures.get(peer, 0)
         usual_s = self._took.deadline_s(SHORTEST_SILENCES * self._patience_s)
         at_stake_s = self._patience_s if trial and self._spend(0.0) < self._most_s else 0.0
         self._spend(at_stake_s)
         try:
-            yield usual_s and usual_s * (2.0**failed if trial else SERVED_TIMES)
+            yield usual_s and usual_s * (2.0 ** min(failed, 16) if trial else SERVED_TIMES)
         except (Unreachable, Declined, Violation):
             if self._failures.get(peer, 0) == failed:  # otherwise it is the same outage, or it has served meanwhile
                 self._failures[peer] = failed + 1

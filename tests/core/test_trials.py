@@ -112,6 +112,15 @@ def test_a_trial_may_take_four_times_as_long_as_usual_and_longer_after_each_fail
     assert [caller.call("a", outcome) for outcome in outcomes] == [40.0, 80.0, 80.0, 160.0, 640.0, 640.0, 160.0]
 
 
+def test_a_peer_may_fail_for_days() -> None:
+    caller = Caller()
+    for _ in range(FEWEST):
+        caller.call("s", took_s=10.0)
+    for _ in range(2000):
+        longest_s = caller.call("a", Unreachable)
+    assert longest_s == 40.0 * 2**16
+
+
 def test_failures_of_calls_at_the_same_time_are_one() -> None:
     caller = Caller()
     caller.call("a")
