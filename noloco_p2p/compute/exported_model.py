@@ -22,9 +22,9 @@ from noloco_p2p.compute.hardware import pick_device
 from noloco_p2p.compute.model import meta_stage_module
 from noloco_p2p.compute.stage import IGNORED
 from noloco_p2p.config import RunManifest
-from noloco_p2p.core.messages import Batch, HostTensor, LossSum, TensorSpec
+from noloco_p2p.core.messages import Batch, LossSum, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot
-from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.errors import ConfigError, LocalError
 
 TRIMMED_AT_ONCE = 1 << 18
 """How many values of a parameter are sorted at once, each over all replicas."""
@@ -62,16 +62,6 @@ def fast_weights(snapshot: Snapshot, parameters: Sequence[TensorSpec]) -> Weight
 def flat_weights(parameters: Sequence[TensorSpec]) -> TensorSpec:
     """Spec of a stage's θ_f as it travels in full precision."""
     return TensorSpec("weights", parameters[0].dtype, (sum(prod(spec.shape) for spec in parameters),))
-
-
-def check_weights(tensors: Sequence[HostTensor], parameters: Sequence[TensorSpec]) -> Weights:
-    """These tensors, in the order of `parameters`, by name. Raises Violation if one does not fit or is not finite."""
-    weights = {}
-    for tensor, spec in zip(tensors, parameters, strict=True):
-        weights[spec.name] = host_tensor.check(tensor, spec)
-        if not host_tensor.is_finite(weights[spec.name]):
-            raise Violation(f"{spec.name} is not finite")
-    return weights
 
 
 def mean(replicas: Sequence[Weights]) -> Weights:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from noloco_p2p.compute import exported_model
+from noloco_p2p.compute import exported_model, replica_tensors
 from noloco_p2p.compute.exported_model import Weights
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.messages import PeerId, TensorSpec
@@ -165,15 +165,13 @@ def _read(manifest: RunManifest, used: Sequence[Sequence[CheckpointFiles]]) -> t
 
 
 def _weights(checkpoint: CheckpointFiles, parameters: tuple[TensorSpec, ...]) -> Weights:
-    path, stage = checkpoint.tensors_path, checkpoint.manifest.stage
+    expected = replica_tensors.specs(("fast",), parameters)
     try:
-        tensors = read_tensors(checkpoint, {"fast"})
-        if [tensor.name for tensor in tensors] != [f"fast/{spec.name}" for spec in parameters]:
-            raise LocalError(f"{path} does not hold the parameters of stage {stage}")
-        return exported_model.check_weights(tensors, parameters)
+        values = replica_tensors.checked(read_tensors(checkpoint, {"fast"}), expected, str(checkpoint.tensors_path))
+        return {spec.name: value for spec, value in zip(parameters, values, strict=True)}
     except DamagedCheckpoint as error:
         if not checkpoint.path.exists():
             raise
         raise LocalError(f"{error}; remove {checkpoint.path} to export from the other checkpoints") from error
     except Violation as error:
-        raise LocalError(f"{path}: {error}") from error
+        raise LocalError(str(error)) from error

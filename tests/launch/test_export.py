@@ -183,6 +183,19 @@ def test_a_corrupt_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
 
 
+def test_weights_of_another_model_or_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    manifest = small_run(stages=1)
+    broken = make_replica(manifest, 0, "a")
+    broken.parameters["lm_head.weight"].data.fill_(torch.nan)
+    save(manifest, tmp_path / "run", broken, "a", 3)
+    with pytest.raises(LocalError, match=r"safetensors is not finite in fast/lm_head\.weight$"):
+        exported(tmp_path / "run", tmp_path / "out")
+    other = make_replica(small_run(stages=1, model={"intermediate_size": 32}), 0, "a")
+    save(manifest, tmp_path / "run", other, "a", 4)
+    with pytest.raises(LocalError, match=r"safetensors does not fit this stage: fast/.* is out of place$"):
+        exported(tmp_path / "run", tmp_path / "out")
+
+
 @pytest.mark.parametrize(("removed", "enough"), [(2, True), (3, False)])
 def test_a_running_node_may_remove_a_checkpoint_before_it_is_read(
     removed: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
