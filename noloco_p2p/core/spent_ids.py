@@ -43,8 +43,8 @@ class SpentIds:
         return tuple(microbatch for microbatch, step in self._step_of.items() if step < self._steps)
 
     def refill(self, ended: Iterable[MicrobatchId]) -> None:
-        """Remember these ids instead, given oldest first, as if the step that has just ended had counted them. What was
-        forgotten before stays taken as counted."""
+        """Remember these ids instead, given oldest first, as if the step that has just ended had counted them. What had
+        been forgotten before is still taken as counted."""
         self._step_of = OrderedDict.fromkeys(ended, self._steps)
         self.end_step()
 
