@@ -35,7 +35,7 @@ from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
-from noloco_p2p.observe.plotting.plots import Curve, Heatmap, Plot
+from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 ALPHAS = (0.0, 0.3, 0.5, 0.7, 0.9)
 MULTIPLES = (0.3, 0.6, 0.9, 1.1, 1.4)
@@ -138,7 +138,7 @@ def report(results: Results) -> list[Block]:
     blocks = [_summary(points, crossings), _verdicts(points, limits), _crossings(crossings, limits)]
     for count in sorted({count for count, _, _ in points}):
         mine = {key: point for key, point in points.items() if key[0] == count}
-        blocks += [_plane(mine, count, limits), _growth_map(mine, count, limits), _by_round(mine, count)]
+        blocks += [_plane(mine, count, limits), _by_round(mine, count)]
     named = [(key[0], point) for key, point in points.items() if key[1:] == NAMED]
     return [*blocks, *(_named(count, point, limits) for count, point in named), *_noise(trained), _all(points)]
 
@@ -181,44 +181,25 @@ def _range(limits: tuple[float, float]) -> str:
     return f"{limits[0]:.3g} to {limits[1]:.3g}"
 
 
-def _bounds(count: int, limits: Limits, unit: Callable[[float], float]) -> list[Curve]:
-    """The bounds over α, each divided by `unit(α)`."""
+def _bounds(count: int, limits: Limits) -> list[Curve]:
+    """The bounds over α."""
     drawn = [step / 20 for step in range(20)]
     measured = sorted(alpha for replicas, alpha in limits if replicas == count)
     return [
-        Curve("S1", drawn, [bounds.s1(x) / unit(x) for x in drawn]),
-        Curve(f"S1 for N = {count}", drawn, [bounds.s1(x, count) / unit(x) for x in drawn]),
-        Curve(
-            "nearly every run",
-            measured,
-            [limits[count, x]["nearly every run"][1] / unit(x) for x in measured],
-            style="points",
-        ),
-        Curve("eq. 74, lower", drawn, [bounds.equation_74(x)[0] / unit(x) for x in drawn], style="dashed"),
-        Curve("eq. 74, upper", drawn, [bounds.equation_74(x)[1] / unit(x) for x in drawn], style="dashed"),
+        Curve("S1", drawn, [bounds.s1(x) for x in drawn]),
+        Curve(f"S1 for N = {count}", drawn, [bounds.s1(x, count) for x in drawn]),
+        Curve.through("nearly every run", [(x, limits[count, x]["nearly every run"][1]) for x in measured], "points"),
+        Curve("eq. 74, lower", drawn, [bounds.equation_74(x)[0] for x in drawn], style="dashed"),
+        Curve("eq. 74, upper", drawn, [bounds.equation_74(x)[1] for x in drawn], style="dashed"),
     ]
 
 
 def _plane(points: Points, count: int, limits: Limits) -> Block:
-    curves = _bounds(count, limits, lambda alpha: 1.0)
+    curves = _bounds(count, limits)
     for label, found in (("spread fell", False), ("spread grew", True)):
         some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
         curves.append(Curve.through(label, some, "points"))
     return Plot(f"stability-n{count}", f"Where the spread grew, {count} replicas", ("α", "γ"), curves)
-
-
-def _growth_map(points: Points, count: int, limits: Limits) -> Block:
-    found = {(a, round(g / bounds.s1(a), 3)): point for (_, a, g), point in points.items() if (a, g) != NAMED}
-    alphas, multiples = (sorted(set(places)) for places in zip(*found, strict=True))
-    return Heatmap(
-        f"growth-n{count}",
-        f"Growth of the spread, {count} replicas (cross: it grew)",
-        ("α", "γ / γ_max of S1", "factor per round, last third of the run"),
-        (alphas, multiples),
-        [[growth(found[alpha, multiple]) for alpha in alphas] for multiple in multiples],
-        marked=[key for key, point in sorted(found.items()) if grew(point)],
-        curves=_bounds(count, limits, bounds.s1),
-    )
 
 
 def _by_round(points: Points, count: int) -> Block:

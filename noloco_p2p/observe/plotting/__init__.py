@@ -4,5 +4,5 @@ svg        elements, their colours and style sheet (light and dark), and a chart
 axes       linear and logarithmic axes with round ticks; two of them drawn, with lines, dots and areas between them
 labels     names of lines beside their ends
 time_bins  counts per bin of time
-plots      plots, heatmaps and bars as values, each drawn to a file
+plots      plots and bars as values, each drawn to a file
 """

@@ -135,7 +135,7 @@ class Axes:
     def __init__(
         self,
         title: str,
-        x: Axis | None,
+        x: Axis,
         y: Axis,
         size: tuple[float, float] = PAGE_SIZE,
         left: float = LEFT,
@@ -143,16 +143,13 @@ class Axes:
     ) -> None:
         """`labels`: of the lines, which get room to the right of the axes."""
         self.svg = canvas(title, *size)
-        self._x, self._y = x or Axis("", 0.0, 1.0), y
+        self._x, self._y = x, y
         self._left, self._right = left, size[0] - RIGHT - label_width(labels, LABELS_SHARE * size[0])
         self._ends: list[LineEnd] = []
         self._top, self._bottom = TOP + (Y_TITLE if y.title else 0.0), size[1] - BOTTOM
-        self._cells = False
-        """Whether there are coloured cells below, so that what is drawn next needs a border."""
         self._measured = False
-        self._draw_y_axis(self._y, at_left=x is not None)
-        if x is not None:
-            self._draw_x_axis()
+        self._draw_y_axis(self._y)
+        self._draw_x_axis()
 
     def measure(self, log: Axis | None = None) -> None:
         """Store the range of both axes, and the values of all lines and dots drawn from now on, for a page's script.
@@ -181,18 +178,14 @@ class Axes:
         if len(thinned) == 1:
             self.dots(thinned, colour, name, label=label)
         elif thinned:
-            path = self._path(thinned)
-            if self._cells:
-                element(self.svg, "path", d=path, class_="halo")
             about = self._about(thinned, colour, label)
-            self._named(name, "path", d=path, class_=f"line s{colour} {kind}".strip(), **about)
+            self._named(name, "path", d=self._path(thinned), class_=f"line s{colour} {kind}".strip(), **about)
 
     def dots(self, points: Points, colour: Colour, name: str, *, most: int = MAX_POINTS // 4, label: str = "") -> None:
         """A dot at each of at most `most` of the points."""
-        rim = " halo" if self._cells else ""
         for x, y in thin(points, most):
             place, about = {"cx": self._across(x), "cy": self._up(y)}, self._about([(x, y)], colour, label)
-            self._named(name, "circle", **place, r=2.4, class_=f"f{colour}{rim}", **about)
+            self._named(name, "circle", **place, r=2.4, class_=f"f{colour}", **about)
 
     def write_labels(self) -> None:
         """Write the labels of the lines and dots beside them."""
@@ -214,26 +207,15 @@ class Axes:
         top, bottom = ([(x, y) for n, y in enumerate(ys) for x in edges[n : n + 2]] for ys in (upper, lower))
         self._named(name, "path", d=self._path([*top, *reversed(bottom)]) + "Z", class_=f"f{colour}")
 
-    def cell(self, x: tuple[float, float], y: tuple[float, float], fill: Colour | str, name: str = "") -> None:
-        """A rectangle between two values on each axis. `fill`: a colour of the style sheet, or an SVG colour.
-
-        Cells with an SVG colour belong to a heatmap, and what is drawn over them gets a border.
-        """
+    def cell(self, x: tuple[float, float], y: tuple[float, float], colour: Colour, name: str) -> None:
+        """A rectangle between two values on each axis."""
         left, top = self._across(x[0]), self._up(y[1])
         size = {"width": max(0.6, self._across(x[1]) - left), "height": self._up(y[0]) - top}
-        look: dict[str, object] = {"class_": f"f{fill}"}
-        if isinstance(fill, str):
-            self._cells = True
-            # slightly too wide, so that no seam shows between neighbours
-            size = {side: length + 0.4 for side, length in size.items()}
-            look = {"fill": fill, "shape_rendering": "crispEdges"}
-        self._named(name, "rect", x=left, y=top, **size, **look)
+        self._named(name, "rect", x=left, y=top, **size, class_=f"f{colour}")
 
-    def cross(self, x: float, y: float, name: str = "") -> None:
-        """A cross at a point; in a heatmap, with a border that makes it visible on any background."""
+    def cross(self, x: float, y: float, name: str) -> None:
+        """A cross at a point."""
         path = f"M{self._across(x) - 4:.1f} {self._up(y) - 4:.1f}l8 8m0 -8l-8 8"
-        if self._cells:
-            element(self.svg, "path", d=path, class_="halo")
         self._named(name, "path", d=path, class_="cross")
 
     def stroke(self, x: float, y: tuple[float, float]) -> None:
@@ -241,7 +223,7 @@ class Axes:
         low, high = map(self._up, y)
         element(self.svg, "line", x1=self._across(x), x2=self._across(x), y1=high - 2, y2=low + 2, class_="start")
 
-    def _draw_y_axis(self, axis: Axis, *, at_left: bool = True, hidden: bool = False) -> None:
+    def _draw_y_axis(self, axis: Axis, *, hidden: bool = False) -> None:
         ticks = element(self.svg, "g", class_="scale", **({"display": "none"} if hidden else {}))
         for value, label in axis.labelled(5):
             y = self._bottom - axis.position(value) * (self._bottom - self._top)
@@ -249,8 +231,7 @@ class Axes:
                 element(ticks, "line", x1=self._left, x2=self._right, y1=y, y2=y, class_="grid")
             element(ticks, "text", label, x=self._left - 5, y=y + 4, class_="tick end")
         if axis.title:
-            place, kind = (0.0, "tick") if at_left else (self._right, "tick end")
-            element(ticks, "text", axis.title, x=place, y=self._top - 12, class_=kind)
+            element(ticks, "text", axis.title, x=0.0, y=self._top - 12, class_="tick")
 
     def _draw_x_axis(self) -> None:
         bottom = self._bottom
@@ -262,9 +243,7 @@ class Axes:
         element(self.svg, "text", self._x.title, x=self._right, y=bottom + 32, class_="tick end")
 
     def _named(self, name: str, tag: str, **attributes: object) -> None:
-        drawn = element(self.svg, tag, "", **attributes)
-        if name:
-            element(drawn, "title", name)
+        element(element(self.svg, tag, "", **attributes), "title", name)
 
     def _about(self, points: Points, colour: Colour, label: str) -> dict[str, str]:
         """The values and the label of what is drawn, for a page's script."""

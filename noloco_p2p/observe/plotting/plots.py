@@ -1,4 +1,4 @@
-"""Plots, heatmaps and bars as values, each drawn to a self-contained SVG file."""
+"""Plots and bars as values, each drawn to a self-contained SVG file."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,23 +8,18 @@ from typing import Self
 
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting import svg as drawing
-from noloco_p2p.observe.plotting.axes import LEFT, PAGE_SIZE, RIGHT, Axes, Axis, Points, Scale, fitted
+from noloco_p2p.observe.plotting.axes import PAGE_SIZE, RIGHT, Axes, Points, Scale, fitted
 from noloco_p2p.observe.plotting.labels import label_width
 from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, Element, LegendKey, LineStyle, element
 
 WIDTH, HEIGHT = 640.0, 330.0
-COLOUR_BAR = LEFT + RIGHT + 18.0
-"""Width of the colour bar next to a heatmap, including its numbers."""
-COLOUR_STEPS = 64
 BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
 NARROWEST_LABELLED = 34.0
 """A piece of a bar that is at least this wide shows its share as text."""
 KIND_COLOURS = [Colour[name] for name in ["BLUE", "ORANGE", "GREEN", "PINK", "SKY", "RED", "YELLOW", "GREY"]]
-"""Colours of the pieces of bars, and of curves over a heatmap, which only their colours tell apart."""
+"""Colours of the pieces of bars, which only their colours tell apart."""
 MAX_MARKED, MAX_DOTS = 40, 5_000
 """Upper limits on the points of a line that gets a dot at each, and on the dots of a set of points."""
-COLOUR_MAP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""viridis at equal distances, from the lowest value to the highest: readable for the colour-blind and in grey print."""
 
 BarPiece = tuple[str, float, Colour]
 """(name, amount, colour)."""
@@ -70,25 +65,6 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
-class Heatmap:
-    """Values over a grid."""
-
-    name: str
-    """File name without its extension, unique in a directory."""
-    title: str
-    axes: tuple[str, str, str]
-    """Titles of x, y and the colours with units."""
-    grid: tuple[Sequence[float], Sequence[float]]
-    """The x of the columns and the y of the rows, ascending."""
-    values: Sequence[Sequence[float | None]]
-    """A row for each y with a value for each x; None if it was not measured or is not finite."""
-    marked: Sequence[tuple[float, float]] = ()
-    """The points (x, y) that get a cross."""
-    curves: Sequence[Curve] = ()
-    """Drawn over the cells, in the units of the axes; parts outside the grid are left out."""
-
-
-@dataclass(frozen=True, slots=True)
 class Bars:
     """Horizontal bars of equal width, each divided into shares."""
 
@@ -98,7 +74,7 @@ class Bars:
     rows: Sequence[BarRow]
 
 
-Chart = Plot | Heatmap | Bars
+Chart = Plot | Bars
 
 
 def save(chart: Chart, directory: Path) -> Path:
@@ -113,42 +89,21 @@ def svg(chart: Chart) -> str:
     if isinstance(chart, Bars):
         keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
-        return drawing.document(chart.title, [bars(chart.title, chart.rows, width=WIDTH, left=left)], list(keys))
-    axes, *colour_bar = _heatmap(chart) if isinstance(chart, Heatmap) else [_plot(chart)]
-    colours = KIND_COLOURS if colour_bar else SERIES_COLOURS
-    for curve, colour in zip(chart.curves, itertools.cycle(colours), strict=False):
+        return drawing.document(chart.title, bars(chart.title, chart.rows, width=WIDTH, left=left), list(keys))
+    axes = _axes(chart)
+    for curve, colour in zip(chart.curves, itertools.cycle(SERIES_COLOURS), strict=False):
         _draw(axes, curve, colour)
     axes.write_labels()
-    return drawing.document(chart.title, [axes.svg, *(each.svg for each in colour_bar)])
+    return drawing.document(chart.title, axes.svg)
 
 
-def _plot(plot: Plot) -> Axes:
+def _axes(plot: Plot) -> Axes:
+    """Axes that fit the curves, with room for their labels beside them."""
     x = fitted(plot.axes[0], [x for curve in plot.curves for x in curve.x], plot.scales[0])
     extents = [y for curve in plot.curves for y in curve.extent()]
     y = fitted(plot.axes[1], extents, plot.scales[1], from_zero=plot.from_zero)
-    return _axes(plot, x, y, WIDTH)
-
-
-def _axes(chart: Plot | Heatmap, x: Axis, y: Axis, width: float) -> Axes:
-    """Axes of this width, with room for the labels of the curves beside them."""
-    labels = [curve.label for curve in chart.curves]
-    return Axes(chart.title, x, y, (width + label_width(labels), HEIGHT), labels=labels)
-
-
-def _heatmap(chart: Heatmap) -> list[Axes]:
-    """The cells, and the colour bar. The grid need not be even: borders lie halfway between its points."""
-    columns, rows = (list(itertools.pairwise(_borders(points))) for points in chart.grid)
-    x, y = Axis(chart.axes[0], columns[0][0], columns[-1][1]), Axis(chart.axes[1], rows[0][0], rows[-1][1])
-    axes = _axes(chart, x, y, WIDTH - COLOUR_BAR)
-    known = [value for row in chart.values for value in row if value is not None]
-    values = fitted(chart.axes[2], known)
-    for row, cells in zip(rows, chart.values, strict=True):
-        for column, value in zip(columns, cells, strict=True):
-            if value is not None and values.holds(value):
-                axes.cell(column, row, _colour(values.position(value)), f"{value:.4g}")
-    for x_marked, y_marked in chart.marked:
-        axes.cross(x_marked, y_marked)
-    return [axes, _colour_bar(values)]
+    labels = [curve.label for curve in plot.curves]
+    return Axes(plot.title, x, y, (WIDTH + label_width(labels), HEIGHT), labels=labels)
 
 
 def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
@@ -187,28 +142,3 @@ def steps(points: Points) -> Points:
     """The corners of a step curve, on which each value holds until the next point."""
     corners = [(after[0], before[1]) for before, after in itertools.pairwise(points)]
     return [corner for both in itertools.zip_longest(points, corners) for corner in both if corner is not None]
-
-
-def _colour_bar(values: Axis) -> Axes:
-    """The colour bar of a heatmap, with the values that its colours stand for."""
-    bar = Axes(values.title, None, values, (COLOUR_BAR, HEIGHT))
-    for n in range(COLOUR_STEPS):
-        low, high = (values.value(edge / COLOUR_STEPS) for edge in (n, n + 1))
-        bar.cell((0.0, 1.0), (low, high), _colour((n + 0.5) / COLOUR_STEPS))
-    return bar
-
-
-def _colour(position: float) -> str:
-    """The colour at a position from 0 to 1, interpolated in COLOUR_MAP."""
-    place = position * (len(COLOUR_MAP) - 1)
-    n = min(int(place), len(COLOUR_MAP) - 2)
-    ends = zip(COLOUR_MAP[n], COLOUR_MAP[n + 1], strict=True)
-    return "#" + bytes(round(low + (high - low) * (place - n)) for low, high in ends).hex()
-
-
-def _borders(points: Sequence[float]) -> list[float]:
-    """The borders of the cells around these points, halfway between neighbours; a single point gets a width of one."""
-    if len(points) == 1:
-        return [points[0] - 0.5, points[0] + 0.5]
-    middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
-    return [2 * points[0] - middles[0], *middles, 2 * points[-1] - middles[-1]]

@@ -48,11 +48,11 @@ _SHAPES = """
 .end { text-anchor: end; } .middle, .on { text-anchor: middle; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .faint { stroke-width: 1; opacity: .35; }
 .strong { stroke-width: 2.2; } .dashed { stroke-dasharray: 5 3; } .error { stroke-width: 1; fill: none; }
-.start { stroke-width: 1.2; } .cross { stroke-width: 2; fill: none; } path.halo { stroke-width: 4; fill: none; }
+.start { stroke-width: 1.2; } .cross { stroke-width: 2; fill: none; }
 .leader { stroke-width: .8; opacity: .7; fill: none; }
 """
 _SCHEME = """
-.paper { fill: $paper; } .halo { stroke: $paper; } .title { fill: $ink; } .start, .cross { stroke: $ink; }
+.paper { fill: $paper; } .title { fill: $ink; } .start, .cross { stroke: $ink; }
 .tick, .key { fill: $soft; } .axis { stroke: $soft; } .grid { stroke: $grid; }
 """
 _COLOUR = ".s$n { stroke: $colour; } .f$n { fill: $colour; } .b$n { background: $colour; } .n$n { fill: $text; }\n"
@@ -114,21 +114,18 @@ class LegendKey:
     colour: Colour
 
 
-def document(title: str, parts: Sequence[Element], keys: Sequence[LegendKey] = ()) -> str:
-    """A self-contained file: a title, charts side by side, a legend below them, style sheet and background."""
-    sizes = [tuple(map(float, str(part.get("viewBox")).split()[2:])) for part in parts]
-    width, chart_height = sum(size[0] for size in sizes) + 2 * MARGIN, max(size[1] for size in sizes)
+def document(title: str, chart: Element, keys: Sequence[LegendKey] = ()) -> str:
+    """A self-contained file: a title, the chart, a legend below it, style sheet and background."""
+    chart_width, chart_height = map(float, str(chart.get("viewBox")).split()[2:])
+    width = chart_width + 2 * MARGIN
     svg = canvas(title, width, 0.0)
     svg.attrib |= {"xmlns": "http://www.w3.org/2000/svg", "font-family": "system-ui, sans-serif"}
     element(svg, "style", stylesheet())
     element(svg, "rect", width="100%", height="100%", class_="paper")
     element(svg, "text", title, x=MARGIN, y=MARGIN + 12, class_="title")
-    left = MARGIN
-    for part, (part_width, part_height) in zip(parts, sizes, strict=True):
-        place = {"x": left, "y": TITLE, "width": part_width, "height": part_height}
-        part.attrib |= {name: decimal(value) for name, value in place.items()} | {"overflow": "visible"}
-        svg.append(part)
-        left += part_width
+    place = {"x": MARGIN, "y": TITLE, "width": chart_width, "height": chart_height}
+    chart.attrib |= {name: decimal(value) for name, value in place.items()} | {"overflow": "visible"}
+    svg.append(chart)
     height = _legend(svg, keys, TITLE + chart_height + 8, width - MARGIN) + MARGIN
     svg.attrib |= {"width": decimal(width), "height": decimal(height), "viewBox": _box(width, height)}
     return markup(svg) + "\n"
