@@ -1,8 +1,7 @@
 """Experiments 4 and 5: the effect of routes on load and spread, and the relation of the spread to the learning rate."""
 
 from functools import partial
-from math import exp, log
-from statistics import fmean
+from math import log
 from typing import Any
 
 import pytest
@@ -10,12 +9,10 @@ from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import routing_policies, spread
 from noloco_p2p.lab.experiments.markdown_page import charts, markdown
-from noloco_p2p.lab.experiments.real_swarm import train
 from noloco_p2p.lab.experiments.shards import corpora
 from noloco_p2p.lab.experiments.spec import Case, Result
-from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
+from noloco_p2p.lab.experiments.training import TrainingPlan
 from noloco_p2p.observe.plotting.plots import Plot
-from noloco_p2p.sim.device import Costs
 
 STEPS = 20
 
@@ -47,25 +44,6 @@ def test_random_routes_send_less_to_the_slow_replica() -> None:
 def test_on_fixed_routes_equal_devices_never_wait() -> None:
     found = serve("fixed", "equal")
     assert (found["waited_s"], found["busy"], found["largest_over_mean"]) == (0.0, 0.0, 1.0)
-
-
-def test_a_slow_replica_that_evaluates_less_often_has_a_part_in_the_mean_of_its_evaluations() -> None:
-    """It evaluates at the steps 7 and 12, the other ones at 4, 7, 10 and 12, and at 4, 8 and 12."""
-    evaluation = {"every_steps": 4, "microbatches": 2}
-    manifest = small_manifest(
-        32,
-        2,
-        steps=12,
-        sequence_length=16,
-        microbatch_size=1,
-        microbatches_per_step=2,
-        routing="random",
-        evaluation=evaluation,
-        outer={"inner_steps": 2},
-    )
-    trained = train(TrainingPlan(manifest, (3, 2), 2, costs=Costs(spread=0.5), slowness={"s0r1": 3.0}))
-    assert [step for step, _ in trained.validation] == [4, 8, 12]
-    assert trained.validation[-1][1] == pytest.approx(fmean(trained.final_losses))
 
 
 # --- the spread and the learning rate -------------------------------------------------------------------------------
@@ -135,7 +113,6 @@ def invented(case: Case) -> Result:
     loss = 2.0 if fixed else 2.0 + log(1.03)
     load = {f"s{stage}r{replica}": 20 for stage in (0, 1) for replica in range(8)}
     figures = {
-        "validation": [(80, loss + (not fixed)), (200, loss)],
         "validation_loss": loss,
         "merged_loss": None,
         "tokens": 1000,
@@ -165,18 +142,13 @@ def test_changes_are_relative_to_fixed_routes_of_the_same_seed() -> None:
     )
     assert "| 128 | 0.003 | with | balanced | -50 ± 0 | -75 ± 0 | -62.5 ± 0 | 3 ± 0 |" in page
     assert "-15 (small), -10 (medium)" in page
-    plot = next(chart for chart in charts(routing_policies.report(results)) if chart.name == "perplexity")
-    assert isinstance(plot, Plot)
-    gaps = plot.curves
-    assert [list(curve.x) for curve in gaps] == [[80, 200]] * 2 * len(routing_policies.POLICIES[1:])
-    assert list(gaps[0].y) == pytest.approx([100 * (1.03 * exp(1) - 1), 3.0])
 
 
 def test_a_run_that_has_diverged_is_reported_without_a_loss() -> None:
     results = [invented(case) for case in routing_policies.cases(quick=True)]
     for one in results:
         if "validation_loss" in one.figures:
-            one.figures.update(validation_loss=None, validation=[(200, None)], spread=[[], []])
+            one.figures.update(validation_loss=None, spread=[[], []])
     page = markdown(routing_policies.report(results))
     assert "| 128 | 0.003 | with | balanced | – | – | – | – |" in page
     assert "the std of the weights by – % and the perplexity by – % with them." in page

@@ -138,21 +138,17 @@ def in_pairs(work_s: Times, replicas: Sequence[PeerId], seed: int) -> Times:
 
 
 def figures_of(outcome: Outcome) -> Figures:
-    """How long the replicas waited for each other, as a share of their time and in seconds, and how rounds ended."""
+    """How long the replicas waited for each other, as a share of their time, and how rounds ended."""
     nodes, spans_s, waits, steps = outcome.of_stage(0), list[float](), list[list[float]](), 0
     for node in nodes:
         done, rounds = node.trace.of("inner_step"), node.trace.of("outer_round")
         spans_s.append(rounds[-1].at_s - (done[0].at_s - done[0].number("busy_s")))
         waits.append([event.number("seconds") for event in rounds])
         steps += len(done)
-    every_s = [seconds for mine in waits for seconds in mine]
     return {
         "idle": sum(map(sum, waits)) / sum(spans_s),
         "idle_most": max(sum(mine) / span_s for mine, span_s in zip(waits, spans_s, strict=True)),
-        "steps_per_node_s": steps / sum(spans_s),
         "steps_per_clock": steps / (len(nodes) * nodes[0].step),
-        "wait_p50_s": statistics.median(every_s),
-        "wait_most_s": max(every_s),
         "results": dict(sorted(outcome.trace.totals("outer_round", "result").items())),
     }
 

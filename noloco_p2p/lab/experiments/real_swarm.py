@@ -1,10 +1,9 @@
 """A simulated swarm with real stages and real data, from its plan to the summary of its results."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -188,7 +187,6 @@ class FinishedTraining:
         evaluations = [trace.of("evaluation", node.peer) for node in stages[0]]
         steps = self._inner_steps()
         return TrainingSummary(
-            validation=self._validation(),
             final_losses=tuple(found[-1].number("loss") for found in evaluations),
             merged_loss=_merged_loss(stages, self.held_out),
             training=tuple((step, loss_sum / tokens) for step, (loss_sum, tokens) in sorted(steps.items()) if tokens),
@@ -210,16 +208,6 @@ class FinishedTraining:
             busy=trace.totals("busy", "direction")["in"],
             virtual_s=ended_at_s,
         )
-
-    def _validation(self) -> tuple[tuple[int, float], ...]:
-        """`TrainingSummary.validation`. Replicas may evaluate unequally often: those nearest in time are averaged."""
-        manifest, same = self.plan.manifest, defaultdict[float, list[tuple[float, float]]](list)
-        for event in self.outcome.trace.of("evaluation"):
-            step = event.number("step")
-            turn = inf if step >= manifest.steps else round(step / (manifest.evaluation.every_steps or 1))
-            same[turn].append((step, event.number("loss")))
-        means = (map(fmean, zip(*same[turn], strict=True)) for turn in sorted(same))
-        return tuple((int(step + 0.5), loss) for step, loss in means)
 
     def _inner_steps(self) -> dict[int, tuple[float, float]]:
         """Summed loss and tokens of all stage-0 replicas, by number of the inner step."""

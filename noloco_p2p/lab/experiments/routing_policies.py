@@ -30,10 +30,10 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, mean_curve, mean_std, over, select, table, value_range
+from noloco_p2p.lab.experiments.results import Columns, above, mean_curve, mean_std, over, select, table, value_range
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
 from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
-from noloco_p2p.observe.plotting.plots import Curve, Plot
+from noloco_p2p.observe.plotting.plots import Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -53,10 +53,8 @@ ROUND_STEPS = 10
 """m; without outer rounds, the number of inner steps between two measurements of the spread."""
 JITTER = 0.2
 """Sigma of the log-normal device times when real weights are trained."""
-EVALUATED = 60
-"""Per cent of the run between two evaluations; there is another one at the end."""
 STAGES = (0, 1)
-TRAINED = ("validation", "validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
+TRAINED = ("validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
 """The figures to keep from a `TrainingSummary`."""
 
 
@@ -88,7 +86,6 @@ def measure(case: Case) -> Figures:
         steps=settings["steps"],
         inner={"peak_learning_rate": settings["rate"]},
         outer={"inner_steps": ROUND_STEPS, "pairing": PAIRINGS[settings["rounds"]]},
-        evaluation={"every_steps": EVALUATED * settings["steps"] // 100},
     )
     plan = TrainingPlan(manifest, (settings["replicas"],) * 2, settings["seed"], costs=Costs(spread=JITTER))
     summary = train(plan)
@@ -156,13 +153,8 @@ def changes(results: Results, policy: str, arm: Mapping[str, Any]) -> dict[str, 
         if len(stds) == len(STAGES):
             for name, value in zip(("std 0", "std 1", "std"), (*stds, fmean(stds)), strict=True):
                 found[name].append(value)
-        found["perplexity"] += _perplexity(one["validation_loss"], fixed["validation_loss"])
+    found["perplexity"] = [100 * (exp(gap) - 1) for gap in above(mine, theirs, "validation_loss")]
     return found
-
-
-def _perplexity(loss: float | None, fixed: float | None) -> list[float]:
-    """The change in perplexity in per cent; empty if one of the two losses was not finite."""
-    return [] if loss is None or fixed is None else [100 * (exp(loss - fixed) - 1)]
 
 
 def report(results: Results) -> list[Block]:
@@ -174,7 +166,6 @@ def report(results: Results) -> list[Block]:
         _weights(trained),
         _changes(trained),
         *(_spread_plot(trained, stage) for stage in STAGES),
-        _perplexity_plot(trained),
         "### Load, waiting and throughput",
         _served(select(results, kind="serve")),
     ]
@@ -250,30 +241,10 @@ def _spread_plot(results: Results, stage: int) -> Plot:
     curves = []
     for arm, policy in product(PLOTTED, POLICIES):
         series = [one["spread"][stage] for one in select(results, policy=policy, **arm)]
-        curves.append(mean_curve(f"{policy}, {arm['rounds']}", series, _style(arm)))
+        style: LineStyle = "dashed" if arm["rounds"] == "with" else "line"
+        curves.append(mean_curve(f"{policy}, {arm['rounds']}", series, style))
     title = f"Weight spread of stage {stage}, without and with outer rounds"
     return Plot(f"spread-stage-{stage}", title, ("inner steps", "std over the replicas"), curves, ("linear", "log"))
-
-
-def _perplexity_plot(results: Results) -> Plot:
-    """Whether the cost of other routes grows or shrinks over the run: the mean over the seeds at every evaluation."""
-    curves = []
-    for arm, policy in product(PLOTTED, POLICIES[1:]):
-        mine, theirs = (select(results, policy=one, **arm) for one in (policy, "fixed"))
-        runs = [_perplexity_by_step(one, fixed) for one, fixed in zip(mine, theirs, strict=True)]
-        # The clocks of two seeds need not agree on the step of an evaluation.
-        x, y = ([fmean(pair[column] for pair in same) for same in zip(*runs, strict=False)] for column in (0, 1))
-        curves.append(Curve(f"{policy}, {arm['rounds']}", x, y, style=_style(arm)))
-    return Plot("perplexity", "Perplexity against fixed routes", ("steps", "change, %"), curves)
-
-
-def _style(arm: Mapping[str, Any]) -> LineStyle:
-    return "dashed" if arm["rounds"] == "with" else "line"
-
-
-def _perplexity_by_step(one: Result, fixed: Result) -> list[tuple[int, float]]:
-    pairs = zip(one["validation"], fixed["validation"], strict=False)
-    return [(step, change) for (step, loss), (_, other) in pairs for change in _perplexity(loss, other)]
 
 
 def _served(results: Results) -> Table:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_curve, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -75,7 +75,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train one variant: losses by step and at the end, the spread by round, the rounds by result."""
+    """Train one variant: losses at the end, the spread by round, the rounds by result."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     settings = case.settings
@@ -86,7 +86,7 @@ def measure(case: Case) -> Figures:
         inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
         outer={"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}
         | {"inner_steps": settings["inner_steps"], "pairing": pairing},
-        evaluation={"every_steps": steps // 3, "microbatches": settings["held_out_microbatches"]},
+        evaluation={"microbatches": settings["held_out_microbatches"]},
     )
     stale, lost = settings["stale_rounds"], settings["lost"]
     trained = train(TrainingPlan(manifest, (replicas,), seed, stale_rounds=stale, lost_partner=lost))
@@ -100,7 +100,7 @@ def measure(case: Case) -> Figures:
             seed=seed,
             stale_rounds=stale,
         )
-    figures = trained.figures("validation_loss", "merged_loss", "validation", "rounds")
+    figures = trained.figures("validation_loss", "merged_loss", "rounds")
     spreads = [spread.std for spread in trained.spreads]
     return figures | {"loss": figures.pop("validation_loss"), "spreads": spreads, "noise_spreads": noise}
 
@@ -114,7 +114,7 @@ Groups = Mapping[Variant, Results]
 def report(results: Results) -> list[Block]:
     """The answer, each variant against the baseline, and how loss and spread depend on staleness and lost partners."""
     groups = {Variant(*key): runs for key, runs in group(results, *Variant._fields).items()}
-    return [_answer(groups), _table(groups), *_plots(groups), _learning(groups)]
+    return [_answer(groups), _table(groups), *_plots(groups)]
 
 
 def outer_step(variant: Variant) -> float | None:
@@ -193,18 +193,6 @@ def _plots(groups: Groups) -> list[Block]:
             title = f"{name.capitalize()} and {what}"
             blocks.append(Plot(f"{name}-{against}", title, (x_label, label), [one for one in curves if one.x]))
     return blocks
-
-
-def _learning(groups: Groups) -> Plot:
-    """Validation loss by step for the variants that differ most."""
-    curves = []
-    for variant, runs in groups.items():
-        if variant.pairing != "random" and variant.lost in (0.0, 0.5):
-            label = f"matched, {'lost 50%' if variant.lost else f'stale {variant.stale_rounds}'}"
-            label = "no outer rounds" if variant == APART else label
-            curves.append(mean_curve(label, [one["validation"] for one in runs]))
-    axes = ("step", "validation loss, nats per token")
-    return Plot("validation", "Validation loss, mean over replicas and seeds", axes, curves)
 
 
 EXPERIMENT = Experiment("staleness", describe(globals()), cases, measure, report)

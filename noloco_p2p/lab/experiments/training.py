@@ -69,10 +69,8 @@ class ReplicaSpread:
 class TrainingSummary:
     """Results of a run. Losses are in nats per token."""
 
-    validation: tuple[tuple[int, float], ...]
-    """(step, mean over the stage-0 replicas) of every evaluation; fixed routes, weights not averaged."""
     final_losses: tuple[float, ...]
-    """The last evaluation of each stage-0 replica, sorted by peer."""
+    """The last evaluation of each stage-0 replica, sorted by peer; fixed routes, weights not averaged."""
     merged_loss: float
     """Final held-out loss of the model whose weights are the mean over the replicas of each stage."""
     training: tuple[tuple[int, float], ...]
