@@ -10,22 +10,19 @@ together in mean square if and only if its spectral radius is below one. For N �
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noloco_p2p.core import outer_update, pairing
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.core.seeds import generator
 from noloco_p2p.sim.world import peer_id
 
 Array = NDArray[np.float64]
 Pair = tuple[Array, Array]
 Factors = tuple[float, float, float]
 """(α, β, γ)."""
-Meet = Callable[[int], Sequence[int]]
-"""The index of each replica's partner in a round; its own index if it has none."""
 
 GROUP = 2
 """Replicas in a group: a pair."""
@@ -80,23 +77,18 @@ def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
     return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
 
 
-def noise_spreads(
-    factors: Factors, meet: Meet, scales: Sequence[float], *, replicas: int, seed: int, stale_rounds: int = 0
-) -> list[float]:
+def noise_spreads(factors: Factors, scales: Sequence[float], *, replicas: int, seed: int) -> list[float]:
     """Std of θ before the merge of each round if Δ is white noise, that is, if training added nothing else.
 
-    `scales`: the noise's std in each round. The pulled vector is `stale_rounds` old (METHOD.md, "Measures").
+    `scales`: the noise's std in each round. The pairs are those of a run with this seed (METHOD.md, "Measures").
     """
-    chance = np.random.default_rng(seed)
+    chance, peers, found = np.random.default_rng(seed), members(replicas), list[float]()
     phi, momentum = np.zeros((2, replicas, COORDINATES))
-    frozen, found = [(phi, momentum)], []
     for round, scale in enumerate(scales, start=1):
         delta = scale * chance.standard_normal(phi.shape)
         theta = phi + delta
-        frozen.append((phi, delta))
         found.append(float(np.sqrt(np.square(theta - theta.mean(0)).mean())))
-        theirs = frozen[max(0, round - stale_rounds)]
-        phi, momentum = play(frozen[-1], momentum, theirs, meet(round), factors)
+        phi, momentum = play((phi, delta), momentum, partners(seed, round, peers), factors)
     return found
 
 
@@ -111,8 +103,7 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
     phi -= phi.mean(0)
     momentum, nothing, log = np.zeros_like(phi), np.zeros_like(phi), 0.0
     for round in range(1, rounds + 1):
-        mine = (phi, nothing)
-        phi, momentum = play(mine, momentum, mine, partners(seed, round, order), (alpha, 0.0, gamma))
+        phi, momentum = play((phi, nothing), momentum, partners(seed, round, order), (alpha, 0.0, gamma))
         size = float(np.sqrt(np.square(phi).sum() + np.square(momentum).sum()))
         phi, momentum, log = phi / size, momentum / size, log + math.log(size)
     return math.exp(log / rounds)
@@ -144,31 +135,14 @@ def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     return [places[found.get(peer, peer)] for peer in members]
 
 
-def meetings(pairing: str, lost: float, *, seed: int, replicas: int) -> Meet:
-    """Partners by round, a share of which is lost: `matched` as in a run with this seed, or `random`."""
-    chance, peers = generator(seed, "meetings", pairing), members(replicas)
+def play(mine: Pair, momentum: Array, partner: Sequence[int], factors: Factors) -> Pair:
+    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas; `mine` is each replica's (φ, Δ).
 
-    def meet(round: int) -> list[int]:
-        found = partners(seed, round, peers)
-        if pairing == "random":
-            found = [chance.choice([other for other in range(replicas) if other != me]) for me in range(replicas)]
-        return [me if chance.random() < lost else other for me, other in enumerate(found)]
-
-    return meet
-
-
-def play(mine: Pair, momentum: Array, theirs: Pair, partner: Sequence[int], factors: Factors) -> Pair:
-    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas.
-
-    `mine` is each replica's current (φ, Δ), `theirs` what others pull from it. A replica that is its own partner goes
-    alone, because the mean of two equal snapshots is that snapshot.
+    A replica that is its own partner goes alone, because the mean of two equal snapshots is that snapshot.
     """
     alpha, beta, gamma = factors
-    chosen = list(partner)
-    alone = np.equal(chosen, np.arange(len(chosen)))[:, None]
-    own, other = (outer_update.round_vector(*pair, beta=beta, gamma=gamma) for pair in (mine, theirs))
-    vectors = [own, np.where(alone, own, other[chosen])]
-    return outer_update.outer_step(mine[0], momentum, vectors, alpha=alpha, gamma=gamma)
+    own = outer_update.round_vector(*mine, beta=beta, gamma=gamma)
+    return outer_update.outer_step(mine[0], momentum, [own, own[list(partner)]], alpha=alpha, gamma=gamma)
 
 
 def slope(values: Sequence[float]) -> float:

@@ -25,7 +25,6 @@ inside the bound does not promise a good loss. Eq. 74 could not be compared with
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import product
 
 from noloco_p2p.core import schedule
@@ -83,7 +82,6 @@ def measure(case: Case) -> Figures:
     )
     noise = bounds.noise_spreads(
         (alpha, BETA, settings["gamma"]),
-        partial(bounds.partners, seed, members=bounds.members(replicas)),
         bounds.round_means([schedule.learning_rate(t, steps, 1.0, 0, 0.0) for t in range(1, steps + 1)], m),
         replicas=replicas,
         seed=seed,

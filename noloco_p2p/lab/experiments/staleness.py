@@ -14,8 +14,7 @@ held-out microbatches.
   initial weights).
 - *Lost*: with this probability, drawn for each replica and round, what was pulled is discarded and the replica goes
   alone.
-- *Spread*: the mean of the weight std over the replicas before each merge, second half of the rounds. *With noise
-  alone*: the same outer rounds, with white noise of the learning rate's size instead of training.
+- *Spread*: the mean of the weight std over the replicas before each merge, second half of the rounds.
 - *Outer step* (derived): a stale φ_j is behind by s rounds of the common motion, so N1's consensus pull slows it
   down. For a steady Δ the mean moves by β·Δ / (1 − α + γ·s/2) per round; the column compares that with s = 0.
 
@@ -31,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
@@ -90,19 +88,8 @@ def measure(case: Case) -> Figures:
     )
     stale, lost = settings["stale_rounds"], settings["lost"]
     trained = train(TrainingPlan(manifest, (replicas,), seed, stale_rounds=stale, lost_partner=lost))
-    noise: list[float] = []
-    if pairing != APART.pairing:
-        noise = bounds.noise_spreads(
-            (ALPHA, BETA, GAMMA),
-            bounds.meetings(pairing, lost, seed=seed, replicas=replicas),
-            [spread.learning_rate for spread in trained.spreads],
-            replicas=replicas,
-            seed=seed,
-            stale_rounds=stale,
-        )
     figures = trained.figures("validation_loss", "merged_loss", "rounds")
-    spreads = [spread.std for spread in trained.spreads]
-    return figures | {"loss": figures.pop("validation_loss"), "spreads": spreads, "noise_spreads": noise}
+    return figures | {"loss": figures.pop("validation_loss"), "spreads": [spread.std for spread in trained.spreads]}
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -122,15 +109,15 @@ def outer_step(variant: Variant) -> float | None:
     return None if variant == APART else (1 - ALPHA) / (1 - ALPHA + 0.5 * GAMMA * variant.stale_rounds)
 
 
-def wider(groups: Groups, variant: Variant, name: str = "spreads") -> list[float]:
-    """Spread as a multiple of the baseline's, by seed; with `noise_spreads`, as if training only added noise."""
-    stds = [[spread(one, name) for one in groups[which]] for which in (variant, BASELINE)]
+def wider(groups: Groups, variant: Variant) -> list[float]:
+    """Spread as a multiple of the baseline's, by seed."""
+    stds = [[spread(one) for one in groups[which]] for which in (variant, BASELINE)]
     return [mine / base for mine, base in zip(*stds, strict=True) if mine is not None and base is not None]
 
 
-def spread(result: Result, name: str) -> float | None:
+def spread(result: Result) -> float | None:
     """The mean weight std over the second half of the rounds, before each merge."""
-    stds: list[float] = result[name]
+    stds: list[float] = result["spreads"]
     return statistics.fmean(stds[len(stds) // 2 :]) if stds else None
 
 
@@ -158,7 +145,6 @@ def _table(groups: Groups) -> Table:
         "above the baseline": lambda variant: mean_std(above(groups[variant], groups[BASELINE], "loss"), 3),
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "spread / baseline's": lambda variant: mean_std(wider(groups, variant), 3),
-        "with noise alone": lambda variant: mean_std(wider(groups, variant, "noise_spreads"), 3),
         "outer step": outer_step,
         "rounds by result": lambda variant: _rounds(groups[variant]),
     }
