@@ -117,17 +117,14 @@ def causes(stages: Sequence[StageFigures]) -> list[str]:
 def _stages(stages: Sequence[StageFigures]) -> "Table":
     """Shares of the time that a stage's nodes spent training. `bound`: the `in use` that links and devices allow."""
     waits = causes(stages)
-    real = any(one.replica_std is not None for one in stages)
     columns = ["stage", "processes", "inner\nsteps", "micro-\nbatches", "in use", "bound"]
     columns += [f"idle:\n{cause}" for cause in waits]
     rows = []
     for one in stages:
         cells = [str(one.stage), *(f"{count:,}" for count in (one.lives, one.inner_steps, one.microbatches))]
         shares = one.utilisation, one.bound_utilisation, *(one.idle.get(cause) for cause in waits)
-        cells += map(humanize.percent, shares)
-        cells += [humanize.figure(one.replica_std)] if real else []
-        rows.append(cells)
-    return plain_table([*columns, "replica\nstd"] if real else columns, (), rows)
+        rows.append([*cells, *map(humanize.percent, shares)])
+    return plain_table(columns, (), rows)
 
 
 def _byte_table(traffic: TrafficFigures) -> "Table":
@@ -160,18 +157,13 @@ def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> 
     over_time = "virtual seconds"
     throughput = [Curve.through("all nodes", tokens_per_s(outcome, tokens_per_microbatch, BINS))]
     nodes = [Curve.through(f"stage {n}", points, "steps") for n, points in nodes_training(outcome).items()]
-    stds = [Curve.through(f"stage {n}", points, "points") for n, points in replica_stds(outcome).items()]
-    charts: list[Chart] = [
+    return [
         _time(found),
         Plot("tokens", "Throughput", (over_time, "tokens/s"), throughput, from_zero=True),
         Plot("nodes", "Nodes in training", (over_time, "nodes"), nodes, from_zero=True),
         _rounds(outcome),
         _byte_bars(found),
     ]
-    if any(one.replica_std is not None for one in found.stages):
-        spread = Plot("spread", "Spread of the replicas", (over_time, "replica std"), stds, ("linear", "log"))
-        charts.append(spread)
-    return charts
 
 
 def _time(found: RunFigures) -> Bars:
@@ -233,13 +225,3 @@ def round_seconds(outcome: Outcome) -> dict[str, list[float]]:
     for event in outcome.trace.of("outer_round"):
         found.setdefault(str(event.get("result")), []).append(event.number("seconds"))
     return {result: sorted(seconds) for result, seconds in sorted(found.items())}
-
-
-def replica_stds(outcome: Outcome) -> dict[int, Points]:
-    """By stage: (time, standard deviation between a replica and its partner)."""
-    found: dict[int, list[tuple[float, float]]] = {}
-    for period in outcome.periods():
-        for event in period.events:
-            if event.kind == "replica_std":
-                found.setdefault(period.stage, []).append((event.at_s, event.number("value")))
-    return {stage: sorted(points) for stage, points in sorted(found.items())}

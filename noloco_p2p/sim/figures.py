@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import ByteCounts, totals
 from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
 from noloco_p2p.sim.throughput_bound import ThroughputBound
@@ -45,8 +44,6 @@ class StageFigures:
     """Share of time spent waiting, by cause: `gradients` (stage 0), `microbatches` (later stages), `partner`. `other`
     is the rest: waits that do not end in an inner step, such as the last one, and outer rounds except for the wait for
     a partner."""
-    replica_std: float | None
-    """Mean of each node's last measured standard deviation from its partner; none: the weights are not real."""
     bound_utilisation: float | None = None
     """Share of time in which the devices would work at the bound; none: there is no bound."""
 
@@ -72,8 +69,6 @@ class TrafficFigures:
     sent_per_node: Shares
     """Mean over all nodes that ever existed."""
     received_per_node: Shares
-    most_sent: int
-    """All kinds together, for the node that sent the most."""
     lost: Counts
     in_flight: Counts
     """Still under way when the run ended."""
@@ -127,7 +122,6 @@ class _StageSums:
     dropped: Counter[str] = field(default_factory=Counter)
     """Dropped microbatches by reason."""
     idle_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    stds: list[float] = field(default_factory=list)
     stepped_at: float = 0.0
     trained_from: float = math.inf
 
@@ -137,7 +131,6 @@ class _StageSums:
             self.processes += 1
             self.training_s += sum(end - begin for begin, end in spans)
             self.trained_from = min(self.trained_from, spans[0][0])
-        std = None
         for event in period.events:
             match event.kind:
                 case "inner_step":
@@ -150,13 +143,9 @@ class _StageSums:
                     self.results[str(event.get("result"))] += 1
                     if event.get("result") == "dropped":
                         self.dropped[str(event.get("reason"))] += 1
-                case "replica_std":
-                    std = event.number("value")
-        if std is not None:
-            self.stds.append(std)
 
-    def figures(self, stage: int, bound: float | None, *, real: bool) -> StageFigures:
-        """The resulting figures. `real`: the weights are real, so their standard deviation is meaningful."""
+    def figures(self, stage: int, bound: float | None) -> StageFigures:
+        """The resulting figures."""
         seconds = self.training_s
         idle_s = dict(sorted(self.idle_s.items()))
         idle_s["other"] = max(0.0, seconds - self.busy_s - sum(idle_s.values()))
@@ -168,7 +157,6 @@ class _StageSums:
             training_s=seconds,
             utilisation=self.busy_s / seconds if seconds else None,
             idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
-            replica_std=sum(self.stds) / len(self.stds) if real and self.stds else None,
             bound_utilisation=bound,
         )
 
@@ -187,7 +175,6 @@ def figures(
     bound_tokens_per_s = bound.tokens_per_s if bound else None
     bound_shares = bound.utilisation if bound else (None,) * stages
     round_s = [event.number("seconds") for event in trace.of("outer_round")]
-    real = not any(isinstance(model, LinearStage) for process in outcome.processes for model in process.models)
     return RunFigures(
         virtual_s=outcome.ended_at_s,
         train_s=train_s,
@@ -196,7 +183,7 @@ def figures(
         tokens=tokens,
         tokens_per_s=tokens_per_s,
         step=max((process.step for process in outcome.processes if process.stage == 0), default=0.0),
-        stages=tuple(one.figures(stage, bound_shares[stage], real=real) for stage, one in enumerate(sums)),
+        stages=tuple(one.figures(stage, bound_shares[stage]) for stage, one in enumerate(sums)),
         microbatches=MicrobatchFigures(
             first.results["done"],
             first.results["nonfinite"],
@@ -218,7 +205,6 @@ def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
     return TrafficFigures(
         sent_per_node={kind: total.sent / nodes for kind, total in by_kind},
         received_per_node={kind: total.received / nodes for kind, total in by_kind},
-        most_sent=max((sum(one.sent for one in of_node.values()) for of_node in bytes_of.values()), default=0),
         lost={kind: total.lost for kind, total in by_kind},
         in_flight={kind: total.in_flight for kind, total in by_kind},
     )
@@ -235,8 +221,6 @@ def flat(found: RunFigures) -> dict[str, float]:
         if one.utilisation is not None:
             values[f"utilisation.{one.stage}"] = one.utilisation
         values |= {f"idle.{one.stage}.{cause}": share for cause, share in one.idle.items()}
-        if one.replica_std is not None:
-            values[f"replica_std.{one.stage}"] = one.replica_std
     values |= {f"rounds.{result}": found.rounds.get(result, 0) for result in ROUND_RESULTS}
     values |= {f"round_s.{name}": seconds for name, seconds in found.round_s.items()}
     return values | {f"sent_per_node.{kind}": count for kind, count in found.traffic.sent_per_node.items()}

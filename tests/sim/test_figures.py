@@ -10,7 +10,6 @@ from noloco_p2p.lab import sim_output
 from noloco_p2p.lab.sim_output import spreads
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.figures import RunFigures, figures, flat
-from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.payloads import ByteCounts
 from noloco_p2p.sim.process import Outcome, SimProcess
 from noloco_p2p.sim.telemetry import Trace, TraceEvent
@@ -48,8 +47,6 @@ MOVED = [
     event(6.0, "idle", cause="gradients", seconds=1.0),
     event(6.0, "inner_step", busy_s=3.0),
     event(8.0, "outer_round", result="partner", seconds=2.0),
-    event(8.0, "replica_std", value=0.5),
-    event(9.0, "replica_std", value=0.25),
     event(12.0, "state", state="draining", reason="moving to stage 1: wanted"),
     event(13.0, "state", state="syncing", reason="comes to stage 1"),
     event(15.0, "state", state="training", reason="synced"),
@@ -77,15 +74,14 @@ def test_a_process_that_moves_counts_for_each_stage_while_it_held_it() -> None:
     found = figures(outcome, {}, TOKENS, 2)
     first, second = found.stages
     assert [(one.stage, one.ends_s, len(one.events)) for one in outcome.processes[0].periods(40.0)] == [
-        (0, 13.0, 9),
+        (0, 13.0, 7),
         (1, 30.0, 7),
     ]
     assert (first.lives, first.inner_steps, first.microbatches, first.training_s) == (2, 2, 2, 10.0 + 10.0)
     assert first.utilisation == 7.0 / 20.0
     assert first.idle == {"gradients": 1.0 / 20.0, "other": 12.0 / 20.0}
-    assert first.replica_std == 0.25, "the last value that each process measured"
     assert (second.lives, second.inner_steps, second.microbatches, second.training_s) == (1, 1, 1, 5.0)
-    assert (second.utilisation, second.idle, second.replica_std) == (0.1, {"microbatches": 0.2, "other": 0.7}, None)
+    assert (second.utilisation, second.idle) == (0.1, {"microbatches": 0.2, "other": 0.7})
     assert (found.train_s, found.tokens, found.tokens_per_s) == (6.0, 2 * TOKENS, 2 * TOKENS / 6.0)
     assert found.ends == {"crashed": 1, "left early": 1}
     assert (found.nodes, found.step, found.virtual_s) == (2, 7.5, 40.0)
@@ -102,7 +98,6 @@ def test_the_series_agree_with_the_figures() -> None:
     }
     assert sim_output.tokens_per_s(outcome, TOKENS, 4) == [(5.0, 200.0), (15.0, 0.0), (25.0, 0.0), (35.0, 0.0)]
     assert sim_output.round_seconds(outcome) == {"alone": [4.0], "partner": [2.0]}
-    assert sim_output.replica_stds(outcome) == {0: [(8.0, 0.5), (9.0, 0.25)]}
 
 
 def test_bytes_are_means_over_all_nodes_including_those_without_any() -> None:
@@ -115,7 +110,6 @@ def test_bytes_are_means_over_all_nodes_including_those_without_any() -> None:
     assert traffic.sent_per_node == {"activation": 5.0, "state": 3.0}
     assert traffic.received_per_node == {"activation": 3.0, "state": 3.0}
     assert (traffic.lost, traffic.in_flight) == ({"activation": 3, "state": 0}, {"activation": 1, "state": 0})
-    assert traffic.most_sent == 10
 
 
 def simulated() -> tuple[RunFigures, Outcome]:
@@ -160,8 +154,6 @@ def test_a_run_has_the_figures_that_its_stages_counted() -> None:
     assert sent["weights"] == received["weights"] == guarded * 2 * 8 / 5
     assert sent["snapshot"] == received["snapshot"] == pulled * 4 * 8 / 5
     assert all(sent[kind] * 5 == received[kind] * 5 + found.traffic.lost[kind] for kind in sent)
-    assert [one.replica_std for one in found.stages] == [None, None], "the weights are not real ones"
-    assert all(isinstance(one.model, LinearStage) for one in outcome.processes)
     assert sim_output.tokens_per_s(outcome, 2 * TOKENS, 7)
     total = sum(rate * outcome.ended_at_s / 7 for _, rate in sim_output.tokens_per_s(outcome, 2 * TOKENS, 7))
     assert total == pytest.approx(found.tokens)
