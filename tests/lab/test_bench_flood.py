@@ -1,7 +1,10 @@
-"""`noloco bench flood`: every kind of flood reaches the node."""
+"""`noloco bench flood`: every kind of flood reaches the node, and rates are over the time that was measured."""
 
 import asyncio
+import os
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transport_fixture import Node, hang, run, soon
@@ -9,7 +12,7 @@ from transport_fixture import Node, hang, run, soon
 from noloco_p2p.io.transport import sockets
 from noloco_p2p.io.transport.callers import CALLS
 from noloco_p2p.io.transport.connection_limit import ConnectionLimit
-from noloco_p2p.lab.bench import floods
+from noloco_p2p.lab.bench import flood, floods, pipeline
 from noloco_p2p.lab.bench.floods import STRANGER, Stranger
 from noloco_p2p.lab.bench.transport import FAR, MIB, PEER, RUN, make_transport
 
@@ -50,3 +53,26 @@ def test_a_flood_reaches_the_node(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         assert arrived
 
     run(scenario())
+
+
+def test_rates_are_right_however_long_it_takes_to_ask_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A victim and an attacker that keep a core busy all the time, and a Busy every second."""
+    now_s = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def sample_nodes(fleet: object) -> dict[str, Any]:
+        spend(5.0)
+        metrics = SimpleNamespace(total=lambda *_, now_s=now_s, **__: now_s)
+        return {"0-0": SimpleNamespace(metrics=metrics)}
+
+    monkeypatch.setattr(flood, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=spend))
+    monkeypatch.setattr(flood, "_cpu_s", lambda pid: now_s)
+    monkeypatch.setattr(pipeline, "sample_nodes", sample_nodes)
+    monkeypatch.setattr(pipeline, "figures", lambda begin, end: {"tokens_per_s": 1.0})
+    fleet: Any = None
+    victim: Any = SimpleNamespace(pid=os.getpid())
+    found = flood._window(fleet, victim, 20.0, 1)
+    assert (found["victim_cores"], found["attacker_cores"], found["busy_per_s"]) == (1.0, 1.0, 1.0)

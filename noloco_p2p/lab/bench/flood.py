@@ -82,8 +82,8 @@ def _window(fleet: Fleet, victim: NodeEndpoints, seconds: float, attacker: int) 
     time.sleep(SETTLE_S)
     begin, began, spent = pipeline.sample_nodes(fleet), time.monotonic(), (_cpu_s(victim.pid), _cpu_s(attacker))
     time.sleep(seconds)
-    took = [_cpu_s(pid) - before for pid, before in zip((victim.pid, attacker), spent, strict=True)]
     end, window_s = pipeline.sample_nodes(fleet), time.monotonic() - began
+    took = [_cpu_s(pid) - before for pid, before in zip((victim.pid, attacker), spent, strict=True)]
     heard = [sum(_busy(sample) for name, sample in one.items() if name.startswith("0-")) for one in (begin, end)]
     status = Path(f"/proc/{victim.pid}/status").read_text()
     return {
