@@ -115,7 +115,7 @@ def stopwatch(seconds: float) -> str:
 def progress(step: float, steps: int, tokens_per_s: float | None, loss: float | None) -> tuple[str, str, str]:
     """`step 230/1,000`, `2.6k tok/s`, `loss 2.41`: how far a run is; empty strings for what is unknown."""
     speed = f"{compact(tokens_per_s)} tok/s" if tokens_per_s else ""
-    return f"step {step:,.0f}/{steps:,}", speed, "" if loss is None else f"loss {loss:.2f}"
+    return f"step {int(step):,}/{steps:,}", speed, "" if loss is None else f"loss {loss:.2f}"
 
 
 def clock(at: float) -> str:

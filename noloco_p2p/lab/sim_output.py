@@ -51,7 +51,7 @@ class SwarmPosition:
         virtual_s = max((process.trace.events[-1].at_s for process in processes if process.trace.events), default=0.0)
         rate = virtual_s / max(time.monotonic() - self._began_at, 1e-3)
         virtual = f"virtual time {humanize.elapsed(virtual_s)} ({rate:.3g} × real)"
-        return f"step {reached:.0f} of {steps:,}, {virtual}", reached / steps
+        return f"step {int(reached):,} of {steps:,}, {virtual}", reached / steps
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def cells(node: Row, host_characters: int) -> tuple[str, ...]:
 def _whole(value: float) -> str:
     """A number without decimals; written compactly from a million on."""
     found = finite(value)
-    return f"{found:.0f}" if abs(found) < 1e6 else compact(found)
+    return f"{int(found)}" if abs(found) < 1e6 else compact(found)
 
 
 def _bounded(value: float) -> float:

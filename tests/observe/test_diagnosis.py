@@ -33,6 +33,11 @@ def _names(nodes: Nodes) -> list[str]:
     return [finding.name for finding in _found(nodes)]
 
 
+def test_a_step_that_is_not_done_is_not_shown() -> None:
+    nodes = {name: with_advert(node, step=4999.7) for name, node in swarm().items()}
+    assert diagnose(list(nodes.values())).progress.startswith("training: step 4,999 of 5,000 ")
+
+
 def test_nothing_is_wrong_with_a_healthy_swarm() -> None:
     nodes = swarm()
     assert _found(nodes) == []

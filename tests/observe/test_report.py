@@ -284,10 +284,10 @@ def test_the_page_shows_the_state_of_the_run(recorded: Recorded, tmp_path: Path)
         place = tmp_path / name
         place.mkdir()
         (place / NAME).write_bytes(
-            line("start", 0.0, name="mine", stage=stage) + line("progress", 3.0, stage=stage, step=40) + more
+            line("start", 0.0, name="mine", stage=stage) + line("progress", 3.0, stage=stage, step=59.7) + more
         )
         (place / "manifest.json").write_text('{"steps": 60}')
-    assert after(render(read_run([tmp_path])), "mine") == "Interrupted at step 40 of 60."
+    assert after(render(read_run([tmp_path])), "mine") == "Interrupted at step 59 of 60.", "its 60th step is not done"
     with (tmp_path / "1-0" / KEY_LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert after(render(read_run([tmp_path])), "mine") == "Running since 2027-01-15 08:00:00 UTC."

@@ -66,7 +66,7 @@ def _progress(swarm: SwarmView) -> str:
     if not swarm.begun:
         return f"starting: {nodes}"
     share = f" ({100 * min(1.0, swarm.step / swarm.steps):.0f} %)" if swarm.steps > 0 else ""
-    words = [f"step {count(swarm.step)} of {count(swarm.steps)}{share}", nodes]
+    words = [f"step {int(swarm.step):,} of {count(swarm.steps)}{share}", nodes]
     if not swarm.ended:
         words.append(f"{compact(swarm.tokens_per_s)} tokens/s")
     if (loss := swarm.mean("loss")) is not None:

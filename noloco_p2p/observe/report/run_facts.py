@@ -63,5 +63,5 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
 
 def _steps(run: RecordedRun) -> str:
     steps = number(run.manifest.get("steps"))
-    done = humanize.count(max(node.step for node in run.nodes))
+    done = humanize.count(int(max(node.step for node in run.nodes)))
     return done if steps is None else f"{done} of {humanize.count(steps)}"
