@@ -15,7 +15,7 @@ from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, steps, s
 from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour
 
 NAME = "{http://www.w3.org/2000/svg}"
-CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3], error=[0.1, 0.1, 5.0])
+CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3])
 PLOT = Plot("plot", "Plot & title", ("x", "y"), [CURVE], ("log2", "log"))
 
 
@@ -36,9 +36,8 @@ def test_a_chart_is_self_contained_and_follows_the_readers_colour_scheme() -> No
     assert {*PLOT.axes, CURVE.label} <= {*root.itertext()}
 
 
-def test_a_curve_has_its_line_its_points_and_its_bars() -> None:
+def test_a_curve_has_its_line_and_its_points() -> None:
     assert len(drawn(PLOT, "circle")) == 3
-    assert len(drawn(PLOT, "path", "error")) == 3
     assert len(drawn(PLOT, "path", "line")) == 1
     dashed = Plot("d", "D", ("x", "y"), [Curve("d", [1, 2], [1, math.nan], style="dashed")])
     assert len(drawn(dashed, "circle")) == 1, "NaN is left out, and a single point is a dot"

@@ -172,12 +172,11 @@ def _plots(groups: Groups) -> list[Block]:
             some = [variant for variant in groups if getattr(variant, fixed) == 0]
             curves = []
             for pairing in PAIRINGS:
-                found = {getattr(one, along): figure(one) for one in some if one.pairing == pairing}
-                points = {x: found[x] for x in sorted(found) if found[x]}
-                errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in points.values()]
-                curves.append(Curve(pairing, list(points), list(map(statistics.fmean, points.values())), errors))
+                found = sorted((getattr(one, along), figure(one)) for one in some if one.pairing == pairing)
+                points = [(x, statistics.fmean(values)) for x, values in found if values]
+                curves += [Curve.through(pairing, points)] if points else []
             title = f"{name.capitalize()} and {what}"
-            blocks.append(Plot(f"{name}-{against}", title, (x_label, label), [one for one in curves if one.x]))
+            blocks.append(Plot(f"{name}-{against}", title, (x_label, label), curves))
     return blocks
 
 

@@ -191,16 +191,6 @@ class Axes:
         """Write the labels of the lines and dots beside them."""
         draw_labels(self.svg, self._ends, self._right, self._top, self._bottom)
 
-    def error_bars(self, points: Points, errors: Sequence[float], colour: Colour) -> None:
-        """A vertical bar through each point, of its error in both directions; ends that the axis cannot show are drawn
-        at its lower end."""
-        for (x, y), error in zip(points, errors, strict=True):
-            if self.holds(x, y):
-                across = self._across(x)
-                low, high = (self._up(end) if self._y.holds(end) else self._bottom for end in (y - error, y + error))
-                path = f"M{across - 3:.1f} {low:.1f}h6m-3 0V{high:.1f}m-3 0h6"
-                element(self.svg, "path", d=path, class_=f"error s{colour}")
-
     def area(self, lower: Sequence[float], upper: Sequence[float], colour: Colour, name: str) -> None:
         """The area between two step curves, each value of which covers an equal share of the width."""
         edges = [self._x.value(n / len(upper)) for n in range(len(upper) + 1)]

@@ -34,19 +34,12 @@ class Curve:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    error: Sequence[float] | None = None
-    """Standard deviations, drawn as bars."""
     style: LineStyle = "line"
 
     @classmethod
     def through(cls, label: str, points: Points, style: LineStyle = "line") -> Self:
         """The curve through these points."""
         return cls(label, [x for x, _ in points], [y for _, y in points], style=style)
-
-    def extent(self) -> list[float]:
-        """Every y, and the ends of its error bar."""
-        bars = zip(self.y, self.error, strict=True) if self.error else ()
-        return [*self.y, *(end for y, error in bars for end in (y - error, y + error))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +93,13 @@ def svg(chart: Chart) -> str:
 def _axes(plot: Plot) -> Axes:
     """Axes that fit the curves, with room for their labels beside them."""
     x = fitted(plot.axes[0], [x for curve in plot.curves for x in curve.x], plot.scales[0])
-    extents = [y for curve in plot.curves for y in curve.extent()]
-    y = fitted(plot.axes[1], extents, plot.scales[1], from_zero=plot.from_zero)
+    y = fitted(plot.axes[1], [y for curve in plot.curves for y in curve.y], plot.scales[1], from_zero=plot.from_zero)
     labels = [curve.label for curve in plot.curves]
     return Axes(plot.title, x, y, (WIDTH + label_width(labels), HEIGHT), labels=labels)
 
 
 def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
     points = [point for point in zip(curve.x, curve.y, strict=True) if axes.holds(*point)]
-    if curve.error:
-        axes.error_bars(list(zip(curve.x, curve.y, strict=True)), curve.error, colour)
     if curve.style != "points":
         kind = "dashed" if curve.style == "dashed" else ""
         axes.line(

@@ -47,7 +47,7 @@ _SHAPES = """
 .tick, .on, .key { font-size: 11.5px; } .title { font-size: 15px; font-weight: 600; }
 .end { text-anchor: end; } .middle, .on { text-anchor: middle; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .faint { stroke-width: 1; opacity: .35; }
-.strong { stroke-width: 2.2; } .dashed { stroke-dasharray: 5 3; } .error { stroke-width: 1; fill: none; }
+.strong { stroke-width: 2.2; } .dashed { stroke-dasharray: 5 3; }
 .start { stroke-width: 1.2; } .cross { stroke-width: 2; fill: none; }
 .leader { stroke-width: .8; opacity: .7; fill: none; }
 """
