@@ -53,7 +53,6 @@ def test_a_power_law_between_spread_and_rate_is_found() -> None:
     rates = [0.5, 1.0, 0.8, 0.6, 0.4, 0.2]
     series = [(10 * step, rate, 3.0 * rate**1.5) for step, rate in enumerate(rates)]
     assert spread.falling(series) == series[1:]
-    assert spread.exponent(series) == pytest.approx(1.5)
     assert spread.pearson([(step, rate, 2.0 + 3.0 * rate) for step, rate, _ in series]) == pytest.approx(1.0)
     assert spread.pearson([(step, rate, 2.0 - rate) for step, rate, _ in series]) == pytest.approx(-1.0)
 
@@ -75,7 +74,6 @@ def test_the_lag_of_the_spread_behind_the_rate_is_found() -> None:
 def test_a_constant_rate_has_no_correlation() -> None:
     series = [(step, 1e-3, float(step)) for step in range(1, 9)]
     assert spread.pearson(series) is None
-    assert spread.exponent(series) is None
     assert spread.delay(series) is None
     assert spread.remaining(series, 1) == 1.0
 

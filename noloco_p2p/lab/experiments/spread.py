@@ -7,8 +7,8 @@ Microbatches of 8 × 64 tokens, one per origin and inner step. The spread is exa
 Varied: m, and as controls a rate that stays at its peak, and no outer rounds.
 
 r is the Pearson correlation of the weight std (over the replicas of a stage, θ before the merge) with the learning
-rate, over the outer rounds of a run. *After the warm-up* leaves out what precedes the peak, and p is the exponent of
-std ∝ rate^p there. *Rounds behind* is the shift of the std against the rate with the largest r, found after the fact.
+rate, over the outer rounds of a run. *After the warm-up* leaves out what precedes the peak. *Rounds behind* is the
+shift of the std against the rate with the largest r, found after the fact.
 *Left* is the mean of the last tenth of the run over the largest value. Mean ± standard deviation over seeds; a dash
 where the rate does not change, or the std does not follow it. With a constant rate r is that of the warm-up alone.
 
@@ -19,8 +19,7 @@ and runs, ours over seeds and stages.
 """
 
 from collections.abc import Callable, Sequence
-from math import log
-from statistics import correlation, fmean, linear_regression
+from statistics import correlation, fmean
 
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, mean_std, select, table
@@ -110,13 +109,6 @@ def delay(series: Series) -> tuple[int, float] | None:
     return max(found, key=lambda one: one[1], default=None)
 
 
-def exponent(series: Series) -> float | None:
-    """p of std ∝ rate^p, by least squares on the logarithms; None where `pearson` is."""
-    if pearson(series) is None or min(min(rate, std) for _, rate, std in series) <= 0:
-        return None
-    return linear_regression([log(rate) for _, rate, _ in series], [log(std) for _, _, std in series]).slope
-
-
 def remaining(series: Series, column: int) -> float:
     """The mean of the last tenth of a series over its largest value: 1 if nothing fell. Column 1: rate, 2: std."""
     values = [point[column] for point in series]
@@ -163,13 +155,12 @@ def _correlations(results: Results) -> Table:
         "r after the warm-up": over(lambda series: pearson(falling(series)), 3),
         "rounds behind": over(lambda series: (delay(series) or (None, None))[0], 2),
         "r of that shift": over(lambda series: (delay(series) or (None, None))[1], 3),
-        "p": over(lambda series: exponent(falling(series)), 3),
         "rate left": over(lambda series: remaining(series, 1), 2),
         "std left": over(lambda series: remaining(series, 2), 2),
     }
     low, high = published()["pearson_weight_std_vs_lr"]
     rows = [(arm, stage) for arm in ARMS for stage in STAGES]
-    return table(columns, rows, "Weight spread and learning rate.", ("paper", "–", "–", f"{low} … {high}", *"––––––"))
+    return table(columns, rows, "Weight spread and learning rate.", ("paper", "–", "–", f"{low} … {high}", *"–––––"))
 
 
 def _plot(results: Results, stage: int) -> Plot:
