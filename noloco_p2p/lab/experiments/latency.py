@@ -156,7 +156,7 @@ def report(results: Results) -> list[Block]:
     """The answer, tables by regime and spread, the comparison with the paper, and the plots."""
     matched = [one for one in results if one["pairing"] == "matched"]
     spreads = sorted({float(one["std_over_mean"]) for one in results} & set(QUICK_SPREADS))
-    blocks: list[Block] = [_answer(matched), _no_spread(matched), _beside_paper(matched)]
+    blocks: list[Block] = [_answer(matched), _beside_paper(matched)]
     for regime, title in REGIMES.items():
         shown = {spread: _of(matched, regime, spread) for spread in spreads}
         blocks.append(f"### {title.capitalize()}: milliseconds for one synchronisation")
@@ -190,17 +190,6 @@ def _answer(results: Results) -> str:
         parts.append(f"{value_range(ratios)} times as long with {nodes} replicas if {title}")
     words = " and ".join(parts)
     return f"Compared with the pull of a pair, the quickest all-reduce takes {words}, depending on the spread."
-
-
-def _no_spread(results: Results) -> Table:
-    columns: Columns = {
-        "N": "nodes",
-        "log2 N": lambda one: allreduce.levels(one["nodes"]),
-        "tree / pull": ratio,
-        "deviation": lambda one: f"{abs(ratio(one) / allreduce.levels(one['nodes']) - 1):.2%}",
-    }
-    caption = "### Without spread, latency-bound\n\nA tree needs 2·log2 N messages one after the other, a pull two:"
-    return table(columns, _of(results, "latency", 0.0), caption)
 
 
 def _paper_ratios() -> dict[float, float]:
