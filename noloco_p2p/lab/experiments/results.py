@@ -117,13 +117,8 @@ def plus_minus(mean: float, std: float, digits: int = 4) -> str:
     return f"{humanize.figure(mean, digits)} ± {humanize.figure(std, 2)}"
 
 
-def mean_curve(
-    label: str,
-    runs: Iterable[Iterable[tuple[float, float | None]]],
-    style: LineStyle = "line",
-    mean: Callable[[Iterable[float]], float] = statistics.fmean,
-) -> Curve:
+def mean_curve(label: str, runs: Iterable[Iterable[tuple[float, float | None]]], style: LineStyle = "line") -> Curve:
     """The mean over runs of (x, y) points, at every x at which all of them are finite."""
     known = [{x: y for x, y in run if y is not None} for run in runs]
     common = sorted(set.intersection(*map(set, known))) if known else []
-    return Curve.through(label, [(x, mean(run[x] for run in known)) for x in common], style)
+    return Curve.through(label, [(x, statistics.fmean(run[x] for run in known)) for x in common], style)

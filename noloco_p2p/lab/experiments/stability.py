@@ -31,7 +31,7 @@ from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
-from noloco_p2p.lab.experiments.results import Columns, group, mean_curve, over, select, table
+from noloco_p2p.lab.experiments.results import Columns, group, over, select, table
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -86,7 +86,7 @@ def measure(case: Case) -> Figures:
         replicas=replicas,
         seed=seed,
     )
-    figures: Figures = {"noise_growth": _growth(noise), "noise_spreads": noise}
+    figures: Figures = {"noise_growth": _growth(noise)}
     try:
         trained = train(TrainingPlan(manifest, (replicas,), seed))
     except LocalError as error:  # a node stops when nothing is finite any more
@@ -136,7 +136,7 @@ def report(results: Results) -> list[Block]:
     blocks = [_summary(points, crossings), _verdicts(points, limits), _crossings(crossings, limits)]
     for count in sorted({count for count, _, _ in points}):
         mine = {key: point for key, point in points.items() if key[0] == count}
-        blocks += [_plane(mine, count, limits), _by_round(mine, count)]
+        blocks.append(_plane(mine, count, limits))
     named = [(key[0], point) for key, point in points.items() if key[1:] == NAMED]
     return [*blocks, *(_named(count, point, limits) for count, point in named), *_noise(trained), _all(points)]
 
@@ -198,23 +198,6 @@ def _plane(points: Points, count: int, limits: Limits) -> Block:
         some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
         curves.append(Curve.through(label, some, "points"))
     return Plot(f"stability-n{count}", f"Where the spread grew, {count} replicas", ("α", "γ"), curves)
-
-
-def _by_round(points: Points, count: int) -> Block:
-    """At the middle α of the grid, the mean over the seeds."""
-    alphas = sorted({alpha for _, alpha, _ in points})
-    middle = alphas[len(alphas) // 2]
-    curves = [
-        mean_curve(
-            f"γ = {gamma:g} ({gamma / bounds.s1(alpha):.1f} γ_max)",
-            [list(enumerate(one["spreads"], start=1)) for one in point],
-            mean=statistics.geometric_mean,
-        )
-        for (_, alpha, gamma), point in points.items()
-        if alpha == middle and all(one["spreads"] for one in point)
-    ]
-    title = f"Weight std over {count} replicas, α = {middle:g}; the learning rate falls to 0"
-    return Plot(f"spread-n{count}", title, ("outer round", "std before the merge"), curves, ("linear", "log"))
 
 
 def _named(count: int, point: Results, limits: Limits) -> str:
