@@ -1,9 +1,8 @@
 """How fast tensors travel from one node to another, compared with the least that the machine needs for it.
 
-Two processes on loopback. The real transport carries an activation and its gradient, a snapshot, and the full state of
-a replica, with digests checked, into torch tensors. The bytes of an activation also travel both ways over a bare TCP
-connection; these four take turns, so that they see the machine in the same state. Figures are MiB per second of tensor
-bytes.
+Two processes on loopback. The real transport carries an activation and its gradient, and a snapshot, with digests
+checked, into torch tensors. The bytes of an activation also travel both ways over a bare TCP connection; these three
+take turns, so that they see the machine in the same state. Figures are MiB per second of tensor bytes.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from noloco_p2p.compute.host_tensor import from_torch, to_torch
-from noloco_p2p.config import ListenSettings, RunManifest
+from noloco_p2p.config import ListenSettings
 from noloco_p2p.core import messages
 from noloco_p2p.core.messages import Advert, Gradient, MicrobatchId, PeerId, Progress, ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -38,11 +37,6 @@ TENSOR_BYTES = 64 * MIB
 SNAPSHOT_BYTES = 4 * TENSOR_BYTES
 TARGET = 0.26
 """Lowest share of the bare TCP rate, from node to node with digests checked: 0.4, times 0.65 for TLS."""
-STATE_PARAMETERS = 6
-STATE_TENSOR_BYTES = 16 * MIB
-"""A state of six parameters and everything that is kept for each: 503 MB."""
-STATE_TARGET = 0.5
-"""Lowest rate of a state's transfer, as a share of the transport's own fastest one."""
 RUN = "be" * 32
 WAIT_S = 60.0
 """Longest time for any single step, seconds."""
@@ -70,23 +64,15 @@ def activation(shape_BTD: tuple[int, int, int]) -> messages.Activation:
 LARGE = activation((8, 16, TENSOR_BYTES // 512))
 SMALL = activation((2, 8, 64))
 SNAPSHOT_SPECS = (TensorSpec("vector", "float32", (SNAPSHOT_BYTES // 4,)),)
-STATE_NAMES = [f"{kind}/{i}" for kind in RunManifest().state_kinds for i in range(STATE_PARAMETERS)]
-STATE_SPECS = tuple(TensorSpec(name, "float32", (STATE_TENSOR_BYTES // 4,)) for name in STATE_NAMES)
-MOVED_BYTES = {
-    "propagate": 2 * TENSOR_BYTES,
-    "snapshot": SNAPSHOT_BYTES,
-    "state": sum(spec.nbytes for spec in STATE_SPECS),
-    "tcp": 2 * TENSOR_BYTES,
-}
+MOVED_BYTES = {"propagate": 2 * TENSOR_BYTES, "snapshot": SNAPSHOT_BYTES, "tcp": 2 * TENSOR_BYTES}
 """Tensor bytes of one transfer of each kind; in both directions for `propagate` and `tcp`."""
 
 
 class BenchPeer:
     """The far node: puts what arrives into torch tensors and sends it back; weights are the same in every call."""
 
-    def __init__(self, snapshot: Snapshot, state: ReplicaState | None = None) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._state = state
 
     async def propagate(self, caller: PeerId, header: messages.Header, body: Body) -> Gradient:
         """Returns the hidden state itself."""
@@ -103,10 +89,9 @@ class BenchPeer:
 
     @asynccontextmanager
     async def lend_state(self, caller: PeerId, number: int | None) -> AsyncIterator[ReplicaState]:
-        """Lends the full state."""
-        if self._state is None:
-            raise Declined("not measured")
-        yield self._state
+        """Not measured."""
+        raise Declined("not measured")
+        yield
 
     def progress(self, caller: PeerId, microbatches: Sequence[MicrobatchId]) -> list[Progress | None]:
         """Not used."""
@@ -122,15 +107,11 @@ def make_transport(name: str, largest_bytes: int = MIB) -> GrpcTransport:
     return GrpcTransport(open_links(identity(name), RUN), ListenSettings(), NullTelemetry(), largest_bytes)
 
 
-def _ones(specs: Sequence[TensorSpec]) -> tuple[messages.HostTensor, ...]:
-    return tuple(from_torch(spec.name, torch.ones(spec.shape)) for spec in specs)
-
-
 async def serve(ready: Callable[[tuple[Advert, int]], None]) -> None:
     """The far process: reports its addresses (gRPC, port of bare TCP) and serves until it is killed."""
-    state = ReplicaState(PEER, 1, 1, 10.0, 10, 10, _ones(STATE_SPECS), number=1)
     transport = make_transport(FAR, 2 * TENSOR_BYTES)
-    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, _ones(SNAPSHOT_SPECS)), state))
+    vectors = [from_torch(spec.name, torch.ones(spec.shape)) for spec in SNAPSHOT_SPECS]
+    await transport.serve(BenchPeer(Snapshot(PEER, 1, 1, tuple(vectors))))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         ready((Advert(PEER, RUN, 1, (f"127.0.0.1:{transport.port}",)), listener.getsockname()[1]))
@@ -144,10 +125,9 @@ async def measure(places: tuple[Advert, int], rounds: int, calls: int, line: Pro
     far, port = places
     view = tensor_bytes(TENSOR_BYTES)
     watch, small = Stopwatch(), Stopwatch(calls // 10)
-    transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot | ReplicaState]]] = {
+    transfers: dict[str, Callable[[], Awaitable[Gradient | Snapshot]]] = {
         "propagate": lambda: mine.propagate(far, LARGE),
         "snapshot": lambda: mine.fetch_snapshot(far, SnapshotRequest(1, 1), WAIT_S, SNAPSHOT_SPECS),
-        "state": lambda: mine.fetch_state(far, WAIT_S, STATE_SPECS),
     }
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
         connection.setblocking(False)
@@ -174,21 +154,13 @@ def run(line: ProgressLine, rounds: int = 8, calls: int = 1000) -> dict[str, flo
     """Measure. Returns MiB/s of tensor bytes, milliseconds, and `ratio` (the slower of propagate and snapshot, over
     bare TCP) with `target`.
 
-    `state_ratio` is the state's rate divided by the faster of propagate's and the snapshot's, with `state_target`.
-
     Raises LocalError if the far process does not start.
     """
     tune_allocator()
     with peer_process(serve) as places:
         figures = uvloop.run(asyncio.wait_for(measure(places, rounds, calls, line), 4 * WAIT_S))
-    ours = sorted((figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"]))
-    return {
-        **figures,
-        "ratio": ours[0] / figures["tcp_mib_per_s"],
-        "target": TARGET,
-        "state_ratio": figures["state_mib_per_s"] / ours[-1],
-        "state_target": STATE_TARGET,
-    }
+    slower = min(figures["propagate_mib_per_s"], figures["snapshot_mib_per_s"])
+    return {**figures, "ratio": slower / figures["tcp_mib_per_s"], "target": TARGET}
 
 
 # --- bare links: the least that moving a tensor between two processes can cost ---------------------------------------
