@@ -109,15 +109,12 @@ def invented(case: Case) -> Result:
     stds = ((2.0, 50.0), (4.0, 50.0)) if fixed else ((1.0,), (1.0,))
     series = [[(10 * look, std) for look, std in enumerate((99.0, *later), 1)] for later in stds]
     loss = 2.0 if fixed else 2.0 + log(1.03)
-    load = {f"s{stage}r{replica}": 20 for stage in (0, 1) for replica in range(8)}
     figures = {
         "validation_loss": loss,
         "merged_loss": None,
         "tokens": 1000,
-        "load": load,
         "uneven": (1.0, 1.0),
         "waiting": [0.0, 0.5],
-        "rounds": {},
     }
     return Result(case, figures | {"spread": series}, 1.0)
 

@@ -117,7 +117,7 @@ def test_the_summary_adds_up_and_is_reproducible() -> None:
     assert set(trained.load.values()) == {STEPS * 2}
     assert trained.uneven == (1.0, 1.0)
     assert train(swarm()) == trained
-    json.dumps(trained.figures("validation_loss", "bytes", "load", "virtual_s"), allow_nan=False)
+    json.dumps(trained.figures("validation_loss", "bytes", "load"), allow_nan=False)
 
 
 def test_one_replica_with_the_streams_of_three_reads_the_same_data(tmp_path: Path) -> None:
@@ -158,7 +158,6 @@ def test_a_slow_replica_serves_less_and_makes_its_stage_wait() -> None:
     assert trained.uneven[1] == pytest.approx(max(later) * REPLICAS / sum(later))
     assert trained.waiting[0] == 0.0
     assert trained.waiting[1] > 0.0
-    assert trained.busy > 0
 
 
 def test_without_outer_rounds_the_spread_is_measured_every_m_steps_and_grows() -> None:

@@ -205,8 +205,6 @@ class FinishedTraining:
                 max(load) / fmean(load) for load in ([loads[node.peer] for node in nodes] for nodes in stages)
             ),
             waiting=tuple(fmean(_waiting(node, ended_at_s) for node in nodes) for nodes in stages),
-            busy=trace.totals("busy", "direction")["in"],
-            virtual_s=ended_at_s,
         )
 
     def _inner_steps(self) -> dict[int, tuple[float, float]]:

@@ -54,8 +54,6 @@ ROUND_STEPS = 10
 JITTER = 0.2
 """Sigma of the log-normal device times when real weights are trained."""
 STAGES = (0, 1)
-TRAINED = ("validation_loss", "merged_loss", "tokens", "load", "uneven", "waiting", "busy", "rounds")
-"""The figures to keep from a `TrainingSummary`."""
 
 
 def cases(quick: bool) -> list[Case]:
@@ -73,7 +71,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """One run of stages that only cost time, or of real weights: TRAINED, and `spread`: (inner step, std) by stage."""
+    """One run of stages that only cost time, or of real weights, with `spread`: (inner step, std) by stage."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     settings = case.settings
@@ -90,7 +88,7 @@ def measure(case: Case) -> Figures:
     plan = TrainingPlan(manifest, (settings["replicas"],) * 2, settings["seed"], costs=Costs(spread=JITTER))
     summary = train(plan)
     spread = [[(one.step, one.std) for one in summary.finite_spreads(stage)] for stage in STAGES]
-    return summary.figures(*TRAINED, "virtual_s") | {"spread": spread}
+    return summary.figures("validation_loss", "merged_loss", "tokens", "uneven", "waiting") | {"spread": spread}
 
 
 def serve(settings: Mapping[str, Any]) -> Figures:

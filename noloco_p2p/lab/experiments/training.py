@@ -95,10 +95,6 @@ class TrainingSummary:
     """For each stage: the most loaded replica's microbatches over the mean."""
     waiting: tuple[float, ...]
     """For each stage: microbatches waiting for admission at one replica, averaged over time and replicas."""
-    busy: int
-    """How often a replica refused a microbatch because it had no room."""
-    virtual_s: float
-    """Virtual length of the run."""
 
     @property
     def validation_loss(self) -> float:
