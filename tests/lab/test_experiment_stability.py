@@ -29,30 +29,24 @@ def test_the_moments_equal_the_mean_over_all_matchings_of_the_real_outer_round()
     phi, momentum = generator.standard_normal((2, 4, 5))
     phi -= phi.mean(0)
     momentum -= momentum.mean(0)
-    factors = (0.6, 0.7, 0.9)
+    alpha, gamma = 0.6, 0.9
     after = np.zeros(3)
     for partner in MATCHINGS_OF_FOUR:
-        x, delta = bounds.play((phi, np.zeros_like(phi)), momentum, partner, factors)
+        x, delta = bounds.play(phi, momentum, partner, alpha, gamma)
         after += np.array([(x * x).sum(), (x * delta).sum(), (delta * delta).sum()]) / len(MATCHINGS_OF_FOUR)
     before = np.array([(phi * phi).sum(), (phi * momentum).sum(), (momentum * momentum).sum()])
-    assert bounds.moments(factors[0], factors[2], 4) @ before == pytest.approx(after, rel=1e-12)
+    assert bounds.moments(alpha, gamma, 4) @ before == pytest.approx(after, rel=1e-12)
 
 
 def test_a_replica_that_is_its_own_partner_merges_its_vector_alone() -> None:
-    phi, delta, momentum = np.random.default_rng(2).standard_normal((3, 3, 4))
+    phi, momentum = np.random.default_rng(2).standard_normal((2, 3, 4))
     factors = {"alpha": 0.5, "gamma": 0.6}
-    x, after = bounds.play((phi, delta), momentum, [0, 2, 1], (0.5, 0.7, 0.6))
-    vectors = [round_vector(*pair, beta=0.7, gamma=0.6) for pair in zip(phi, delta, strict=True)]
+    x, after = bounds.play(phi, momentum, [0, 2, 1], 0.5, 0.6)
+    vectors = [round_vector(one, np.zeros(4), beta=0.0, gamma=0.6) for one in phi]
     alone = outer_step(phi[0], momentum[0], vectors[:1], **factors)
     paired = outer_step(phi[1], momentum[1], vectors[1:], **factors)
     np.testing.assert_allclose([x[0], after[0]], alone, rtol=1e-12)
     np.testing.assert_allclose([x[1], after[1]], paired, rtol=1e-12)
-
-
-def test_noise_is_merged_with_the_partners() -> None:
-    """After one round φ is the mean of the pair's two Δ."""
-    found = bounds.noise_spreads((0.0, 1.0, 1.0), [1.0, 1.0], replicas=8, seed=4)
-    assert (found[1] / found[0]) ** 2 == pytest.approx(1 + 0.5 * (3 / 4) / (7 / 8), rel=0.06)
 
 
 def test_nearly_every_run_tolerates_more_than_the_mean_square() -> None:
@@ -65,14 +59,13 @@ def short(gamma: float) -> Case:
     return Case("short", {"kind": "training", "replicas": 4, "alpha": 0.3, "gamma": gamma, "seed": 5, **sizes})
 
 
-def test_real_replicas_diverge_only_outside_the_bound_and_at_the_predicted_rate() -> None:
+def test_real_replicas_diverge_only_outside_the_bound() -> None:
     """Further outside, replicas drift apart so fast that the guard clips their vectors, which slows them down."""
     inside, outside = (stability.measure(short(multiple * bounds.s1(0.3, 4))) for multiple in (0.6, 1.3))
     assert inside["growth"] < 0.9
     assert outside["growth"] > 1.05
     for found in (inside, outside):
         assert len(found["spreads"]) == 15
-        assert found["growth"] == pytest.approx(found["noise_growth"], rel=0.08)
 
 
 def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None) -> list[Result]:
@@ -84,7 +77,7 @@ def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None
             results.append(Result(case, {"bound": 1.1 * bounds.s1(settings["alpha"])}, 1.0))
             continue
         factor: float | None = bounds.growth(settings["alpha"], settings["gamma"], settings["replicas"])
-        figures: Figures = {"noise_growth": factor, "loss": 3.0, "merged_loss": 2.9, "stopped": None}
+        figures: Figures = {"loss": 3.0, "merged_loss": 2.9, "stopped": None}
         factor = (growth or {}).get(case.name, factor)
         spreads = [] if factor is None else [factor**round for round in range(settings["rounds"])]
         results.append(Result(case, figures | {"growth": factor, "spreads": spreads}, 1.0))
@@ -116,7 +109,7 @@ def test_a_stopped_run_counts_as_grown() -> None:
     stopped = next(case.name for case in cases if case.settings.get("gamma") == 2.8)
     blocks = stability.report(measured(cases, {stopped: None}))
     row = next(row for row in table(blocks, "grew") if row["γ"] == 2.8)
-    assert (row["grew"], row["training"]) == ("**yes**", "not finite")
+    assert (row["grew"], row["growth"]) == ("**yes**", "not finite")
     assert "stability-n8.svg" in markdown_page.markdown(blocks)
 
 

@@ -9,7 +9,6 @@ together in mean square if and only if its spectral radius is below one. For N �
 
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,14 +19,9 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.world import peer_id
 
 Array = NDArray[np.float64]
-Pair = tuple[Array, Array]
-Factors = tuple[float, float, float]
-"""(α, β, γ)."""
 
 GROUP = 2
 """Replicas in a group: a pair."""
-COORDINATES = 512
-"""Number of weights where noise replaces training."""
 
 
 def s1(alpha: float, replicas: int | None = None) -> float:
@@ -77,21 +71,6 @@ def growth(alpha: float, gamma: float, replicas: int | None = None) -> float:
     return math.sqrt(float(np.abs(np.linalg.eigvals(moments(alpha, gamma, replicas))).max()))
 
 
-def noise_spreads(factors: Factors, scales: Sequence[float], *, replicas: int, seed: int) -> list[float]:
-    """Std of θ before the merge of each round if Δ is white noise, that is, if training added nothing else.
-
-    `scales`: the noise's std in each round. The pairs are those of a run with this seed (METHOD.md, "Measures").
-    """
-    chance, peers, found = np.random.default_rng(seed), members(replicas), list[float]()
-    phi, momentum = np.zeros((2, replicas, COORDINATES))
-    for round, scale in enumerate(scales, start=1):
-        delta = scale * chance.standard_normal(phi.shape)
-        theta = phi + delta
-        found.append(float(np.sqrt(np.square(theta - theta.mean(0)).mean())))
-        phi, momentum = play((phi, delta), momentum, partners(seed, round, peers), factors)
-    return found
-
-
 def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, rounds: int = 2000) -> float:
     """Long-run factor per round on the deviation of nearly every run without Δ (exp of the Lyapunov exponent).
 
@@ -101,9 +80,9 @@ def typical_growth(alpha: float, gamma: float, replicas: int, *, seed: int, roun
     chance = np.random.default_rng(seed)
     phi = chance.standard_normal((replicas, 1))
     phi -= phi.mean(0)
-    momentum, nothing, log = np.zeros_like(phi), np.zeros_like(phi), 0.0
+    momentum, log = np.zeros_like(phi), 0.0
     for round in range(1, rounds + 1):
-        phi, momentum = play((phi, nothing), momentum, partners(seed, round, order), (alpha, 0.0, gamma))
+        phi, momentum = play(phi, momentum, partners(seed, round, order), alpha, gamma)
         size = float(np.sqrt(np.square(phi).sum() + np.square(momentum).sum()))
         phi, momentum, log = phi / size, momentum / size, log + math.log(size)
     return math.exp(log / rounds)
@@ -123,11 +102,6 @@ def members(replicas: int) -> list[PeerId]:
     return sorted(peer_id(0, replica) for replica in range(replicas))
 
 
-def round_means(rates: Sequence[float], m: int) -> list[float]:
-    """The mean over each round's m inner steps, including an incomplete last round."""
-    return [statistics.fmean(rates[start : start + m]) for start in range(0, len(rates), m)]
-
-
 def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     """The index of each member's partner in the matching of this round; its own if it has none."""
     found = pairing.matching(seed, round, members)
@@ -135,14 +109,13 @@ def partners(seed: int, round: int, members: Sequence[PeerId]) -> list[int]:
     return [places[found.get(peer, peer)] for peer in members]
 
 
-def play(mine: Pair, momentum: Array, partner: Sequence[int], factors: Factors) -> Pair:
-    """N1 and N2 for all replicas at once: (φ after, δ after). Rows are replicas; `mine` is each replica's (φ, Δ).
+def play(phi: Array, momentum: Array, partner: Sequence[int], alpha: float, gamma: float) -> tuple[Array, Array]:
+    """N1 and N2 for all replicas at once, if Δ is 0: (φ after, δ after). Rows are replicas.
 
     A replica that is its own partner goes alone, because the mean of two equal snapshots is that snapshot.
     """
-    alpha, beta, gamma = factors
-    own = outer_update.round_vector(*mine, beta=beta, gamma=gamma)
-    return outer_update.outer_step(mine[0], momentum, [own, own[list(partner)]], alpha=alpha, gamma=gamma)
+    own = outer_update.round_vector(phi, np.zeros_like(phi), beta=0.0, gamma=gamma)
+    return outer_update.outer_step(phi, momentum, [own, own[list(partner)]], alpha=alpha, gamma=gamma)
 
 
 def slope(values: Sequence[float]) -> float:

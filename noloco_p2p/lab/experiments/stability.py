@@ -22,12 +22,10 @@ replicas together more strongly between two merges. Near the bound the runs are 
 inside the bound does not promise a good loss. Eq. 74 could not be compared with the paper's text when this was written.
 """
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
-from noloco_p2p.core import schedule
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
 from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
@@ -64,7 +62,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(case: Case) -> Figures:
-    """Train with one (α, γ), and repeat the same pairs with noise instead of training; or find the typical bound."""
+    """Train with one (α, γ), or find the typical bound."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
     settings = case.settings
@@ -80,20 +78,13 @@ def measure(case: Case) -> Figures:
         | {"pairing": "matched", "allow_unstable": True},
         evaluation={"microbatches": 8},
     )
-    noise = bounds.noise_spreads(
-        (alpha, BETA, settings["gamma"]),
-        bounds.round_means([schedule.learning_rate(t, steps, 1.0, 0, 0.0) for t in range(1, steps + 1)], m),
-        replicas=replicas,
-        seed=seed,
-    )
-    figures: Figures = {"noise_growth": _growth(noise)}
     try:
         trained = train(TrainingPlan(manifest, (replicas,), seed))
     except LocalError as error:  # a node stops when nothing is finite any more
-        return figures | {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
+        return {"growth": None, "spreads": [], "loss": None, "merged_loss": None, "stopped": str(error)}
     spreads = [spread.std for spread in trained.spreads]
     losses = {"loss": trained.validation_loss, "merged_loss": trained.merged_loss}
-    return figures | losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
+    return losses | {"growth": _growth(spreads), "spreads": spreads, "stopped": None}
 
 
 def _growth(spreads: Sequence[float]) -> float:
@@ -138,7 +129,7 @@ def report(results: Results) -> list[Block]:
         mine = {key: point for key, point in points.items() if key[0] == count}
         blocks.append(_plane(mine, count, limits))
     named = [(key[0], point) for key, point in points.items() if key[1:] == NAMED]
-    return [*blocks, *(_named(count, point, limits) for count, point in named), *_noise(trained), _all(points)]
+    return [*blocks, *(_named(count, point, limits) for count, point in named), _all(points)]
 
 
 def _summary(points: Points, crossings: Mapping[tuple[int, float], float | None]) -> Block:
@@ -211,24 +202,6 @@ def _named(count: int, point: Results, limits: Limits) -> str:
     )
 
 
-def _noise(results: Results) -> list[Block]:
-    """How well the outer rounds alone, with noise in the same pairs, predict the growth."""
-    pairs = [(one["noise_growth"], one["growth"]) for one in results if one["growth"]]
-    if not pairs:
-        return ["No run reached its end."]
-    gaps = [abs(math.log(growth / noise)) for noise, growth in pairs]
-    same = sum((growth >= 1) == (noise >= 1) for noise, growth in pairs)
-    said = (
-        "**Does training matter?** The same pairs of the same runs, with white noise of the learning rate's size in"
-        f" place of training, give the same verdict in {same} of {len(pairs)} runs; their factor per round"
-        f" differs by {math.expm1(statistics.median(gaps)):.1%} in the median and {math.expm1(max(gaps)):.1%} at most."
-    )
-    ends = [min(map(min, pairs)), max(map(max, pairs))]
-    curves = [Curve.through("a run", pairs, "points"), Curve("equal", ends, ends, style="dashed")]
-    axes = ("factor per round, noise instead of training", "factor per round, training")
-    return [said, Plot("foretold", "What the outer rounds alone predict, last third of the runs", axes, curves)]
-
-
 def _all(points: Points) -> Block:
     def finite_over(name: str) -> Callable[[Results], Cell]:
         return lambda point: "not finite" if None in [one[name] for one in point] else over(name)(point)
@@ -239,8 +212,7 @@ def _all(points: Points) -> Block:
         "γ": "gamma",
         "γ/γ_max": lambda point: point[0]["gamma"] / bounds.s1(point[0]["alpha"]),
         "grew": lambda point: "**yes**" if grew(point) else "no",
-        "training": finite_over("growth"),
-        "noise": finite_over("noise_growth"),
+        "growth": finite_over("growth"),
         "mean square, long run": lambda p: bounds.growth(p[0]["alpha"], p[0]["gamma"], p[0]["replicas"]),
         "validation loss": finite_over("loss"),
         "loss of the merged model": finite_over("merged_loss"),
