@@ -138,7 +138,7 @@ class RunRequirements:
         count = self.local.checkpoint.keep + 1
         wanted = count * checkpoint_bytes
         sentence = f"{room}; {count} checkpoints need {size_text(wanted)}"
-        if free < min(wanted, checkpoint_bytes):
+        if free < checkpoint_bytes:
             advice = "free some space, or name another --dir: not even the next checkpoint fits"
             self.report.error("disk", sentence, advice)
         elif free + _checkpoints_bytes(home) < wanted:
