@@ -53,7 +53,8 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 class AdvertPayload(BaseModel):
     """The payload of a record: fields of `Advert`, when it was made, and where the signer's libp2p daemon is.
 
-    Fields without a default must be present. A later version may add fields with one; unknown fields are ignored.
+    Fields without a default must be present. A later version may add fields with one; unknown fields are ignored. A
+    field that has its default is not sent, for versions that do not know it.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -61,35 +62,32 @@ class AdvertPayload(BaseModel):
     addresses: Texts
     metrics: Text
     libp2p_metrics: Text = ""
-    """Left out if empty, like `fresh_round`."""
     state: Text
     step: Number
     outer_round: Count
     fresh_round: Count = 0
-    """Left out if 0, for versions that do not know the field."""
     microbatches_per_s: Number
     capacity_per_s: Number
     steps_per_s: Number
     evaluated: bool
     settled: bool
     stays: bool = False
-    """Left out if false, like `fresh_round`."""
     partner_from_round: Count
     moving_to: Count | None
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
     """Stage, round and step of each set of weights."""
     holds_fresh: Annotated[tuple[Count, ...], Field(max_length=HOLDS_LIMIT)] = ()
-    """The lineage of each; left out if all are 0, like `fresh_round`."""
+    """The lineage of each; empty if all are 0."""
     version: Text
     announced_at: Number
     libp2p: Texts
     certificate: Annotated[str, Field(max_length=CHAIN_LIMIT_BYTES, pattern="^[ -~\\n]*$")] = ""
-    """The signer's certificate and its issuer's, PEM; left out in open runs."""
+    """The signer's certificate and its issuer's, PEM; empty in open runs."""
     revoked: Count = 0
-    """The number of the signer's list of revoked peers; left out if it has none."""
+    """The number of the signer's list of revoked peers; 0 if it has none."""
 
 
-_NOT_OF_THE_ADVERT = ("holds_fresh", "announced_at", "libp2p", "certificate", "revoked")
+_NOT_OF_THE_ADVERT = {"holds_fresh", "announced_at", "libp2p", "certificate", "revoked"}
 """Fields of the payload that do not come from the field of `Advert` with the same name."""
 
 
@@ -123,19 +121,14 @@ def stage_key(run_id: str, stage: int) -> str:
 
 
 def encode(record: AdvertRecord) -> bytes:
-    """The payload of a record. Raises ConfigError if the advert is larger than others would accept."""
-    own = [name for name in AdvertPayload.model_fields if name not in _NOT_OF_THE_ADVERT]
-    fields: dict[str, object] = {name: getattr(record.advert, name) for name in own}
-    holds = record.advert.holds[-HOLDS_LIMIT:]
-    fields |= {"holds": [held[:3] for held in holds], "holds_fresh": [held.fresh_round for held in holds]}
-    if not any(held.fresh_round for held in holds):
-        del fields["holds_fresh"]
-    fields |= {"announced_at": record.announced_at, "libp2p": record.libp2p}
-    fields |= {"certificate": record.certificate, "revoked": record.revoked}
-    for name in ("libp2p_metrics", "fresh_round", "stays", "certificate", "revoked"):
-        if not fields[name]:
-            del fields[name]
-    payload = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    """The payload of a record, without the fields that have their default. Raises ConfigError if the advert is larger
+    than others would accept."""
+    own = {name: getattr(record.advert, name) for name in AdvertPayload.model_fields.keys() - _NOT_OF_THE_ADVERT}
+    holds = tuple(held[:3] for held in record.advert.holds[-HOLDS_LIMIT:])
+    lineages = tuple(held.fresh_round for held in record.advert.holds[-HOLDS_LIMIT:])
+    apart = {name: getattr(record, name) for name in _NOT_OF_THE_ADVERT if name != "holds_fresh"}
+    fields = own | apart | {"holds": holds, "holds_fresh": lineages if any(lineages) else ()}
+    payload = AdvertPayload.model_construct(**fields).model_dump_json(exclude_defaults=True).encode()
     if (nbytes := _own_bytes(payload, record.certificate)) > PAYLOAD_LIMIT_BYTES:
         raise ConfigError(
             f"the advert has {nbytes} bytes; at most {PAYLOAD_LIMIT_BYTES} are accepted: shorten listen.announce_host"
