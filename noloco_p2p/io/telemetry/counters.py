@@ -205,7 +205,7 @@ class RunCounters:
             fields = self._with_derived(kind, fields)
             tallies, last_values = EVENTS.get(kind, ((), ()))
             additions = [(tally, *found) for tally in tallies if (found := tally.addition(fields)) is not None]
-            latest = {value.name: number(fields[value.field]) for value in last_values if value.field in fields}
+            latest = {one.name: number(last) for one in last_values if (last := fields.get(one.field)) is not None}
             self._remember(kind, fields)
             self.latest |= latest
             for tally, labels, amount in additions:

@@ -144,6 +144,12 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
     assert abs(found["noloco_checkpoint_timestamp_seconds", ()] - time.time()) < 60
 
 
+def test_a_rate_that_has_not_been_measured_does_not_hide_the_others(telemetry: PrometheusTelemetry) -> None:
+    telemetry.event("line", up_bytes_per_s=None, down_bytes_per_s=3e6, round_trip_s=0.02)
+    figures = telemetry.figures()
+    assert (figures.upload_bytes_per_s, figures.download_bytes_per_s, figures.round_trip_s) == (None, 3e6, 0.02)
+
+
 def test_consecutive_rounds_without_a_partner_are_counted(telemetry: PrometheusTelemetry) -> None:
     in_a_row = []
     for result in ("alone", "alone", "stale", "alone"):
