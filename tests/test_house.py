@@ -33,6 +33,7 @@ BROAD: dict[str, str] = {
     "sim/device.py:SimDevice._perform": "it is raised again in the task that waits for the call",
     "observe/doctor/doctor_report.py:in_time": "it is raised again where the work is waited for",
     "node/waits.py:_may_hold": "what a condition raises is for the task that waits: it evaluates it again",
+    "io/data/tokenizers.py:_from_transformers": "tokenizers raises nothing more particular",
     "io/dht/port_mapping.py:_answer": "miniupnpc raises nothing more particular",
     "io/telemetry/http_server.py:_PageHandler._response": "a bug in a page is answered with 500",
     "io/telemetry/prometheus_telemetry.py:PrometheusTelemetry.collect": "a bug in the status may not cost the others",

@@ -63,7 +63,7 @@ def _from_transformers(name: str, directory: str | None, vocabulary: int) -> Tok
     source = name if directory is None else directory
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # `tokenizers` raises nothing more specific for a file of another version
         raise ConfigError(f"tokenizer {source} cannot be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"tokenizer {source} has no end-of-text token to put between documents")

@@ -365,6 +365,10 @@ def test_a_tokenizer_from_a_directory(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(directory).decode(spare.tolist()) == "a<spare>b<eos>"
     with pytest.raises(ConfigError, match="has 257 ids, the model's vocab_size is 256"):
         tokenizers.load_tokenizer("some/name", directory, 256)
+    newer = Path(save_tokenizer(tmp_path / "newer", letters), "tokenizer.json")
+    newer.write_text(newer.read_text().replace('"version": "1.0"', '"version": "2.0"'))
+    with pytest.raises(ConfigError, match="cannot be loaded: Unknown tokenizer version"):
+        tokenizers.load_tokenizer("some/name", str(newer.parent), 384)
     empty = save_tokenizer(tmp_path / "empty", {"<eos>": 0})
     with pytest.raises(ConfigError, match="its files are empty or do not match"):
         tokenizers.load_tokenizer("some/name", empty, 384)
