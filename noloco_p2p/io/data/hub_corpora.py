@@ -7,11 +7,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from zstandard import ZstdError
 
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
@@ -81,7 +83,7 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except (*READ_ERRORS, ImportError) as error:
+    except (*READ_ERRORS, ImportError, LZMAError, ZstdError) as error:
         raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
 
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import logging
+import lzma
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ import datasets
 import numpy as np
 import numpy.typing as npt
 import pytest
+import zstandard
 from pyarrow import parquet
 from row_files import ROWS_OF_TEXT, write_ids, write_rows, write_text
 from soak import soak
@@ -510,6 +512,16 @@ def test_a_truncated_shard_is_reported(tmp_path: Path) -> None:
     (tmp_path / "c4-train.json.gz").write_bytes(shard.read_bytes()[:-40])
     with pytest.raises(LocalError, match="cannot be read"):
         make_batches(manifest("c4"), NodeConfig(data_files=(str(tmp_path / "*.gz"),)), "peer")
+
+
+@pytest.mark.parametrize(("extension", "pack"), [("xz", lzma.compress), ("zst", zstandard.compress)])
+def test_a_damaged_archive_is_reported(extension: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    whole = bytearray(pack("".join(f"line {n}\n" for n in range(2_000)).encode()))
+    whole[10:20] = bytes(10)
+    path = tmp_path / f"a.txt.{extension}"
+    path.write_bytes(whole)
+    with pytest.raises(LocalError, match=f"^{path} cannot be read: "):
+        list(hub_corpora.documents_of(path, tokenizers.BYTES))
 
 
 def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
