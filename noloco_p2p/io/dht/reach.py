@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from math import inf
 from pathlib import Path
 
@@ -29,6 +29,8 @@ NAMES_AT_ONCE = 32
 NAMES_KEPT, KEPT_S, FORGOTTEN_S = 256, 60.0, 3600.0
 """How many names' addresses are remembered, after how long they are looked up again, and when a name is forgotten that
 nobody has asked for since, seconds. Those remembered go first, and keep their places."""
+MAPPED = "::ffff:"
+"""Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
 RELAY = "relay/"
 """Prefix of the address of a peer behind a relay; the relay's peer id follows."""
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
@@ -46,6 +48,13 @@ def scope(address: str) -> str:
     if ip.is_loopback or ip.is_link_local:
         return "loopback" if ip.is_loopback else "link"
     return "public" if ip.is_global else "private"
+
+
+def host_of(address: str) -> str:
+    """What counts as one host if its owner is limited: an IP address; for IPv6 the /64 network, because all of its
+    addresses belong to one subscriber."""
+    plain = address.partition("%")[0].removeprefix(MAPPED)
+    return str(ip_network((plain, 64), strict=False)) if ":" in plain else plain
 
 
 def host_scope(host: str) -> str:

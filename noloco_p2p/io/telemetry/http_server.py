@@ -29,7 +29,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.status import Status
 from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import plain
-from noloco_p2p.io.dht.reach import scope
+from noloco_p2p.io.dht.reach import host_of, scope
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.io.telemetry.scrape_targets import METRICS_PATH, targets
 
@@ -127,12 +127,12 @@ class HttpServer(socketserver.ThreadingTCPServer):
             if not self._changed.wait_for(self._has_room, FREED_S):
                 self.shutdown_request(request)
                 return
-            self._accepted[request] = time.monotonic(), client_address[0]
+            self._accepted[request] = time.monotonic(), host_of(client_address[0])
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer when the host's turn comes, close the connection, and free the place."""
-        host = client_address[0]
+        host = host_of(client_address[0])
         try:
             if _is_cut_off_within(self._paid_at.get(host, 0.0) - time.monotonic(), request):
                 self.shutdown_request(request)

@@ -5,7 +5,6 @@ one for the host.
 """
 
 import asyncio
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ import grpc.aio
 from noloco_p2p.core import wire
 from noloco_p2p.core.messages import PEER_ID_CHARACTERS, PeerId
 from noloco_p2p.errors import Busy, NolocoError, Violation
-from noloco_p2p.io.dht.reach import RELAY
+from noloco_p2p.io.dht.reach import RELAY, host_of
 from noloco_p2p.io.transport import message_codec, slow_transfers
 from noloco_p2p.io.transport.slow_transfers import Patience, Unread
 
@@ -65,9 +64,8 @@ class Caller(NamedTuple):
     """Identifies a caller, for the limits on what it may hold."""
 
     host: str
-    """The IP address; for IPv6 the /64 network, because all of its addresses belong to one subscriber. For a stream,
-    `p2p/` and the peer that opened it, or `relay/` and the relay: the peers behind a relay cannot be told apart, so all
-    of them count as one host."""
+    """The `host_of` its IP address. For a stream, `p2p/` and the peer that opened it, or `relay/` and the relay: the
+    peers behind a relay cannot be told apart, so all of them count as one host."""
     name: PeerId
     """The peer whose certificate the caller shows; until that has been checked, the name in the certificate."""
 
@@ -88,12 +86,6 @@ def connection_of(context: Any) -> str:
 def _host(peer: str) -> str:
     """`Caller.host` of a connection in gRPC's notation: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`."""
     return host_of(unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]"))
-
-
-def host_of(address: str) -> str:
-    """`Caller.host` of an IP address."""
-    plain = address.partition("%")[0]
-    return str(ipaddress.ip_network((plain, 64), strict=False)) if ":" in plain else plain
 
 
 def check_admissible(context: Any) -> None:

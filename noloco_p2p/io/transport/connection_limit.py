@@ -12,10 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
-from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.dht.reach import MAPPED, host_of, joined
 from noloco_p2p.io.transport.allocator import give_back_freed
-from noloco_p2p.io.transport.callers import host_of
-from noloco_p2p.io.transport.sockets import MAPPED, OPEN_FILES
+from noloco_p2p.io.transport.sockets import OPEN_FILES
 
 MAX_FILES = 65_536
 """How many open files a process asks the system for; it may allow fewer."""

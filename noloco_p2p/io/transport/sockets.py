@@ -17,7 +17,7 @@ from time import thread_time
 from typing import TypeVar
 
 from noloco_p2p.core.line_rate import LineRate, unsent_bytes
-from noloco_p2p.io.dht.reach import joined
+from noloco_p2p.io.dht.reach import MAPPED, joined
 
 TCP_NOTSENT_LOWAT = 25
 """From linux/tcp.h; Python has no name for it."""
@@ -37,8 +37,6 @@ MIN_COUNT_BYTES = 1 << 14
 peer is far away, it may have waited for their acknowledgements most of the time."""
 MIN_BUSY_S = 0.004
 """Lower limit on a busy time, because the system counts in ticks of 1 to 10 ms."""
-MAPPED = "::ffff:"
-"""Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
 
 T = TypeVar("T")
 

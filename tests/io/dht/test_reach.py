@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.io.dht import reach as reaching
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import ask_dial_back, serve_dial_back
-from noloco_p2p.io.dht.reach import Reach, endpoint, scope
+from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, scope
 
 SCOPES = {
     "8.8.8.8": "public",
@@ -32,6 +32,11 @@ SCOPES = {
     "0.0.0.0": "nowhere",
     "224.0.0.1": "nowhere",
 }
+
+
+def test_an_ipv6_network_is_one_host_and_so_is_an_ipv4_address_on_any_socket() -> None:
+    assert host_of("2001:db8::1") == host_of("2001:db8::2") != host_of("2001:db8:0:1::1")
+    assert host_of("::ffff:8.8.8.8") == host_of("8.8.8.8") != host_of("::ffff:8.8.8.9")
 
 
 def test_addresses_are_classified_by_scope() -> None:

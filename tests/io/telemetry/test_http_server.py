@@ -417,6 +417,34 @@ def test_a_host_that_floods_cuts_off_only_its_own_requests() -> None:
             each.close()
 
 
+def test_the_addresses_of_one_ipv6_network_are_one_host() -> None:
+    """A subscriber has 2^64 of them: with a new one for each request it had the fewest requests, and cut off others."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(query: str, accept: str) -> HttpResponse:
+        asked.set()
+        answer.wait(60)
+        return HttpResponse(b"ok")
+
+    server = HttpServer.open("127.0.0.1", 0, {"/": slow})
+    flood: list[socket.socket] = []
+    try:
+        with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=60) as scrape:
+            scrape.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert asked.wait(60)
+            for number in range(2 * REQUESTS_LIMIT):
+                ours, theirs = socket.socketpair()
+                flood.append(ours)
+                server.process_request(theirs, (f"2001:db8::{number:x}", 1, 0, 0))
+            answer.set()
+            assert scrape.recv(15) == b"HTTP/1.0 200 OK"
+    finally:
+        answer.set()
+        server.close()
+        for each in flood:
+            each.close()
+
+
 def test_discovery_lists_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape_targets, "NODES_LIMIT", 3)
     named = [each["labels"]["__meta_noloco_peer_id"] for each in scrape_targets.targets(status(10))]  # type: ignore[index]
