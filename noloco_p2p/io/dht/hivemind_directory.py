@@ -132,7 +132,8 @@ class HivemindDirectory:
         if self._members is not None:
             records = self._members.read(records, adverts.libp2p_addresses)
         self._seen = frozenset(record.advert.peer_id for record in records)
-        daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
+        others = [record for record in records if record.advert.peer_id != self._libp2p.peer_id]
+        daemons = [address for record in others for address in adverts.libp2p_addresses(record)[:1]]
         self._libp2p.met = {address.peer_id: address for address in await self._libp2p.reach.joins(daemons)}
         now, unix_s = asyncio.get_running_loop().time(), dht_time()
         return await self._libp2p.reach.within(

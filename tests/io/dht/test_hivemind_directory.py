@@ -36,6 +36,8 @@ def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> Non
                 assert [replace(peer, announced_at=0.0) for peer in seen] == everybody
                 now = asyncio.get_running_loop().time()
                 assert all(0.0 < now - peer.announced_at < 5.0 for peer in seen)
+                assert {one.libp2p.peer_id, *one.libp2p.met} == {peer.peer_id for peer in everybody}
+                assert one.libp2p.peer_id not in one.libp2p.met, "it would dial itself"
 
             async def expired() -> bool:
                 return {peer.peer_id for peer in await a.directory.peers()} == {a.libp2p.peer_id, b.libp2p.peer_id}
