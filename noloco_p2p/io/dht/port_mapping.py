@@ -126,7 +126,10 @@ class HomeRouter:
     def _remove(self, ports: list[int]) -> None:
         router = self._found or _router()
         for port in ports:
-            _answer(router.deleteportmapping, port, "TCP")
+            try:
+                _answer(router.deleteportmapping, port, "TCP")
+            except Unreachable as error:  # it may have lost this mapping, and still have the others
+                log.info("the router's mapping of port %s cannot be removed: %s", port, error)
 
 
 def _router() -> Any:

@@ -141,6 +141,27 @@ def test_a_mapping_that_fails_to_renew_does_not_stop_the_others(monkeypatch: pyt
     asyncio.run(scenario())
 
 
+def test_a_mapping_that_the_router_has_lost_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def delete(router: FoundRouter, outside: int, kind: str) -> None:
+        asked.append(outside)
+        if outside == 5001:
+            raise Exception("NoSuchEntryInArray")
+
+    monkeypatch.setattr(FoundRouter, "deleteportmapping", delete, raising=False)
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
+
+    async def scenario() -> None:
+        router = HomeRouter()
+        for port in (5001, 5009):
+            await router.map(port)
+        await router.end()
+
+    asyncio.run(scenario())
+    assert asked == [5001, 5009]
+
+
 def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It restarts, does not answer for a while, and comes back with no mappings and another address."""
     mapped, answers, address = list[tuple[str, int]](), [True], ["11.1.1.12"]
