@@ -14,6 +14,9 @@ ADVERTS_PER_S = 200
 """Maximum number of adverts read per second, on average: each has a signature to check, and there may be thousands."""
 FURTHEST_BEHIND = 2.0
 """Steps by which a clock may still lag after an inner step: a slow node catches up with the others at once."""
+SLOWEST = 0.125
+"""The least by which an inner step advances the clock: otherwise one of two replicas of stage 0 could stop the other for
+ever by saying that it is far behind."""
 READINGS = 4.0
 """An advert is rarely older than the time that this many readings take: its sender announces after a reading."""
 
@@ -42,13 +45,13 @@ def due_round(step_floor: int, m: int, last_round: int, steps: int) -> int | Non
 
 
 def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
-    """The clock after an inner step: step + 1 + max(¼·behind, behind − 2) with behind = median − step − ½, never
-    backwards, never above `steps`.
+    """The clock after an inner step: step + 1 + max(¼·behind, behind − 2) with behind = median − step − ½, at least
+    SLOWEST ahead, never above `steps`.
 
     Without `pull` (under `balanced` and rules that exchange gradients), or without clocks of stage 0, it is step + 1.
     """
     behind = median - step - 0.5 if pull and median is not None else 0.0
-    return min(float(steps), max(step, step + 1.0 + max(0.25 * behind, behind - FURTHEST_BEHIND)))
+    return min(float(steps), max(step + SLOWEST, step + 1.0 + max(0.25 * behind, behind - FURTHEST_BEHIND)))
 
 
 def clock_median(samples: Iterable[float]) -> float | None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.core.schedule import (
     READING_S,
+    SLOWEST,
     advance,
     clock_median,
     due_round,
@@ -84,10 +85,10 @@ def test_the_clock_never_goes_back_and_never_beyond_the_end(
 ) -> None:
     step = min(step, steps)
     after = advance(step, median, steps, pull)
-    assert step <= after <= steps
+    assert min(steps, step + SLOWEST) <= after <= steps, "a false clock stops nobody"
     if not pull or median is None:
         assert after == min(steps, step + 1)
-    elif step < after < steps:
+    elif step + SLOWEST < after < steps:
         behind = median - step - 0.5
         assert after == pytest.approx(step + 1 + max(behind / 4, behind - 2))
 
