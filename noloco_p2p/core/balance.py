@@ -4,6 +4,7 @@ ARCHITECTURE.md, "Rebalancing". Every microbatch passes through every stage once
 stage. The capacity of a stage is the sum over its replicas of the microbatches per second that their devices can do.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -114,28 +115,37 @@ def others_left(adverts: Iterable[Advert], target: int) -> int:
 
 
 class HoldUp(NamedTuple):
-    """Why nobody moves now: because of `peer`."""
+    """Why nobody moves now, or not to where a node is missing: because of `peer`."""
 
     peer: PeerId
     why: str
-    """`away`: it is on its way; `moves`: it has announced a move; `unmeasured`: it trains, and has no speed yet."""
+    """`away`: it is on its way; `moves`: it has announced a move; `unmeasured`: it trains, and has no speed yet;
+    `idle`: its stage serves nothing, say most of those that train in the stage before."""
 
     @classmethod
-    def among(cls, adverts: Sequence[Advert]) -> "set[HoldUp]":
-        """All that these adverts show."""
+    def among(cls, adverts: Sequence[Advert], doubted: Collection[PeerId] = ()) -> "set[HoldUp]":
+        """All that these adverts show. What a `doubted` peer says of the next stage does not count."""
         found = {cls(a.peer_id, "away") for a in adverts if a.state in UNSETTLED | ON_THE_WAY}
         found |= {cls(a.peer_id, "moves") for a in adverts if a.moving_to is not None}
-        return found | {cls(a.peer_id, "unmeasured") for a in adverts if a.state == "training" and not _measured(a)}
+        training = [a for a in adverts if a.state == "training"]
+        before = Counter(a.stage + 1 for a in training if a.peer_id not in doubted)
+        unserved = Counter(a.stage + 1 for a in training if a.peer_id not in doubted and a.unserved)
+        found |= {cls(a.peer_id, "idle") for a in training if 2 * unserved[a.stage] > before[a.stage]}
+        return found | {cls(a.peer_id, "unmeasured") for a in training if not _measured(a)}
 
 
-def _expected(a: Advert, me: Advert, overdue: Collection[HoldUp]) -> Advert | None:
-    """What `me` expects of a node: nothing (None) if it has been on its way for too long; and no move if it announced
-    one long ago, or has long trained without measuring its speed although `me` has measured its own."""
-    if HoldUp(a.peer_id, "away") in overdue:
-        return None
+def expected(me: Advert, others: Iterable[Advert], overdue: Collection[HoldUp]) -> list[Advert]:
+    """What `me` expects of the others: nothing of one that has been on its way for too long, or whose stage has long
+    served nothing; and no move of one that announced it long ago, or has long trained without measuring its speed
+    although `me` has measured its own."""
+
+    def late(a: Advert, *why: str) -> bool:
+        return any(HoldUp(a.peer_id, each) in overdue for each in why)
+
     # If nobody has measured a speed, the swarm stands still. Then each node would expect only itself to move.
-    stays = HoldUp(a.peer_id, "moves") in overdue or (_measured(me) and HoldUp(a.peer_id, "unmeasured") in overdue)
-    return replace(a, moving_to=None, stays=True) if stays else a
+    stay = ("moves", "unmeasured") if _measured(me) else ("moves",)
+    counted = [a for a in others if not late(a, "away", "idle")]
+    return [replace(a, moving_to=None, stays=True) if late(a, *stay) else a for a in counted]
 
 
 def choose_move(
@@ -146,8 +156,8 @@ def choose_move(
     Nodes with the same view agree. In the whole swarm one node moves at a time: to the slowest stage, from the
     strongest stage that can spare a replica, and there the replica with the lowest id that can be spared. Call it again
     until the node moves: with `me.moving_to` set, the result shows whether the announced move still stands. It does not
-    if a node with a lower id has announced one, too. `rounds_left`: outer rounds until the run ends. `overdue`: what
-    has lasted for so long that the node must hang or lie; nobody else waits for it any more.
+    if a node with a lower id has announced one, too. `others`: as `expected`. `rounds_left`: outer rounds until the
+    run ends. `overdue`: what has lasted for so long that the node must hang or lie; nobody waits for it any more.
 
     With fixed speeds, moves come to an end: the slowest stage gains, and no other stage becomes as slow as it was, so
     the sorted capacities grow with every move.
@@ -156,7 +166,6 @@ def choose_move(
         return None, "not training, or nowhere to move"
     if HoldUp(me.peer_id, "moves") in overdue:
         return None, "the replicas of this stage have not answered for too long"
-    others = [one for a in others if (one := _expected(a, me, overdue)) is not None]
     everybody = [*others, me]
     now = capacities(everybody, stages)
     target = now.slowest()

@@ -267,8 +267,8 @@ class Advert:
     stays: bool = False  # it never moves to another stage: it was started with its stage, or with `rebalance: false`
     partner_from_round: int = 0
     """The first outer round in which others may pull from it: the one after its first complete outer interval."""
-    moving_to: int | None = None
-    """The stage that it is about to move to, unless another node does."""
+    moving_to: int | None = None  # the stage that it is about to move to, unless another node does
+    unserved: bool = False  # the next stage has served it nothing for a while, although it has tried
     holds: tuple[Holding, ...] = ()
     """Weights that it can offer: its own checkpoints before its first step, those that it guards afterwards."""
     version: str = ""

@@ -120,15 +120,17 @@ def restore_sources(
     guarded: Holding | None = None,
     *,
     credible: int = 0,
+    late: bool = False,
 ) -> list[RestoreSource]:
     """Where `me` should look for the weights of its stage, best first; never empty.
 
     `own`: its checkpoints of this stage; `guarded`: what it holds if it was the stage's guardian and moves there;
-    `credible`: the round that the run's clock allows. While the stage has a living replica, fresh weights are not an
-    option. Of several lineages the one of the greatest age comes first.
+    `credible`: the round that the run's clock allows; `late`: nobody has given any for as long as a transfer may take.
+    While the stage has a living replica, fresh weights are not an option, nor a guardian's until it is `late`. Of
+    several lineages the one of the greatest age comes first.
     """
     checkpoints = sorted(own, key=lambda h: (h.round, h.step), reverse=True)
-    mates = [a for a in others if a.stage == me.stage]
+    mates, guards = [a for a in others if a.stage == me.stage], _guards(me.stage, others)
     living = [a for a in mates if a.state in TRAINED]
     if living:
         bold = max(credible, median_low([a.outer_round for a in living]) + BOLD_ROUNDS)
@@ -140,9 +142,9 @@ def restore_sources(
             return a.outer_round > bold, other, me.needs_relay(a), -a.outer_round, a.peer_id
 
         near = [_own_checkpoint(h, "hardly behind the others") for h in checkpoints if age(best) - h.age <= NEAR_ROUNDS]
-        return near[:1] + [RestoreSource("peer", "a living replica has them", a) for a in sorted(living, key=order)]
+        peers = [RestoreSource("peer", "a living replica has them", a) for a in sorted(living, key=order)]
+        return near[:1] + peers + (guards if late else [])
     limit = common_round([me, *others], stages)
-    guards = _guards(me.stage, others)
     if guarded is not None:
         guards.append(RestoreSource("guardian", "this node guards the weights", holding=guarded))
     return _of_a_lost_stage(me.stage, checkpoints, guards, mates, limit)

@@ -215,10 +215,11 @@ class Joining:
                 continue
             # Only now, because rounds go on while a silent node is waited for.
             others, own = await self._ask_around(), self._weights.own_of_stage()
-            if node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer weights that are listed
+            if late := node.now() - began > TRANSFER_DEADLINE_S:  # nobody has resumed from the newer ones listed
                 others = [a for a in others if a.stage != node.index or a.state in membership.TRAINED]
             guarded, stages, credible = self._weights.guarded(), node.manifest.stages, self._weights.credible_round()
-            for source in resume.restore_sources(node.advert, others, own, stages, guarded, credible=credible):
+            sources = resume.restore_sources(node.advert, others, own, stages, guarded, credible=credible, late=late)
+            for source in sources:
                 if node.draining:
                     break
                 fresh, over = source.kind == "fresh", self._swarm.first_stage_is_done()

@@ -34,10 +34,11 @@ class Rebalancer:
             self._held_up.clear()
             return
         others = self._swarm.members.all()
+        held_up = balance.HoldUp.among([*others, node.advert], self._swarm.members.doubted())
+        self._held_up = {one: self._held_up.get(one, node.now()) for one in held_up}
+        others = balance.expected(node.advert, others, self._overdue())
         rounds_left = (manifest.steps - node.advert.step) / manifest.outer.inner_steps
         since, self._asked_at = self._asked_at, node.now()
-        held_up = balance.HoldUp.among([*others, node.advert])
-        self._held_up = {one: self._held_up.get(one, node.now()) for one in held_up}
         target, reason = balance.choose_move(node.advert, others, manifest.stages, rounds_left, self._overdue())
         if target is not None and not self._would_move_anyway(others, target, rounds_left):
             target = None

@@ -150,7 +150,7 @@ class NodeState:
         self.stage.close()
         self.drain_by = self.next_stage = self._clocked_at = None
         self.inner_steps = 0
-        self.update(stage=stage, moving_to=None, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0)
+        self.update(stage=stage, moving_to=None, unserved=False, holds=(), microbatches_per_s=0.0, capacity_per_s=0.0)
         self.update(outer_round=0, fresh_round=0, partner_from_round=NOT_YET)
 
     @property

@@ -57,6 +57,8 @@ def test_a_living_replica_comes_first_the_furthest_one_before_all() -> None:
     guard = advert("g", 0, round=20, holds=held(1, 20))
     found = kinds(restore_sources(ME, [*OTHERS, *mates, guard], held(1, 3, 4), STAGES))
     assert found == [("peer", "c"), ("peer", "d"), ("peer", "b")], "and never an old checkpoint, or fresh weights"
+    late = kinds(restore_sources(ME, [*OTHERS, *mates, guard], held(1, 3, 4), STAGES, late=True))
+    assert late == [*found, ("guardian", "g")], "they may answer and give nothing"
 
 
 @pytest.mark.parametrize(("behind", "first"), [(0, "shard"), (NEAR_ROUNDS, "shard"), (NEAR_ROUNDS + 1, "peer")])

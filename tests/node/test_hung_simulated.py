@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from liars import LiarSwarm
 from soak import soak
 
 from noloco_p2p.config import (
@@ -19,7 +20,7 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.messages import Activation, Advert, LossSum
 from noloco_p2p.errors import Busy, PeerError, Violation
-from noloco_p2p.node import pauses
+from noloco_p2p.node import join, pauses, rebalance
 from noloco_p2p.ports import Claim
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
@@ -208,6 +209,26 @@ def test_nodes_whose_devices_hang_stop_and_another_one_takes_their_place(monkeyp
             assert "the device has not completed its work for" in str(process.error)
         else:
             assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
+
+
+@pytest.mark.parametrize("refuses", ["busy", "silence"])
+def test_a_stage_whose_nodes_serve_nobody_gets_another_one(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say that they train. The swarm stood still for ever, although it had nodes to spare."""
+    for each in (rebalance, join):
+        monkeypatch.setattr(each, "TRANSFER_DEADLINE_S", 150.0)
+    plan = plan_of((4, 1), "random", 1, ttl_s=6.0)
+    config = plan.config.model_copy(update={"rebalance": True})
+    swarm = LiarSwarm(replace(plan, config=config, chooses_stage=True))
+
+    def begin() -> None:
+        swarm.liars = {process.peer for process in swarm.processes if process.node.state.index == 1}
+        swarm.refuses = refuses
+
+    swarm.at(GONE_FROM_S, begin)
+    outcome = swarm.run(limit_s=900, tolerate=True)
+    assert {event.get("stage") for event in outcome.trace.of("moved") if event.at_s > GONE_FROM_S} == {1}
+    for process in outcome.processes:
+        assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
 
 
 @pytest.mark.parametrize(("alone_s", "reported"), [(1.0, False), (6.0, True)])

@@ -308,6 +308,7 @@ class Decisions:
         }
         self.silent: set[str] = set()
         self.stale: set[str] = set()
+        self.doubted: set[str] = set()
         """Peers whose last answer is from before the last reading."""
         self.asked: list[list[str]] = []
         self.since: list[float] = []
@@ -331,7 +332,7 @@ class Decisions:
             answering=lambda adverts, _: [one for one in adverts if one.peer_id not in self.silent],
             unknown=self._unknown,
         )
-        members = SimpleNamespace(all=lambda: list(self.others.values()))
+        members = SimpleNamespace(all=lambda: list(self.others.values()), doubted=lambda: self.doubted)
         swarm: Any = SimpleNamespace(members=members, inquiry=inquiry)
         self._rebalancer = Rebalancer(node, swarm)
 
@@ -422,6 +423,29 @@ def test_a_node_that_was_paused_does_not_know_how_long_others_have_held_up_moves
         decisions.node.advert = replace(decisions.node.advert, state=state)
         assert {decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10))} == {None}
     assert decisions.reading()[0] == 1
+
+
+@pytest.mark.parametrize(("say", "moves"), [("bcd", True), ("bc", False)])
+def test_a_stage_counts_for_nothing_if_most_of_the_stage_before_have_long_said_that_it_does_not_serve_them(
+    say: str, moves: bool
+) -> None:
+    decisions = Decisions()
+    decisions.change("e", microbatches_per_s=100.0)
+    for peer in say:
+        decisions.change(peer, unserved=True)
+    announced = [decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10) + 1)]
+    assert announced == [None] * int(TRANSFER_DEADLINE_S / 10) + [1 if moves else None]
+    decisions.others["f"] = replace(decisions.others["e"], peer_id="f", microbatches_per_s=30.0)
+    assert decisions.reading() == (None, []), "one that has just come to that stage counts"
+
+
+def test_what_doubted_nodes_say_of_the_next_stage_does_not_count() -> None:
+    decisions = Decisions()
+    decisions.change("e", microbatches_per_s=100.0)
+    for number in range(5):
+        decisions.others[f"z{number}"] = replace(decisions.others["b"], peer_id=f"z{number}", unserved=True)
+        decisions.doubted.add(f"z{number}")
+    assert {decisions.reading()[0] for _ in range(int(TRANSFER_DEADLINE_S / 10) + 1)} == {None}
 
 
 @pytest.mark.parametrize("lower", ["", "0"])

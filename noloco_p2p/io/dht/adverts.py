@@ -74,6 +74,7 @@ class AdvertPayload(BaseModel):
     stays: bool = False
     partner_from_round: Count
     moving_to: Count | None
+    unserved: bool = False
     holds: Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=HOLDS_LIMIT)]
     """Stage, round and step of each set of weights."""
     holds_fresh: Annotated[tuple[Count, ...], Field(max_length=HOLDS_LIMIT)] = ()

@@ -23,6 +23,8 @@ LONGEST_WITH_NOBODY_S = 0.5
 FAILED_AGAIN_S = 1.0
 """Seconds after which a replica that failed may be asked again even though another one keeps answering Busy: that one
 may stay closed until the deadline of its outer round, and may even be waiting for what this delivery holds up."""
+UNSERVED_S = 60.0
+"""A node says in its advert that the next stage does not serve it if this has lasted for so many seconds."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,15 @@ class ReplicaChoice:
         self._swarm = swarm
         self._line = line
         self._candidates = StepCandidates(-1, [])
+        self._unserved_since: float | None = None
+        """The first attempt since the next stage has served something."""
+
+    def served_by(self, peer: PeerId) -> None:
+        """Note that a replica has served a microbatch."""
+        self._unserved_since = None
+        if self._node.advert.unserved:
+            self._node.update(unserved=False)
+        self._swarm.answered(peer)
 
     def by_policy(self, origin: Origin, attempts: Attempts, sending: Callable[[Advert], Sending]) -> Choice:
         """For training: the replica that the run's policy chooses, or two that compete for the microbatch.
@@ -95,6 +106,9 @@ class ReplicaChoice:
         distant pairs.
         """
         node, members, policy = self._node, self._swarm.members, self._node.manifest.routing
+        self._unserved_since = self._unserved_since or node.now()
+        if node.now() - self._unserved_since > UNSERVED_S and not node.advert.unserved:
+            node.update(unserved=True)
         usable = members.usable(node.index + 1, now=node.now(), without=attempts.failed)
         usable = self._swarm.trials.among(usable, proven=bool(attempts.failed), busy=attempts.busy)
         usable = [peer for peer in usable if peer not in attempts.avoid] or usable

@@ -202,7 +202,7 @@ class Dispatcher:
             finally:
                 left()
             if answer is not None:
-                self._swarm.answered(answer[0])
+                self._choice.served_by(answer[0])
                 self._busy_since.pop((answer[0], policy.trains), None)
                 return answer[1], answer[0]
             if not policy.trains:
