@@ -15,8 +15,8 @@ ADVERTS_PER_S = 200
 FURTHEST_BEHIND = 2.0
 """Steps by which a clock may still lag after an inner step: a slow node catches up with the others at once."""
 SLOWEST = 0.125
-"""The least by which an inner step advances the clock: otherwise one of two replicas of stage 0 could stop the other for
-ever by saying that it is far behind."""
+"""The least by which an inner step advances the clock: otherwise one of two replicas of stage 0 could stop the other by
+saying that it is far behind."""
 READINGS = 4.0
 """An advert is rarely older than the time that this many readings take: its sender announces after a reading."""
 
