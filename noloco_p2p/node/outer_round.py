@@ -111,6 +111,8 @@ class OuterRounds:
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
             if begins and useful and not (self._rule.common or opened.pull.done()):
                 going_on = opened
+            if self._rule.common and not opened.pull.done():
+                close_intake()
             if going_on is None or not self._rule.lasting:
                 await self.end("late", wait=bool(self._rule.common), cancel=going_on is None)
         if due is not None and begins:

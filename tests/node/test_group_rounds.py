@@ -1,5 +1,7 @@
 """Rules under which a replica takes from all of its stage: `diloco` and `sync` (ARCHITECTURE.md, "All replicas")."""
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -81,6 +83,23 @@ def test_a_newcomer_becomes_one_of_them(rule: str) -> None:
     (loaded,) = recording_stages(outcome.nodes["s1r3"])[0].loaded
     assert loaded.kind == "restore"
     assert results(outcome, "s1r0")[-1][1] == results(outcome, "s1r3")[-1][1] == "all"
+
+
+def overlapped(inner_steps: int, **changes: Any) -> SimPlan:
+    """A run whose replicas train on while vectors are in transit, and tolerate 20 s without progress."""
+    outer = {"rule": "diloco", "inner_steps": inner_steps, "overlap": True, "deadline_s": 40.0}
+    found = plan("diloco", replicas=(2, 2), outer=outer, **changes)
+    patient = found.config.limits.model_copy(update={"microbatch_deadline_s": 20.0})
+    return replace(found, config=found.config.model_copy(update={"limits": patient}))
+
+
+@pytest.mark.parametrize("routing", ["random", "weighted"])
+def test_a_replica_that_waits_for_a_late_round_keeps_no_microbatches(routing: str) -> None:
+    """The others of its stage, for whose vectors it waits, may need them for their step."""
+    outcome = check(FaultySwarm(overlapped(1, routing=routing, seed=1)))
+    for process in outcome.processes:
+        ends = [event.at_s for event in process.trace.of("inner_step")]
+        assert max(after - before for before, after in pairwise(ends)) < 5.0
 
 
 KINDS = ["crash", "bounce", "hang", "pause", "leave", "wipe"]
