@@ -143,7 +143,7 @@ class OuterRounds:
             self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
         elif going_on is None:
             if mine.view is not None:
-                pulled, anybody = self._group.pull(mine, goes_on), set(mine.view.peers) > {node.me}
+                pulled, anybody = self._group.pull(mine, goes_on), bool({*mine.view.peers} - {node.me})
             else:
                 choice = self._choose_partner(due)
                 pulled, anybody = self._pull(mine, choice, goes_on), choice.partner is not None

@@ -102,6 +102,14 @@ def test_a_replica_that_waits_for_a_late_round_keeps_no_microbatches(routing: st
         assert max(after - before for before, after in pairwise(ends)) < 5.0
 
 
+def test_a_newcomer_trains_on_while_vectors_are_in_transit_even_if_its_own_does_not_count_yet() -> None:
+    swarm = FaultySwarm(overlapped(4, steps=32))
+    swarm.at(7.0, lambda: swarm.start(1, 2))
+    check(swarm)
+    idle = [e.number("seconds") for e in swarm.process("s1r2").trace.of("idle") if e.get("cause") == "partner"]
+    assert len(idle) <= 1, "it waits for the last round of the run"
+
+
 KINDS = ["crash", "bounce", "hang", "pause", "leave", "wipe"]
 CASES = [(("diloco", "dct", "sync")[at % 3], kind) for at, kind in enumerate(KINDS)]
 
