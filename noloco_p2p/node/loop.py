@@ -161,6 +161,7 @@ class Node:
     async def _pause(self) -> None:
         self._server.close()
         await self._pauses.pause(self._rounds, self._joining, self._checkpointer)
+        self._came_late = self.swarm.first_stage_is_done()
 
     # === training, stage 0 ==========================================================================================
 
@@ -197,12 +198,11 @@ class Node:
         def over() -> bool:
             return node.draining or self.swarm.first_stage_is_done()
 
-        began, came_late = node.now(), over()
-        while not over():
+        began, self._came_late = node.now(), self.swarm.first_stage_is_done()
+        while node.stood_still or not over():
             began = node.now()
             if node.pausing:
                 await self._pause()
-                came_late = over()
                 continue
             if not server.may_open():
                 # `balanced` without stage 0: there are no slots, so a step could never be complete.
@@ -230,7 +230,7 @@ class Node:
             await self._inner_step(began, {})
         if not node.draining:
             # Stage 0 has ended, maybe a step ahead of this clock. A node that arrived only then has older weights.
-            left_behind = came_late and (node.step < node.manifest.steps - 1 or self._rounds.lacks_rounds())
+            left_behind = self._came_late and (node.step < node.manifest.steps - 1 or self._rounds.lacks_rounds())
             node.update(step=float(node.manifest.steps))
             if not left_behind:
                 await self._outer_round()
@@ -254,9 +254,8 @@ class Node:
         )
         # A rule of gradients adds up those of all replicas here. The wait for them is reported as idle time separately.
         began += await self._rounds.before_step(self._server.close)
-        label = StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches)
         with node.span("step"), node.waits.computing("inner step"):
-            result = await node.stage.inner_step(label)
+            result = await node.stage.inner_step(StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches))
         self._rounds.inner_step_took(result.busy_s)
         self._pauses.check_clock()
         self._pauses.stepped(result.microbatches)

@@ -1,5 +1,7 @@
 """Nodes that stand still because their machine sleeps or their process is stopped."""
 
+import math
+
 import pytest
 from elastic import config_for, manifest_for
 from lawful import check
@@ -132,3 +134,14 @@ def test_a_node_whose_machine_slept_while_its_owner_had_it_goes_on_when_it_is_gi
     [came] = outcome.trace.of("resumed")
     assert came.peer == "s1r1"
     assert WOKEN_S + 10.0 < came.at_s < WOKEN_S + 15.0
+
+
+@pytest.mark.parametrize("for_s", [50.0, 52.0])
+def test_a_node_that_stood_still_until_the_others_have_left_writes_no_checkpoint_of_the_last_step(for_s: float) -> None:
+    """Its weights are those of an earlier step: they would pass for those of the end of the run."""
+    outcome = check(stopped(stop("s1r1", for_s=for_s), steps=30))
+    woken = FROM_S + for_s
+    assert noticed(outcome) == ["s1r1"]
+    assert not between(outcome, "resumed", "s1r1", woken, math.inf), "nobody is left whom it could copy"
+    for kind in ("outer_round", "checkpoint"):
+        assert {event.get("round") for event in between(outcome, kind, "s1r1", woken, math.inf)} == {3}
