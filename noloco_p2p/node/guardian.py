@@ -102,7 +102,8 @@ class Guardian:
         inquiry = self._swarm.inquiry
         asked = inquiry.few(listed)
         inquiry.ask(asked)
-        return inquiry.were_asked(asked) and len(inquiry.answering(asked, membership.TRAINED)) <= GUARDED_REPLICAS
+        were_asked = all(inquiry.exchanges.was_asked(advert.peer_id) for advert in asked)
+        return were_asked and len(inquiry.answering(asked, membership.TRAINED)) <= GUARDED_REPLICAS
 
     def _wards(self) -> list[int]:
         """The stages that this node guards now."""

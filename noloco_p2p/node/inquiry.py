@@ -130,10 +130,6 @@ class Inquiry:
 
         return sorted(adverts, key=lambda advert: order(advert.peer_id))[:PROBES]
 
-    def were_asked(self, adverts: Iterable[Advert]) -> bool:
-        """Whether all of these peers have been asked."""
-        return all(self.exchanges.was_asked(advert.peer_id) for advert in adverts)
-
     def answering(self, adverts: Iterable[Advert], states: Set[str]) -> list[Advert]:
         """The peers that have recently answered that they hold the stage in their advert and are in one of `states`."""
         return self.exchanges.proven(adverts, states, now=self._node.now())
