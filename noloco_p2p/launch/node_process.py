@@ -123,16 +123,6 @@ class NodeProcess:
             self._process.stdin.close()
 
 
-def wait_all(nodes: Sequence[NodeProcess], seconds: float) -> bool:
-    """Wait up to `seconds` for all to end. Returns whether they have."""
-    give_up_at = time.monotonic() + seconds
-    while any(node.running for node in nodes):
-        if time.monotonic() >= give_up_at:
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
 def end_all(nodes: Sequence[NodeProcess], kill_after_s: float | None = None) -> None:
     """End all these processes: ask each twice, which stops a node at once, and kill those that remain.
 
@@ -141,8 +131,9 @@ def end_all(nodes: Sequence[NodeProcess], kill_after_s: float | None = None) -> 
     for seconds in (ASK_AGAIN_S, KILL_AFTER_S if kill_after_s is None else kill_after_s):
         for node in nodes:
             node.terminate()
-        if wait_all(nodes, seconds):
-            break
+        give_up_at = time.monotonic() + seconds
+        while any(node.running for node in nodes) and time.monotonic() < give_up_at:
+            time.sleep(POLL_S)
     for node in nodes:
         node.kill()
     for node in nodes:
