@@ -41,12 +41,15 @@ MANIFEST = "manifest.json"
 def own_identities(home: Path | None) -> Iterator[Identity]:
     """The identity in a node's directory; if none is given, that of each `node-<n>` not in use, one after the other.
 
-    The caller takes the next one if a directory belongs to another run. Raises ConfigError if `home` is something else.
+    The caller takes the next one if a directory belongs to another run. Raises ConfigError if `home` is something else,
+    LocalError.
     """
     if home is not None:
         homes.require_own(home, Home.NODE)
         yield Identity.open(home / KEY)
         return
+    with writing(node_probe.HOME):
+        node_probe.HOME.mkdir(exist_ok=True)  # fails if it is a file, in which no number is ever free
     for number in itertools.count(1):
         path = node_probe.HOME / f"node-{number}"
         if homes.kind_of(path) in (Home.NODE, Home.EMPTY) and (free := Identity.open_if_free(path / KEY)) is not None:

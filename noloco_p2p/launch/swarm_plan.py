@@ -146,11 +146,12 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             return directory
+        node_probe.HOME.mkdir(exist_ok=True)  # fails if it is a link to nothing, in which no number is ever free
         n = 1
         while True:
             with suppress(FileExistsError):
                 fresh = node_probe.HOME / f"{name}-{n}"
-                fresh.mkdir(parents=True)
+                fresh.mkdir()
                 return fresh
             n += 1
     except OSError as error:

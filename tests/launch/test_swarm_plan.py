@@ -183,6 +183,18 @@ def test_fresh_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.Monk
         make_run_dir("tiny", own)
 
 
+def test_a_folder_of_runs_that_is_no_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a link to a disk that is not mounted. Numbers were tried without end."""
+    monkeypatch.chdir(tmp_path)
+    Path("noloco-runs").symlink_to("nowhere")
+    with pytest.raises(LocalError, match=r"^noloco-runs cannot be created: File exists$"):
+        make_run_dir("tiny", None)
+    Path("noloco-runs").unlink()
+    Path("noloco-runs").touch()
+    with pytest.raises(LocalError, match=r"^noloco-runs cannot be written: File exists$"):
+        next(run_files.own_identities(None))
+
+
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:
     with (
         planning.held(tmp_path),
