@@ -4,24 +4,20 @@ A node makes the same checks, with the same functions. torch is only imported if
 right.
 """
 
-import errno
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
-from noloco_p2p import humanize
 from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.compute.model_family import check_split
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.launch import join_file
+from noloco_p2p.launch import homes, join_file
 from noloco_p2p.launch.settings import Overrides
 
 PLAIN_FAMILY = "llama"
@@ -59,7 +55,8 @@ def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Ca
     if not _from_the_hub(manifest, local):
         make_batches(manifest, local, "")
     state_bytes = parameters * len(manifest.state_kinds) * ITEM_BYTES[manifest.compute_dtype]
-    check_disk(run_dir, state_bytes * manifest.start_replicas if local.checkpoint.every_steps is not None else 0)
+    saved_bytes = state_bytes * manifest.start_replicas if local.checkpoint.every_steps is not None else 0
+    homes.check_room(run_dir, saved_bytes, "a checkpoint of all nodes")
 
 
 def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | None, *, runs: bool) -> None:
@@ -102,23 +99,6 @@ def check_ports(listen: ListenSettings) -> None:
                 raise ConfigError(f"listen.{name} and listen.{same[0]} are both {port}: give each its own port")
             held.enter_context(reserve_port(listen.host, port, f"listen.{name}"))
         held.enter_context(reserve_port(listen.host, 0))
-
-
-def check_disk(directory: Path, checkpoint_bytes: int) -> None:
-    """Check that the directory, which may not exist yet, can hold at least one checkpoint of every node.
-
-    Raises LocalError.
-    """
-    where = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    advice = "name another directory"
-    if not where.is_dir() or not os.access(where, os.W_OK):
-        reason = os.strerror(errno.EACCES if where.is_dir() else errno.ENOTDIR)
-        raise LocalError(f"cannot write to {where} ({reason}): {advice}")
-    free = shutil.disk_usage(where).free
-    if free <= checkpoint_bytes:
-        room, needed = humanize.size_text(free), humanize.size_text(checkpoint_bytes)
-        reason = f"has {room} free, a checkpoint of all nodes needs {needed}" if checkpoint_bytes else "is full"
-        raise LocalError(f"{where} {reason}: free some space or {advice}")
 
 
 def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:

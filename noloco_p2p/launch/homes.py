@@ -3,6 +3,7 @@
 No marker is written: the files themselves show what a directory is, whichever version made it.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -130,11 +131,21 @@ def _of(words: str) -> str:
 
 
 def refuse_existing(out: Path, size_bytes: int = 0) -> None:
-    """Raise ConfigError unless `out` is empty and can be written to, and LocalError if `size_bytes` do not fit."""
+    """Raise ConfigError unless `out` is empty, and LocalError if a model of `size_bytes` cannot be written there."""
     require("--out ", out, Home.EMPTY, advice="name a directory that does not exist yet")
-    nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not os.access(nearest, os.W_OK):
-        raise ConfigError(f"--out {out}: cannot write to {nearest}: name another directory")
-    if (free := shutil.disk_usage(nearest).free) < size_bytes:
+    check_room(out, size_bytes, "the model")
+
+
+def check_room(directory: Path, size_bytes: int, what: str) -> None:
+    """Check that a directory, which may not exist yet, can be written to, and that `size_bytes`, for `what`, fit.
+
+    Raises LocalError.
+    """
+    nearest = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
+        raise LocalError(f"cannot write to {nearest} ({reason}): name another directory")
+    if (free := shutil.disk_usage(nearest).free) <= size_bytes:
         room, needed = humanize.size_text(free), humanize.size_text(size_bytes)
-        raise LocalError(f"{nearest} has {room} free, the model needs {needed}: free some space or name another --out")
+        reason = f"has {room} free, {what} needs {needed}" if size_bytes else "is full"
+        raise LocalError(f"{nearest} {reason}: free some space or name another directory")

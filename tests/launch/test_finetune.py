@@ -183,7 +183,7 @@ def test_a_disk_without_room_for_the_model_is_reported_before_training(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
     said: list[str] = []
     with pytest.raises(
-        LocalError, match=rf"{tmp_path} has .* free, the model needs .*: free some space or name another --out"
+        LocalError, match=rf"{tmp_path} has .* free, the model needs .*: free some space or name another directory"
     ):
         tuned(model, written(tmp_path / "data.jsonl"), tmp_path / "tuned", said)
     assert said == []

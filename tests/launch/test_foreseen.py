@@ -18,7 +18,7 @@ from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ModelSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.launch import compose, foreseen
+from noloco_p2p.launch import compose, foreseen, homes
 
 SWARM, NODE = "swarm", "noloco-node"
 PEER = peer_id_of(bytes(32))
@@ -123,7 +123,7 @@ def test_a_full_disk_is_called_full_if_no_checkpoint_is_to_be_written(
     """It said that a checkpoint needed 0 B."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(LocalError, match=f"^{tmp_path} is full: free some space or name another directory$"):
-        foreseen.check_disk(tmp_path / "run", 0)
+        homes.check_room(tmp_path / "run", 0, "nothing")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
