@@ -260,6 +260,8 @@ def run_swarm(
     if link is not None:
         LineSpec.parse(link)
     plan = planning.make_plan(overrides, directory)
+    if plan.resumes or not members:
+        planning.check_key(plan, directory)
     foreseen.check_swarm(plan.manifest, plan.local, directory or node_probe.HOME, lambda line: print(line, flush=True))
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):

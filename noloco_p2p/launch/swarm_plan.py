@@ -110,6 +110,17 @@ def for_members(plan: SwarmPlan, run_dir: Path) -> SwarmPlan:
     return replace(plan, manifest=plan.manifest.model_copy(update={"security": SecuritySettings(root_key=public)}))
 
 
+def check_key(plan: SwarmPlan, run_dir: Path | None) -> None:
+    """Raise ConfigError unless the run is open or its key is in this directory: the first node would make another key,
+    and with it another run."""
+    from noloco_p2p.launch import run_key
+
+    root, path = plan.manifest.security.root_key, run_dir and run_dir / ROOT_KEY
+    if root is not None and (path is None or not path.exists() or run_key.public_half(run_key.read(path)) != root):
+        lack = f"security.root_key: its private key is not in {path or f'a --dir, as {ROOT_KEY}'}"
+        raise ConfigError(f"{lack}: put it there, or leave the setting out and give --members")
+
+
 class ResumePoint(NamedTuple):
     """About where a resumed run continues. A node may begin a round away: at its own checkpoint, if that is older but
     comes first, or at a newer one, if its clock jumped over that round."""

@@ -12,7 +12,7 @@ from noloco_p2p.core.messages import Holding
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.corpora import matching_files
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.launch import run_files, settings
+from noloco_p2p.launch import run_files, run_key, settings
 from noloco_p2p.launch import swarm_plan as planning
 from noloco_p2p.launch.swarm_plan import ResumePoint, common_point, make_run_dir
 
@@ -113,6 +113,20 @@ def test_a_swarm_that_others_can_reach_is_as_open_as_it_was_planned(tmp_path: Pa
     theirs = settings.read(Path(arguments[1]), {}, arguments[3::2])
     assert theirs.says_who_may_join
     assert theirs.manifest().run_id == plan.manifest.run_id
+
+
+def test_a_members_only_swarm_needs_its_key(tmp_path: Path) -> None:
+    """Its first node made another one, so that the others belonged to another run, and the directory was lost."""
+    root = run_key.make(tmp_path / "mine.key")
+    plan = make_plan((None, 2, 1, 9, (f"security.root_key={root}",)), None, {})
+    with pytest.raises(ConfigError, match=r"^security.root_key: its private key is not in a --dir, as root.key: put"):
+        planning.check_key(plan, None)
+    with pytest.raises(ConfigError, match=rf"its private key is not in {tmp_path}/root.key: put"):
+        planning.check_key(plan, tmp_path)
+    (tmp_path / "mine.key").rename(tmp_path / "root.key")
+    planning.check_key(plan, tmp_path)
+    with pytest.raises(ConfigError, match="its private key is not"):
+        planning.check_key(make_plan((None, 2, 1, 9, (f"security.root_key={'ab' * 32}",)), None, {}), tmp_path)
 
 
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:
