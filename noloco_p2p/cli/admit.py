@@ -48,9 +48,9 @@ def invite_others(
     """Invite others to a members-only run. Prints the command with which they join; its address has the invitation."""
     from noloco_p2p.launch import run_key
 
-    found = re.fullmatch(r"([1-9][0-9]{0,4})([mhd])", lasts)
+    found = re.fullmatch(r"([1-9][0-9]{0,3})([mhd])", lasts)
     if found is None:
-        raise ConfigError(f"--for {lasts}: give 1 to 99999 minutes, hours or days, such as 24h")
+        raise ConfigError(f"--for {lasts}: give 1 to 9999 minutes, hours or days, such as 24h")
     seconds = int(found[1]) * UNITS_S[found[2]]
     print(f"noloco-node --join {run_key.invite(dir, key, uses=uses, seconds=seconds, stage=stage)}")
 
