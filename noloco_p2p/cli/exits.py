@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from errno import EDQUOT, ENOSPC
+from errno import EACCES, EDQUOT, ENAMETOOLONG, ENOSPC, EPERM
 from itertools import pairwise
 from types import FrameType
 from typing import NoReturn
@@ -23,6 +23,8 @@ EMPTY_VALUE = re.compile(r"--[a-z-]+=")
 """An option with an empty value in one word."""
 USER_ERROR, UNEXPECTED, INTERRUPTED = 2, 1, 130
 FULL = ENOSPC, EDQUOT
+WRONG_NAME = EACCES, EPERM, ENAMETOOLONG
+"""Errors of a file that the user can fix by naming another one."""
 LACKING = "strict", "surrogateescape"
 """Python's error handlers for characters that stdout's encoding lacks; the second one is that of the C locale."""
 
@@ -58,8 +60,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
             raise
         if isinstance(error, OSError) and error.errno in FULL:
             fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}; free some space", USER_ERROR)
-        if isinstance(error, PermissionError) and error.filename is not None:
-            fail(f"{error.filename}: {error.strerror}", USER_ERROR)
+        if isinstance(error, OSError) and error.errno in WRONG_NAME and error.filename is not None:
+            fail(f"{plain(str(error.filename), 300)}: {error.strerror}", USER_ERROR)
         fail(f"{type(error).__name__}: {error} (a bug; --debug shows where)", UNEXPECTED)
     sys.exit(code)
 

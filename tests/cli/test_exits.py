@@ -28,6 +28,7 @@ def _os_error(number: int, *filename: str) -> OSError:
     [
         # noloco report called the unreadable folder of a node a bug.
         (_os_error(errno.EACCES, "run/events.jsonl"), 2, "error: run/events.jsonl: Permission denied\n"),
+        (_os_error(errno.ENAMETOOLONG, "a: 1\nb: 2"), 2, "error: a: 1 b: 2: File name too long\n"),
         (
             _os_error(errno.EACCES),
             1,
