@@ -215,7 +215,7 @@ def local_files(directories: Iterable[Path]) -> LocalFiles:
 
 def run_summary(directories: Iterable[Path], run_id: str) -> Mapping[str, object]:
     """The summary of the swarm that these nodes belong to; empty if no launcher wrote one."""
-    found = (node_probe.read_json(directory.parent / node_probe.SUMMARY) or {} for directory in directories)
+    found = (node_probe.read_json(home.absolute().parent / node_probe.SUMMARY) or {} for home in directories)
     return next((one for one in found if one.get("run_id") == run_id), {})
 
 

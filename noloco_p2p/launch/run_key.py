@@ -137,7 +137,7 @@ def _root(node_dir: Path, key: Path | None, manifest: RunManifest) -> Ed25519Pri
 
     Raises ConfigError.
     """
-    places = [node_dir / KEY, node_dir.parent / KEY, node_probe.HOME / KEY]
+    places = [node_dir / KEY, node_dir.absolute().parent / KEY, node_probe.HOME / KEY]
     place = key or next(filter(Path.exists, places), None)
     if place is None:
         raise ConfigError(f"the run's key is not at {' or '.join(map(str, places))}: name it with --key")

@@ -289,6 +289,19 @@ def test_an_existing_empty_directory_is_written_to(tmp_path: Path, monkeypatch: 
     assert (linked / "model.safetensors").read_bytes() == (clone / "model.safetensors").read_bytes()
 
 
+def test_the_card_has_the_figures_of_the_swarm_also_from_within_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had those of the node."""
+    manifest = small_run(stages=1)
+    save(manifest, tmp_path / "0-0", make_replica(manifest, 0, "a"), "a", 3)
+    for place, tokens in ((tmp_path, 8_000), (tmp_path / "0-0", 4_000)):
+        (place / "summary.json").write_text(json.dumps({"run_id": manifest.run_id, "tokens": tokens}))
+    monkeypatch.chdir(tmp_path / "0-0")
+    run_export((), [Path()], tmp_path / "out", merge="mean", replicas=True, tokenizer_dir=None)
+    assert "| tokens | 8,000 |" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_command_fails_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "noloco_p2p.cli.main", "export", "--from", str(tmp_path), "--out", "x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

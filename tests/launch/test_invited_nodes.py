@@ -217,7 +217,7 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
         run_key.revoke(tmp_path / "node", None, ["peer"])
 
 
-def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path) -> None:
+def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
     (tmp_path / "swarm.json").touch()
     with pytest.raises(ConfigError, match="no node has run"):
@@ -230,5 +230,8 @@ def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path) -> None:
         run_files.store_manifest(tmp_path / name, run)
     made = run_key.revoke(tmp_path, None, peers[:1])
     assert (tmp_path / "0-0" / "revoked").read_bytes() == made.signed
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path / "0-0")
+        assert run_key.revoke(Path(), None, peers[:1]).peers == made.peers, "the key is above this directory too"
     with pytest.raises(ConfigError, match=r"no node has run in \S+/0-0: "):
         run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=None)
