@@ -5,7 +5,7 @@ Shape legend: T sequence length, N samples.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from noloco_p2p.compute.exported_model import ExportedModel, chat_ids, load_decoder, silence_transformers
 from noloco_p2p.config import DataSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora, hub_corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.threaded_batches import make_batches
@@ -121,13 +121,15 @@ def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: It
 
 
 def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
-    """(nats per token over all microbatches, number of tokens)."""
+    """(nats per token over all microbatches, number of tokens). Raises LocalError if the loss is not finite."""
     model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
     for batch in batches:
         one = model.loss(batch)
         nats, tokens = nats + one.loss_sum, tokens + one.tokens
         done()
+    if not isfinite(nats):
+        raise LocalError(f"{directory}: the model's loss is not finite: its weights are broken")
     return nats / tokens, tokens
 
 

@@ -279,6 +279,8 @@ def test_non_finite_weights_are_reported(tmp_path: Path, temperature: float) -> 
     save_file({name: weight * torch.inf for name, weight in weights.items()}, out / "model.safetensors")
     with pytest.raises(LocalError, match="its weights are broken"):
         run_generate(out, "x", tokens=1, temperature=temperature, seed=0, device="cpu")
+    with pytest.raises(LocalError, match="its weights are broken"):
+        run_eval(out, ["stdlib"], held_out=False, microbatches=1, device="cpu")  # JSON has no number for the loss
 
 
 def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
