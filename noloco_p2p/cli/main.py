@@ -199,7 +199,7 @@ def generate_text(
     out: ExportDir,
     prompt: Annotated[str, Option(metavar="TEXT", help="The text to continue.")],
     chat: Annotated[bool, Option("--chat", help="Answer the prompt, with the tokenizer's chat template.")] = False,
-    tokens: Annotated[int, Option(metavar="N", min=1, help="Longest continuation in tokens.")] = 200,
+    tokens: Annotated[int, Option(metavar="N", min=1, max=sys.maxsize, help="Longest continuation in tokens.")] = 200,
     temperature: Annotated[float, Option(metavar="X", min=0, help="0 always takes the likeliest token.")] = 0.8,
     seed: Annotated[int, Option(metavar="N", min=0, max=MAX_SEED, help="Seed of the sampling.")] = 0,
     device: Device = "auto",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from noloco_p2p.core.messages import Batch, HostTensor
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import NO_JSON, ConfigError
 from noloco_p2p.io.data import corpora
 from noloco_p2p.io.data.samples import IGNORED_TARGET
 from noloco_p2p.io.data.tokenizers import Ids, Tokenizer
@@ -47,7 +47,7 @@ def read_examples(patterns: Sequence[str], tokenizer: Tokenizer) -> list[Example
         for number, line in enumerate(lines, 1):
             try:
                 found += [example(tokenizer, *_fields(line))] if line.strip() else []
-            except ValueError as error:
+            except NO_JSON as error:
                 raise ConfigError(f"{name}, line {number}: {getattr(error, 'msg', error)}") from error
     if not found:
         raise ConfigError(f"{', '.join(patterns)}: no line has a prompt and a completion")

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def run_finetune(
     exported_model.silence_transformers()
     loaded = exported_model.ExportedModel.load(model, device)
     before = _held_out_loss(loaded, held, recipe.batch_size)
-    _train(loaded, islice(_batches(trained, recipe), steps), steps, inner, say)
+    _train(loaded, _batches(trained, recipe), steps, inner, say)
     after = _held_out_loss(loaded, held, recipe.batch_size)
     figures: dict[str, Any] = {"steps": steps, "examples": len(trained), "too_long": too_long}
     figures |= {"held_out_before": before, "held_out_loss": after}
@@ -118,7 +118,7 @@ def _in_order(examples: Sequence[Example], size: int) -> Iterator[Batch]:
 def _train(
     model: "ExportedModel", batches: Iterator[Batch], steps: int, inner: InnerSettings, say: Callable[[str], None]
 ) -> None:
-    """Take one optimizer step for each batch.
+    """Take one optimizer step for each of the first `steps` batches.
 
     Raises LocalError if a loss is not finite; that of the last batch is also checked after its step.
     """
@@ -130,7 +130,7 @@ def _train(
     parameters = dict(model.causal.named_parameters())
     optimizer, step, mean, rate = InnerOptimizer(parameters, inner), 0, math.nan, 0.0
     with ProgressLine() as line:
-        for step, batch in enumerate(batches, 1):
+        for step, batch in zip(range(1, steps + 1), batches, strict=False):
             loss, tokens = model.nats(batch)
             mean = float(loss.detach()) / tokens
             line.tell(f"step {step:,} of {steps:,}, loss {mean:.4f}", (step - 1) / steps)

@@ -42,6 +42,7 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["swarm", "--set", "outer.inner_stepz=3"], "outer.inner_steps"),
         (["swarm", "--set", "outer.gamma=2"], "apart"),
         (["generate", "model", "--prompt", "a", "--seed", "9" * 20], "--seed"),
+        (["generate", "model", "--prompt", "a", "--tokens", "9" * 20], "--tokens"),
         (["sim", "--seed", "9" * 20], "--seed"),
         (["sim", "--nodes", "9" * 11], "--nodes: 99,999,999,999 nodes are too many: a stage has at most 2,048"),
         (["sim", "--set", "run.microbatches_per_step=99999999"], "run.microbatches_per_step must be at most 10000"),

@@ -155,6 +155,7 @@ def test_examples_that_are_too_long_are_skipped_and_counted(tmp_path: Path, mode
         ('{"prompt": "a", "completion": 3}', "no `completion`"),
         ('["a"]', "no `prompt`"),
         ('{"prompt"', "Expecting"),
+        ("[" * 100_000, "maximum recursion depth"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
