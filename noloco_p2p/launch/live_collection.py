@@ -96,7 +96,10 @@ class SnapshotCollector:
         return best
 
     async def _holders(self) -> list[Advert]:
-        """The nodes that hold trained weights and have not failed, at least one of each stage. Raises LocalError."""
+        """The nodes that hold trained weights, are not paused and have not failed, at least one of each stage.
+
+        A paused node sends what it holds, but others would wait in vain for it to reach their round. Raises LocalError.
+        """
         for reading in range(READINGS):
             await asyncio.sleep(READING_PAUSE_S if reading else 0)
             adverts = await self.directory.peers()
@@ -105,8 +108,8 @@ class SnapshotCollector:
             if not missing:
                 return holders
         stages = ", ".join(map(str, sorted(missing)))
-        advice = "try again later, or use --from if the run has ended"
-        raise LocalError(f"no node of the swarm has trained weights of stage {stages}: {advice}")
+        advice = "try again later, as paused nodes are not asked, or use --from if the run has ended"
+        raise LocalError(f"no node of the swarm offers trained weights of stage {stages}: {advice}")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:
         """A replica's weights at `round`, or at the newest round it has. None if it sends none, which is reported.
