@@ -1,8 +1,11 @@
 """Loads the weights that a node starts with: a peer's, a guardian's, its own checkpoint's, or initial ones
 (ARCHITECTURE.md, "Recovery")."""
 
+import asyncio
 from collections import Counter
+from collections.abc import Coroutine
 from statistics import median
+from typing import TypeVar
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import schedule
@@ -18,6 +21,7 @@ from noloco_p2p.node.outer_round import OuterRounds
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import World
 
+R = TypeVar("R")
 HOLDINGS_SHOWN = 4
 """How many checkpoints an advert lists, the newest ones."""
 
@@ -134,7 +138,9 @@ class WeightRestorer:
         """
         node = self._node
         with node.waits.waiting("state", donor.peer_id, TRANSFER_DEADLINE_S):
-            state = await self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
+            state = await self._unless_leaving(
+                self._world.transport.fetch_state(donor, TRANSFER_DEADLINE_S, node.stage.state.replica)
+            )
         if state.stage != node.index:
             raise Declined(f"{donor.peer_id} holds stage {state.stage}")
         if state.fresh_round != donor.fresh_round:
@@ -145,6 +151,20 @@ class WeightRestorer:
         step = self._latest_step(state.step, self._clock_of_others())
         from_round = max(state.round, int(step) // node.manifest.outer.inner_steps) + 2
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)
+
+    async def _unless_leaving(self, transfer: Coroutine[object, object, R]) -> R:
+        """The result of a transfer. Raises Declined, and ends it, if this node is told to leave meanwhile."""
+        waits = self._node.waits
+        fetching = asyncio.create_task(transfer)
+        fetching.add_done_callback(lambda _: waits.pulse())
+        try:
+            await waits.until(lambda: fetching.done() or self._node.leaving, "transfer", Resource.OWNER, idle=True)
+            if not fetching.done():
+                raise Declined("this node is to leave")
+            return fetching.result()
+        finally:
+            fetching.cancel()
+            await asyncio.wait([fetching])
 
     async def _from_shard(self, held: Holding) -> bool:
         """Load this node's own checkpoint. Returns False if it turns out to be damaged."""
@@ -173,7 +193,9 @@ class WeightRestorer:
             expected = node.stage.state.weights[node.index]
             request = SnapshotRequest(node.index, weights=expected.dtype)
             with node.waits.waiting("weights", guardian.peer_id, TRANSFER_DEADLINE_S, Task.LOST_STAGE):
-                theirs = await self._world.transport.fetch_snapshot(guardian, request, TRANSFER_DEADLINE_S, (expected,))
+                theirs = await self._unless_leaving(
+                    self._world.transport.fetch_snapshot(guardian, request, TRANSFER_DEADLINE_S, (expected,))
+                )
             self._check_possible(theirs.round, theirs.step, guardian.peer_id)
         assert theirs is not None, "a source without a peer is this node's own"
         with node.waits.computing("adopted weights"):

@@ -54,6 +54,15 @@ def test_a_newcomer_that_has_no_weights_when_the_run_ends_ends_too(crash: tuple[
     assert said(node) == COMPLETE
 
 
+def test_a_newcomer_that_is_told_to_leave_while_it_copies_weights_leaves_at_once() -> None:
+    """It waited for the transfer, which it no longer needed, until `limits.drain_s` had passed."""
+    faults = Fault(5.0, "arrive", ("s1r2",)), Fault(8.0, "depart", ("s1r2",))
+    outcome = check(swarm(*faults, replicas=(2, 2), state_s=200.0))
+    draining, left = outcome.trace.of("state", "s1r2")[-2:]
+    assert (draining.at_s, left.get("state")) == (8.0, "left")
+    assert left.at_s < 8.5
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_newcomer_goes_on_at_the_clock_that_the_others_have_when_its_state_arrives(stage: int) -> None:
     """Others pull from it after its first complete outer interval from there on."""
