@@ -8,7 +8,7 @@ its owner, has an address of that kind.
 import asyncio
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -119,7 +119,7 @@ class Reach:
     async def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
         """Host → the IP address at which to dial it. Hosts not to be dialled, or not resolved yet, are left out."""
         wanted = dict.fromkeys(hosts)
-        await self._look_up([*self._own, *wanted])
+        await self._look_up(dict.fromkeys([*self._own, *wanted]))
         scopes = {"public"} | {scope(address) for host in self._own for address in self._of(host)} - {"nowhere"}
         found = {host: [one for one in self._of(host) if scope(one) in scopes] for host in wanted}
         return {host: some[0] for host, some in found.items() if some}
@@ -156,13 +156,14 @@ class Reach:
     def _of(self, host: str) -> tuple[str, ...]:
         return (host,) if _is_address(host) else self._known.get(host, (0.0, ()))[1]
 
-    async def _look_up(self, hosts: Iterable[str]) -> None:
+    async def _look_up(self, hosts: Collection[str]) -> None:
         """Resolve names, waiting LOOKUP_S at most."""
         loop = asyncio.get_running_loop()
-        known = {host: at for host, (at, _) in self._known.items()}
-        for host in sorted(hosts, key=lambda host: host not in known):
-            due = loop.time() - known.get(host, -inf) > KEPT_S and host not in self._asking
-            room = host in known or len(known) + len(self._asking) < NAMES_KEPT
+        stale = loop.time() - FORGOTTEN_S
+        self._known = {host: one for host, one in self._known.items() if host in hosts or one[0] > stale}
+        for host in sorted(hosts, key=lambda host: host not in self._known):
+            due = loop.time() - self._known.get(host, (-inf, ()))[0] > KEPT_S and host not in self._asking
+            room = host in self._known or len(self._known) + len(self._asking) < NAMES_KEPT
             if due and room and not _is_address(host) and len(self._asking) < NAMES_AT_ONCE:
                 self._asking[host] = loop.create_task(self._ask(host))
         if self._asking:
@@ -179,5 +180,4 @@ class Reach:
             addresses = self._of(host)  # there may be no network at the moment
         finally:
             self._asking.pop(host, None)
-        self._known = {name: one for name, one in self._known.items() if loop.time() - one[0] < FORGOTTEN_S}
         self._known[host] = loop.time(), addresses

@@ -214,6 +214,23 @@ def test_a_known_name_is_not_displaced_by_any_number_of_new_ones(
     asyncio.run(scenario())
 
 
+def test_names_that_nobody_asks_for_any_more_make_room_for_new_ones(
+    monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    """Over weeks a node sees more names than it remembers, and a stranger can announce that many at once."""
+
+    async def scenario() -> None:
+        reach = Reach(["8.8.4.4"])
+        hosts = [f"n{n}.example" for n in range(reaching.NAMES_KEPT)]
+        while len(reach._known) < len(hosts):
+            await reach.addresses(hosts)
+        assert await reach.addresses(["both.example"]) == {}
+        monkeypatch.setattr(reaching, "FORGOTTEN_S", 0.0)
+        assert await reach.addresses(["both.example"]) == {"both.example": "8.8.8.8"}
+
+    asyncio.run(scenario())
+
+
 def test_adverts_cannot_make_a_node_dial_its_private_network(tmp_path: Path) -> None:
     """The nodes meet over loopback, so loopback addresses may be dialled but no other private ones."""
     bad = ("unix:/run/docker.sock", "dns:///localhost:22", "10.0.0.1:22", "169.254.169.254:80")
