@@ -27,13 +27,15 @@ UNTIL_ALL_ARE_ASKED = float("nan")
 search asks all nearest nodes."""
 
 
-async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_only: bool = False) -> Any:
-    """hivemind's DHTNode on its P2P, at `node_id` (its DHTID), or at a random place if None.
+async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = False) -> Any:
+    """hivemind's DHTNode on its P2P, at the place that follows from its peer id: others keep the earlier places of a
+    peer that restarts at another one, and never notice that nobody is there once it has left.
 
     A node with `asks_only` stays out of others' routing tables and answers nobody, because most could not reach it.
     """
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
 
     logging.getLogger("asyncio").addFilter(_belongs_in_log)
@@ -41,7 +43,7 @@ async def create(p2p: Any, validator: AdvertValidator, node_id: Any, *, asks_onl
     DHTProtocol.node_info = dht_pb2.NodeInfo()
     node = await DHTNode.create(
         p2p=p2p,
-        node_id=node_id,
+        node_id=DHTID.generate(p2p.peer_id.to_base58()),
         client_mode=asks_only,
         bucket_size=NEIGHBOURS,
         wait_timeout=WAIT_TIMEOUT_S,
@@ -114,6 +116,15 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
     peers = [PeerID.from_base58(peer_id) for peer_id in linked]
     new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
     return any(await asyncio.gather(*map(answers, new)))
+
+
+def forget_spares(node: Any) -> None:
+    """Drop what hivemind keeps for good, whoever sent it: the nodes for which there is no room in its routing table,
+    except the newest ones, and the failures of peers."""
+    node.blacklist.clear()
+    table = node.protocol.routing_table
+    for place in [one for bucket in table.buckets for one in list(bucket.replacement_nodes)[:-NEIGHBOURS]]:
+        del table[place]
 
 
 async def search(node: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class HivemindDirectory:
         known.load()
         known.remember(libp2p.joined)
         directory = cls(libp2p, run_id, stages, known, members)
-        directory._node = await directory._dht_node(None)
+        directory._node = await directory._dht_node()
         try:
             await directory._bootstrap()
         except BaseException:
@@ -147,6 +147,7 @@ class HivemindDirectory:
         """
         await self._libp2p.dial_all(self._known.unlinked(await self._libp2p.links(), DIALS_PER_REJOIN))
         linked = await self._libp2p.links()
+        dht_node.forget_spares(self._node)
         await self._ping(linked)
         await self._ask_directly(sorted(linked))
         self._known.remember(address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked)
@@ -183,7 +184,7 @@ class HivemindDirectory:
         await self.close()
         try:
             await self._libp2p.restart()
-            node = await self._dht_node(self._node.node_id)
+            node = await self._dht_node()
         except (LocalError, PeerError) as error:
             self._cut_off = f"the libp2p daemon (p2pd) could not be restarted ({error})"
             return self._cut_off
@@ -285,11 +286,11 @@ class HivemindDirectory:
             except (LocalError, PeerError) as error:
                 log.warning("rejoining: %s", error)
 
-    async def _dht_node(self, node_id: Any) -> Any:
-        """hivemind's DHTNode on the daemon, at `node_id` (its DHTID), or at a random place if None."""
+    async def _dht_node(self) -> Any:
+        """hivemind's DHTNode on the daemon."""
         from hivemind.dht.routing import DHTID
 
         hashed = {DHTID.generate(key).to_bytes(): stage for key, stage in self._keys.items()}
         validator = adverts.AdvertValidator(self._libp2p.identity, self._run_id, hashed, dht_time, self._members)
-        creating = dht_node.create(self._libp2p.p2p, validator, node_id, asks_only=self._libp2p.asks_only)
+        creating = dht_node.create(self._libp2p.p2p, validator, asks_only=self._libp2p.asks_only)
         return await self._libp2p.guard(creating, BOOTSTRAP_TIMEOUT_S, "the libp2p daemon")

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,25 @@ def test_a_request_that_repeats_a_key_is_refused(tmp_path: Path) -> None:
                 await ask(dht_pb2.FindRequest(keys=[key] * 10_000, peer=protocol.node_info))
 
     run(scenario)
+
+
+def test_a_stranger_with_any_number_of_places_or_names_takes_a_bounded_amount_of_memory() -> None:
+    """hivemind keeps all places for which its table has no room, and the failures of all peers that never answered."""
+    from hivemind.dht.node import Blacklist
+    from hivemind.dht.routing import DHTID, RoutingTable
+    from hivemind.p2p import PeerID
+
+    table, blacklist = RoutingTable(DHTID.generate("me"), dht_node.NEIGHBOURS, 5), Blacklist(5.0, 1.0)
+    dht = SimpleNamespace(protocol=SimpleNamespace(routing_table=table), blacklist=blacklist)
+    for number in range(10_000):
+        table.add_or_update_node(DHTID.generate(number), PeerID(bytes(34)))
+        blacklist.register_failure(PeerID(number.to_bytes(34, "big")))
+    before = [[*bucket.nodes_to_peer_id] for bucket in table.buckets]
+    dht_node.forget_spares(dht)
+    assert len(table.uid_to_peer_id) <= 2 * dht_node.NEIGHBOURS * len(table.buckets) < 4000
+    assert [[*bucket.nodes_to_peer_id] for bucket in table.buckets] == before
+    assert not blacklist.ban_counter
+    assert len(blacklist.banned_peers) == 0
 
 
 def test_a_full_stage_keeps_its_records() -> None:

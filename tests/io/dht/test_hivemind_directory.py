@@ -241,6 +241,21 @@ def test_a_restarted_bootstrap_node_rejoins_its_swarm(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_a_node_that_restarts_leaves_one_place_in_the_routing_tables_of_others(tmp_path: Path) -> None:
+    """hivemind never removes the others when the peer is gone: a search would wait for it again and again."""
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a:
+            for _ in range(3):
+                async with node(tmp_path / "b", join=[a.address]) as b:
+                    await a.directory.rejoin()
+                    assert list(a.directory._node.protocol.routing_table.uid_to_peer_id.values()) == [
+                        b.libp2p.p2p.peer_id
+                    ]
+
+    run(scenario)
+
+
 def test_an_advert_that_expired_while_the_machine_slept_is_announced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
