@@ -28,9 +28,6 @@ class SpentIds:
         peer, incarnation, counter = microbatch
         return microbatch in self._step_of or counter <= self._forgotten.get((peer, incarnation), -1)
 
-    def __len__(self) -> int:
-        return len(self._step_of)
-
     def spend(self, microbatch: MicrobatchId) -> bool:
         """Record an id. Returns True if it was certainly not recorded before."""
         if microbatch in self:

@@ -249,7 +249,7 @@ def test_restored_ids_are_forgotten_by_the_same_rules() -> None:
     assert microbatch(0) in spent
     spent.end_step()
     assert spent.ended()[0] == microbatch(1)
-    assert len(spent) == SPENT_IDS
+    assert len(spent.ended()) == SPENT_IDS
     spent.refill([microbatch(7)])
     assert spent.ended() == (microbatch(7),)
     assert microbatch(8) not in spent
