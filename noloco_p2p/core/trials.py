@@ -36,7 +36,8 @@ class Trials:
         self._patience_s, self._now, self._listed = patience_s, now, listed
         self._served: set[PeerId] = set()
         self._failures: dict[PeerId, int] = {}
-        """How often each peer has failed since it last served a call, or first failed."""
+        """How often each peer has failed since it last served a call, or first failed; no more than 16 are counted, so
+        that one that failed for days does not wait until all others have failed as often."""
         self._took = AdaptiveTimeout()
         self._most_s = self._spare_s = SPARE_SILENCES * patience_s
         self._as_of = 0.0
@@ -71,18 +72,18 @@ class Trials:
         a success, and neither is a cancelled call.
 
         Yields how many seconds it may take, whatever progress the peer reports; None: too little is known. A trial may
-        take longer than the usual calls, and twice as long after each of the first 16 failures, so that a slow peer
-        passes in the end. (A peer that cannot be reached may fail thousands of times.)
+        take longer than the usual calls, and twice as long after each counted failure, so that a slow peer passes in
+        the end.
         """
         began, trial, failed = self._now(), self.on_trial(peer), self._failures.get(peer, 0)
         usual_s = self._took.deadline_s(SHORTEST_SILENCES * self._patience_s)
         at_stake_s = self._patience_s if trial and self._spend(0.0) < self._most_s else 0.0
         self._spend(at_stake_s)
         try:
-            yield usual_s and usual_s * (2.0 ** min(failed, 16) if trial else SERVED_TIMES)
+            yield usual_s and usual_s * (2.0**failed if trial else SERVED_TIMES)
         except (Unreachable, Declined, Violation):
             if self._failures.get(peer, 0) == failed:  # otherwise it is the same outage, or it has served meanwhile
-                self._failures[peer] = failed + 1
+                self._failures[peer] = min(failed + 1, 16)
             self._forget_departed()
             if trial and not all(map(self.on_trial, self._served)):  # otherwise there was no other to call
                 self._spend((self._now() - began) * (SERVED_SHARE if peer in self._served else 1.0))

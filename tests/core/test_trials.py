@@ -121,6 +121,18 @@ def test_a_peer_may_fail_for_days() -> None:
     assert longest_s == 40.0 * 2**16
 
 
+def test_a_peer_that_has_failed_for_days_is_tried_again_although_newer_ones_have_failed_less_often() -> None:
+    """Its owner has opened the port at last. Otherwise each of the others would first have to fail for as many days."""
+    caller = Caller()
+    caller.call("s")
+    for _ in range(2000):
+        caller.call("x", Unreachable)
+    for _ in range(16):
+        assert caller.among("sxn") == "sn"
+        caller.call("n", Unreachable)
+    assert caller.among("sxn") == "sxn"
+
+
 def test_failures_of_calls_at_the_same_time_are_one() -> None:
     caller = Caller()
     caller.call("a")
