@@ -76,7 +76,8 @@ OWN = {
 }
 THE_ONE_PLACE = {
     ("state.py", "asyncio.shield"),
-    ("loop.py", "asyncio.wait"),  # for the four tasks of the node
+    ("loop.py", "asyncio.wait"),  # for the tasks of the node
+    ("restore.py", "asyncio.wait"),  # for the end of a transfer that is over or cancelled
     # Calls to the next stage, whose waits the dispatcher names.
     ("liveness.py", "bound"),
     ("liveness.py", "reply"),

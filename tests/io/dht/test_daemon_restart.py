@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -226,7 +227,7 @@ def listener(a: Kept) -> socket.socket:
 def test_a_daemon_that_cannot_start_is_given_up_after_a_few_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.3, 1.0))
+    monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.3, 1.0, 2.0))
 
     async def scenario() -> None:
         async with kept(tmp_path / "a") as a:
@@ -240,13 +241,14 @@ def test_a_daemon_that_cannot_start_is_given_up_after_a_few_tries(
                 await until(tried)
             await a.back()
             assert a.libp2p.join_addresses == [address]
-            assert a.troubles[-1] is not None
-            assert "restarted 2 times" in a.troubles[-1]
+            again = re.search(r"restarted ([23]) times", str(a.troubles[-1]))  # 3 if the test itself was slow
+            assert again is not None
 
             monkeypatch.setattr(daemon_restarts, "PAUSES_S", (0.0, 0.0))
             await a.kill()
-            with listener(a), pytest.raises(LocalError, match=r"in use.*it was restarted 4 times") as caught:
+            with listener(a), pytest.raises(LocalError, match=r"in use.*it was restarted .* times") as caught:
                 await asyncio.wait_for(asyncio.shield(a.keeping), at_most(3.0))
+            assert f"it was restarted {int(again[1]) + 2} times" in str(caught.value)
             assert "\n" not in str(caught.value)
             with pytest.raises(Unreachable):
                 await a.directory.peers()

@@ -410,7 +410,7 @@ def test_log_lines_are_readable(telemetry: PrometheusTelemetry, lines: io.String
     for part in (
         "INFO    training: all are here",
         "outer round 1: partner of Q (odd), 0.50 s, 4,096 bytes",
-        "INFO    step 2/1,000  loss 5.50\n",
+        "INFO    step 1/1,000  loss 5.50\n",
         "WARNING microbatch violation, P: not finite",
         "validation at step 10: 1.5000 nats per token over 64 tokens",
         "WARNING the directory is slow",
