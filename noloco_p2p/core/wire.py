@@ -132,11 +132,6 @@ def check_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec], what:
         raise Violation(f"the {what} has {len(sent)} tensors, expected {len(expected)}")
 
 
-def buffer(length: int) -> memoryview:
-    """A zeroed buffer."""
-    return memoryview(bytearray(length))
-
-
 @dataclass(slots=True)
 class _Part:
     """What has arrived of one tensor."""
@@ -157,11 +152,8 @@ class Assembler:
     accepts nothing more until `rewind`.
     """
 
-    def __init__(
-        self, specs: Sequence[TensorSpec], max_bytes: int, digest: Digest, allocate: Allocate = buffer
-    ) -> None:
-        """Raises Violation if the declared tensors are not acceptable (see `total_bytes`)."""
-        total_bytes(specs, max_bytes)
+    def __init__(self, specs: Sequence[TensorSpec], digest: Digest, allocate: Allocate) -> None:
+        """The declared tensors have been checked, with `total_bytes` or `check_same`."""
         self._specs = tuple(specs)
         self._digest = digest
         self._allocate = allocate

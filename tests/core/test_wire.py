@@ -16,8 +16,6 @@ from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.core.wire import MAX_RUNS, Assembler, Chunk, End, Frame
 from noloco_p2p.errors import Violation
 
-LIMIT_BYTES = 1 << 26
-
 
 def digest(data: memoryview | bytes) -> int:
     """A 64-bit digest made with the standard library."""
@@ -29,12 +27,16 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> Host
     return HostTensor(name, dtype, shape, memoryview(random.Random(seed).randbytes(nbytes)))
 
 
+def buffer(length: int) -> memoryview:
+    return memoryview(bytearray(length))
+
+
 def stream(tensors: list[HostTensor]) -> list[Frame]:
     return list(wire.frames(tensors, (digest(t.data) for t in tensors)))
 
 
 def assemble(specs: list[TensorSpec], frames: list[Frame], total: int | None = None) -> tuple[HostTensor, ...]:
-    assembler = Assembler(specs, LIMIT_BYTES, digest)
+    assembler = Assembler(specs, digest, buffer)
     for frame in frames:
         assembler.feed(frame)
     return assembler.finish(total)
@@ -115,7 +117,7 @@ def test_frames_in_any_order_are_reassembled_and_a_stream_resumes(
 ) -> None:
     """Everything after the place from which the stream is requested again arrives twice."""
     sent = [tensor(f"t{i}", "uint8", (size,), seed=i) for i, size in enumerate(sizes)]
-    order, into = cut(stream(sent)), Assembler([one.spec for one in sent], LIMIT_BYTES, digest)
+    order, into = cut(stream(sent)), Assembler([one.spec for one in sent], digest, buffer)
     rng.shuffle(order)
     came = data.draw(st.integers(0, len(order)))
     for number, frame in enumerate(order):
@@ -140,7 +142,7 @@ def test_frames_in_any_order_are_reassembled_and_a_stream_resumes(
 
 def test_a_discarded_stream_may_begin_anew() -> None:
     sent = [tensor(f"t{i}", "uint8", (100,), seed=i) for i in range(3)]
-    into = Assembler([one.spec for one in sent], LIMIT_BYTES, digest)
+    into = Assembler([one.spec for one in sent], digest, buffer)
     for frame in stream(sent)[:3]:
         into.feed(frame)
     into.discard()
@@ -221,7 +223,7 @@ def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
 )
 def test_what_may_not_travel_is_refused_before_any_memory_is_taken(spec: TensorSpec, message: str) -> None:
     with pytest.raises(Violation, match=message):
-        Assembler([spec], 100, digest)
+        wire.total_bytes([spec], 100)
 
 
 def test_more_tensors_than_any_message_has_are_refused() -> None:
@@ -253,7 +255,7 @@ Tracked.__hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def test_gaps_are_bounded() -> None:
-    into = Assembler([TensorSpec("t", "uint8", (4 * MAX_RUNS,))], LIMIT_BYTES, digest)
+    into = Assembler([TensorSpec("t", "uint8", (4 * MAX_RUNS,))], digest, buffer)
     for number in range(MAX_RUNS):
         into.feed(Chunk(0, 2 * number, b"x"))
     with pytest.raises(Violation, match="separate pieces"):
@@ -265,7 +267,7 @@ def test_gaps_are_bounded() -> None:
 def test_memory_of_a_tensor_is_taken_at_its_first_chunk() -> None:
     memory = Memory()
     tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
-    assembler = Assembler([t.spec for t in tensors], LIMIT_BYTES, digest, memory)
+    assembler = Assembler([t.spec for t in tensors], digest, memory)
     assert memory.taken == []
     frames = stream(tensors)
     for frame, taken in zip(frames, ([10], [10], [10, 20], [10, 20]), strict=True):
@@ -281,7 +283,7 @@ def test_memory_of_a_tensor_is_taken_at_its_first_chunk() -> None:
 def test_a_violation_frees_all_buffers_while_the_assembler_lives(bad: Frame | None) -> None:
     memory = Memory()
     tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
-    assembler = Assembler([t.spec for t in tensors], LIMIT_BYTES, digest, memory)
+    assembler = Assembler([t.spec for t in tensors], digest, memory)
     for frame in stream(tensors)[:3]:
         assembler.feed(frame)
     assert len(memory.alive) == 2

@@ -62,8 +62,8 @@ def allocate(length: int) -> memoryview:
 
 
 def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
-    """An assembler for these tensors, whose sizes have already been checked. Raises Violation."""
-    return wire.Assembler(specs, sum(spec.nbytes for spec in specs), digest, allocate)
+    """An assembler for these tensors, which have already been checked."""
+    return wire.Assembler(specs, digest, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:
