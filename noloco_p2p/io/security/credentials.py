@@ -37,14 +37,11 @@ class Credentials:
         self.revoked = revoked or Revocations(trust)
         self.clock = clock
         self._identity = identity
+        self.peer_id = identity.peer_id
+        """This node's peer id."""
         self._keep = keep
         self._lock = threading.Lock()
         self.adopt(chain)
-
-    @property
-    def peer_id(self) -> PeerId:
-        """This node's peer id."""
-        return self._identity.peer_id
 
     def adopt(self, chain: bytes) -> None:
         """Use this certificate (PEM, with its issuer's) from now on. Raises Violation if it is not this node's."""
@@ -100,7 +97,7 @@ class Credentials:
         if len(names) != 1 or list(names) != list(context.get("peer_dns", ())):
             raise Violation("a caller's certificate must have one DNS name and no other name")
         peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
-        if certificates.expiry(_chain(context)) <= self.clock():
+        if certificates.read(_chain(context))[0] <= self.clock():
             raise Violation("the caller's certificate has expired: it must be renewed")
         if not certificates.is_signed_by(peer, context["x509_pem_cert"][0]):
             raise Violation("the caller's certificate is not signed by the peer that it names")
