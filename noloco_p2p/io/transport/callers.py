@@ -152,11 +152,24 @@ class Callers:
                 await answer(held)
                 return
             await asyncio.sleep(LET_GO_S)
-            self.unread[connection] += 1
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.unread -= Counter((connection,))
+            await self._close(connection, MAX_CALL_S)
+
+    async def give_up(self, context: Any, error: NolocoError) -> None:
+        """End a call, or its connection if gRPC cannot end the call: a write was broken off, or is not read."""
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except (TimeoutError, grpc.aio.InternalError):
+            # From now on gRPC does not cancel this task when the call ends.
+            await self._close(connection_of(context), LET_GO_S)
+
+    async def _close(self, connection: str, seconds: float) -> None:
+        """Count a connection as `unread` for this long, or until cancelled."""
+        self.unread[connection] += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.unread -= Counter((connection,))
 
     @contextmanager
     def sending(self, caller: Caller) -> Iterator[Patience]:

@@ -96,11 +96,14 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
     whose caller no longer belongs to the run."""
 
     async def answer(_: Any, context: Any) -> None:
+        async def unless_cut(held: ExitStack) -> None:
+            async with servicer.links.called(context):
+                await method(caller, context, held)
+
         try:
             caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
-                async with servicer.links.called(context):
-                    await servicer.callers.until_over(connection_of(context), partial(method, caller, context))
+                await servicer.callers.until_over(connection_of(context), unless_cut)
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:
@@ -108,7 +111,7 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
         except Violation as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         except Unreachable as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            await servicer.callers.give_up(context, error)
 
     return answer
 

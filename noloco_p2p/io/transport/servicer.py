@@ -104,7 +104,7 @@ class GrpcServicer:
         except grpc.aio.BaseError:
             # gRPC could not write, so a connection to the caller is broken.
             if incoming.stripes is not None:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "a connection that carried the reply was lost")
+                raise Unreachable("a connection that carried the reply was lost") from None
             return
         self._line.measured.down.carries("activation", sum(spec.nbytes for spec in header.specs))
         if not incoming.complete:
@@ -158,7 +158,7 @@ class GrpcServicer:
         except NolocoError:
             pass
         if await self.callers.drain(claimed, context, NO_MORE.__ne__):
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this node does not expect this part of a body")
+            raise Unreachable("this node does not expect this part of a body")
 
     async def fetch_snapshot(self, claimed: Caller, context: Any, held: ExitStack) -> None:
         """Answer FetchSnapshot: send a snapshot."""
@@ -198,10 +198,8 @@ class GrpcServicer:
         """Send weights with `give`, and report errors to the caller."""
         try:
             await give()
-        except Unread:
+        except (Unread, Unreachable):
             raise
-        except Unreachable as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except NolocoError as error:
             await callers.refuse(self._line.sender(patience.writing(context.write)), kind, error)
         except grpc.aio.InternalError:

@@ -16,11 +16,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from daemons import daemon
 from daemons import run as run_daemons
+from machine import at_most
 from members import HOUR_S, RUN, Club, public
 from test_intrusions import transport
-from transport_fixture import Node, activation, hang, logged, run, soon
+from transport_fixture import SOON_S, Node, activation, all_have_ended, hang, logged, run, soon, tensor
 
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -32,8 +34,9 @@ from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
-from noloco_p2p.io.transport import callers
+from noloco_p2p.io.transport import callers, connection_limit, slow_transfers
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.connection_limit import ConnectionLimit
 from noloco_p2p.io.transport.grpc_transport import GrpcTransport
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.peer_links import Links
@@ -208,6 +211,43 @@ def test_a_call_of_a_revoked_caller_is_refused_without_a_logged_error(
             call = begin(requests[method], **said) if method in requests else begin(**said)
             with pytest.raises(grpc.aio.AioRpcError, match="was revoked"):
                 await soon(call.read())
+
+    run(ask())
+    assert not logged(caplog)
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_revoked_peer_that_does_not_read_loses_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_given_up: bool
+) -> None:
+    """gRPC cannot end its call, and would keep the connection and all that came on it."""
+    monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
+    if is_given_up:
+        monkeypatch.setattr(callers, "LET_GO_S", 0.0)
+        monkeypatch.setattr(slow_transfers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
+    club, asked = Club(tmp_path), asyncio.Event()
+
+    async def freeze(request: SnapshotRequest) -> Snapshot:
+        asked.set()
+        return Snapshot("B", 4, 40, (tensor("w", "float32", (8,)),))
+
+    async def ask() -> None:
+        blind = ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)
+        server, caller = club.credentials("server"), club.credentials("caller")
+        serving = transport(Links(server))
+        await serving.serve(Node(hang, freeze))
+        async with Links(caller).channel(f"127.0.0.1:{serving.port}", server.peer_id, blind) as channel:
+            call = channel.stream_stream("/noloco.v1.Node/FetchSnapshot")(timeout=60.0, metadata=callers.metadata())
+            await call.write(pb.SnapshotRequest(stage=1, round=4).SerializeToString())
+            await soon(asked.wait())
+            while is_given_up and not serving.unread:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert server.revoked.adopt(club.revoking(1, caller.peer_id))
+            watching = asyncio.create_task(ConnectionLimit(serving.port, serving.unread).watch())
+            assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
+            await all_have_ended(serving)
+            watching.cancel()
+        await serving.close()
 
     run(ask())
     assert not logged(caplog)

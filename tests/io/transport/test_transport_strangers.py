@@ -60,7 +60,7 @@ from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
 from noloco_p2p.io.transport.slow_transfers import MIN_BYTES_PER_S, RESERVE_S, Patience, Unread
-from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
+from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes, to_stripe
 from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
 
@@ -316,6 +316,43 @@ def test_many_unread_gradients_are_kept_no_longer_than_one(hasty: None, monkeypa
             assert waited < count / 2 * slow_transfers.RESERVE_S
             for call in calls:
                 call.cancel()
+
+    run(scenario())
+
+
+def test_a_caller_that_loses_a_stripe_and_reads_nothing_more_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC can end its call only when the caller reads, and kept the call and its reply until then."""
+    monkeypatch.setattr(callers, "LET_GO_S", 0.1)
+    joined = asyncio.Event()
+    send = Stripes._send
+
+    async def joins(self: Stripes, write: Any) -> None:
+        if self._calls:
+            joined.set()
+        await send(self, write)
+
+    monkeypatch.setattr(Stripes, "_send", joins)
+
+    async def serve(header: Header, body: Body) -> Gradient:
+        return Gradient(header.microbatch, tensor("grad", "float32", MIDDLE), 2.25, 7, ("B",))
+
+    async def scenario() -> None:
+        narrow = ("grpc.http2.lookahead_bytes", 3 * MIN_STRIPE_BYTES), ("grpc.http2.bdp_probe", 0)
+        async with pair(Node(serve)) as both, bare(both.peer, options=narrow) as channel:
+            call = NodeStub(channel).Propagate(timeout=60.0, metadata=ME)
+            await call.write(announced(7)[0])
+            await soon(call.read())
+            async with bare(both.peer, options=narrow) as other:
+                stripe = other.stream_stream("/noloco.v1.Node/Stripe")(timeout=60.0, metadata=ME)
+                await stripe.write(to_stripe(7))
+                await stripe.write(NO_MORE)
+                await soon(joined.wait())
+            while not both.b.unread:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            call.cancel()
+            await all_have_ended(both.b)
 
     run(scenario())
 
