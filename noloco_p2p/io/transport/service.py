@@ -97,8 +97,11 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
 
     async def answer(_: Any, context: Any) -> None:
         async def unless_cut(held: ExitStack) -> None:
-            async with servicer.links.called(context):
-                await method(caller, context, held)
+            try:
+                async with servicer.links.called(context):
+                    await method(caller, context, held)
+            except Unreachable as error:
+                await servicer.callers.give_up(context, error)
 
         try:
             caller = Caller.of(context, servicer.links.own())
@@ -110,8 +113,6 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Violation as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        except Unreachable as error:
-            await servicer.callers.give_up(context, error)
 
     return answer
 

@@ -351,6 +351,7 @@ def test_a_caller_that_loses_a_stripe_and_reads_nothing_more_loses_its_connectio
                 await soon(joined.wait())
             while not both.b.unread:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+            assert not hold_nothing(both.b._servicer.callers), "the call still counts, so their number is limited"
             call.cancel()
             await all_have_ended(both.b)
 
