@@ -231,7 +231,8 @@ class Members:
 
     def is_aside(self, peer: PeerId, *, now: float) -> bool:
         """Whether the peer is set aside now, because it failed, is doubted or distrusted."""
-        return peer in self._aside(now) or peer in self.doubted()
+        one, until = self._failures.get(peer, _Failures()), self._distrusted.get(peer, 0.0)
+        return max(one.aside_until, until) > now or (one.doubted and peer not in self.met)
 
     def _aside(self, now: float) -> dict[PeerId, float]:
         failed = {peer: one.aside_until for peer, one in self._failures.copy().items() if one.aside_until > now}
@@ -243,9 +244,7 @@ class Members:
         listed = [advert.peer_id for advert in self.of_stage(stage, READY)]
         ready = [peer for peer in listed if peer not in doubted] or listed
         ready = [peer for peer in ready if peer not in without]
-        if not aside or not ready:
-            return ready
-        return [p for p in ready if p not in aside] or [min(ready, key=lambda peer: (aside[peer], peer))]
+        return [p for p in ready if p not in aside] or sorted(ready, key=lambda peer: (aside[peer], peer))[:1]
 
     def deserted(self, stages: int, mine: int) -> list[int]:
         """Stages other than `mine` that nobody serves: there is no replica, or none of the next stage answers any more.

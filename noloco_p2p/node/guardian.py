@@ -200,11 +200,10 @@ class Guardian:
         turn = round + (guardians.index(node.me) if node.me in guardians else 0)
         turned = [replicas[(turn + i) % len(replicas)] for i in range(len(replicas))]
         now, leaving = node.now(), self._leaving(replicas)
-        aside = {a.peer_id: self._swarm.members.is_aside(a.peer_id, now=now) for a in turned}
 
         def order(a: Advert) -> tuple[bool, float, bool]:
             last = -a.step if leaving else a.state not in membership.HOLDING
-            return aside[a.peer_id], last, node.advert.needs_relay(a)
+            return self._swarm.members.is_aside(a.peer_id, now=now), last, node.advert.needs_relay(a)
 
         return sorted(turned, key=order)
 
