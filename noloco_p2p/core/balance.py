@@ -195,10 +195,10 @@ def _mover(everybody: Sequence[Advert], now: StageCapacities, target: int) -> Ad
     if now.of_stage[target] + now.one_more[target] < wanted:
         return None
     training = [a for a in everybody if a.state == "training" and 0 <= a.stage < len(now.of_stage)]
-    least = others_left(everybody, target)
+    counts, least = Counter(a.stage for a in training), others_left(everybody, target)
     spared = []
     for advert in training:
-        left = sum(a.stage == advert.stage for a in training) - 1
+        left = counts[advert.stage] - 1
         rate = advert.microbatches_per_s if _measured(advert) else now.one_more[advert.stage]
         remains = now.of_stage[advert.stage] - rate
         if not advert.stays and advert.stage != target and left >= least and remains > 0 and remains >= wanted:
