@@ -220,9 +220,9 @@ def _store_class() -> Any:
             found = self._found(key)
             held = found.value if found is not None else DictionaryDHTValue()
             before = held.get(subkey)
-            others = sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
             if before is not None and before.expiration_time >= expiration_time:
                 return False
+            others = sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
             if others + len(value) > self._limit_bytes or not held.store(subkey, value, expiration_time):
                 return False
             if found is None or found.expiration_time < expiration_time:
