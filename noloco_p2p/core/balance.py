@@ -156,7 +156,7 @@ def choose_move(
     Nodes with the same view agree. In the whole swarm one node moves at a time: to the slowest stage, from the
     strongest stage that can spare a replica, and there the replica with the lowest id that can be spared. Call it again
     until the node moves: with `me.moving_to` set, the result shows whether the announced move still stands. It does not
-    if a node with a lower id has announced one, too. `others`: as `expected`. `rounds_left`: outer rounds until the
+    if a node with a lower id has announced one, too. `others`: see `expected`. `rounds_left`: outer rounds until the
     run ends. `overdue`: what has lasted for so long that the node must hang or lie; nobody waits for it any more.
 
     With fixed speeds, moves come to an end: the slowest stage gains, and no other stage becomes as slow as it was, so

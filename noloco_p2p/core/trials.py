@@ -21,6 +21,9 @@ SPARE_SILENCES = 5.0
 SHORTEST_SILENCES = 5.0
 """How long a trial may always take, likewise."""
 
+MOST_FAILURES = 16
+"""At most this many failures of a peer count: one that failed for days must not wait until all others have failed as
+often, and its trial must not become endless."""
 SERVED_TIMES = 16.0
 """How much longer than a first trial a call to a peer that serves may take: so at least 64 medians, because `weighted`
 reckons with peers that are as slow as that (`core/routing`)."""
@@ -36,8 +39,7 @@ class Trials:
         self._patience_s, self._now, self._listed = patience_s, now, listed
         self._served: set[PeerId] = set()
         self._failures: dict[PeerId, int] = {}
-        """How often each peer has failed since it last served a call, or first failed; no more than 16 are counted, so
-        that one that failed for days does not wait until all others have failed as often."""
+        """How often each peer has failed since it last served a call, or first failed; at most MOST_FAILURES."""
         self._took = AdaptiveTimeout()
         self._most_s = self._spare_s = SPARE_SILENCES * patience_s
         self._as_of = 0.0
@@ -83,7 +85,7 @@ class Trials:
             yield usual_s and usual_s * (2.0**failed if trial else SERVED_TIMES)
         except (Unreachable, Declined, Violation):
             if self._failures.get(peer, 0) == failed:  # otherwise it is the same outage, or it has served meanwhile
-                self._failures[peer] = min(failed + 1, 16)
+                self._failures[peer] = min(failed + 1, MOST_FAILURES)
             self._forget_departed()
             if trial and not all(map(self.on_trial, self._served)):  # otherwise there was no other to call
                 self._spend((self._now() - began) * (SERVED_SHARE if peer in self._served else 1.0))

@@ -108,7 +108,7 @@ class SnapshotCollector:
             if not missing:
                 return holders
         stages = ", ".join(map(str, sorted(missing)))
-        advice = "try again later, as paused nodes are not asked, or use --from if the run has ended"
+        advice = "try again later (paused nodes are not asked), or use --from if the run has ended"
         raise LocalError(f"no node of the swarm offers trained weights of stage {stages}: {advice}")
 
     async def _fetch(self, advert: Advert, round: int, done: Callable[[], None]) -> CollectedReplica | None:

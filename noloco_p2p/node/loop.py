@@ -83,7 +83,7 @@ class Node:
         tasks = [asyncio.create_task(duty) for duty in (*duties, inquiry, self._pauses.keep_watch())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in filter(asyncio.Task.done, reversed(tasks)):  # if a device hangs, other tasks may fail by that
+            for task in filter(asyncio.Task.done, reversed(tasks)):  # others may have failed because a device hangs
                 task.result()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None

@@ -154,11 +154,10 @@ class WeightRestorer:
 
     async def _unless_leaving(self, transfer: Coroutine[object, object, R]) -> R:
         """The result of a transfer. Raises Declined, and ends it, if this node is told to leave meanwhile."""
-        waits = self._node.waits
-        fetching = asyncio.create_task(transfer)
-        fetching.add_done_callback(lambda _: waits.pulse())
+        node, fetching = self._node, asyncio.create_task(transfer)
+        fetching.add_done_callback(lambda _: node.waits.pulse())
         try:
-            await waits.until(lambda: fetching.done() or self._node.leaving, "transfer", Resource.OWNER, idle=True)
+            await node.waits.until(lambda: fetching.done() or node.leaving, "transfer", Resource.OWNER, idle=True)
             if not fetching.done():
                 raise Declined("this node is to leave")
             return fetching.result()

@@ -21,6 +21,8 @@ class LiarSwarm(FaultySwarm):
     """Field → what a liar says instead of the true value, wherever that field occurs in what it sends."""
     refuses: str = ""
     """One of REFUSALS, or nothing."""
+    lies_told: int = 0
+    """How often a liar has said something false, or has not answered as it should."""
 
     def start(self, stage: int, replica: int) -> None:
         """As in `FaultySwarm`."""
@@ -52,15 +54,18 @@ class LiarSwarm(FaultySwarm):
         false = {name: lie(getattr(truth, name)) for name, lie in self.false.items() if hasattr(truth, name)}
         if not false or getattr(truth, "state", "") == "left":
             return truth
+        self.lies_told += any(false[name] != getattr(truth, name) for name in false)
         return truth._replace(**false) if isinstance(truth, Progress) else replace(truth, **false)
 
     def _answer(self, what: str) -> Callable[..., Coroutine[Any, Any, Any]] | None:
         """How a liar handles a call, if not as it should. One that is always busy does describe itself."""
 
         async def never(*_: object) -> None:
+            self.lies_told += 1
             await asyncio.Event().wait()
 
         async def busy(*_: object) -> None:
+            self.lies_told += 1
             raise Busy("always")
 
         if self.refuses == "silence":

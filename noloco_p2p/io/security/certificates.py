@@ -139,7 +139,7 @@ class RunTrust:
         except UNREADABLE as error:
             raise Violation("the certificate was not issued for this run") from error
         begins = max(cert.not_valid_before_utc.timestamp() for cert in (one, issuer))
-        return CertifiedPeer(peer_id, role, signer, begins, read(chain)[0])
+        return CertifiedPeer(peer_id, role, signer, begins, expiry(chain))
 
 
 def issuer_certificate(root: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, now: float) -> bytes:
@@ -151,7 +151,7 @@ def member_chain(
     issuer: bytes, key: Ed25519PrivateKey, trust: RunTrust, peer_id: PeerId, role: Role, now: float
 ) -> bytes:
     """The certificate of a member or observer and its issuer's, PEM; `key` is the private key of the issuer."""
-    until = min(now + LIFETIME_S[role], read(issuer)[0])
+    until = min(now + LIFETIME_S[role], expiry(issuer))
     return _member(key, trust, peer_id, role, now - BACKDATED_S, until) + issuer
 
 
@@ -181,12 +181,14 @@ def is_signed_by(peer_id: PeerId, certificate: bytes) -> bool:
     return verify(peer_id, cert.tbs_certificate_bytes, cert.signature)
 
 
+def expiry(chain: bytes) -> float:
+    """When the first of these certificates (PEM) expires, Unix seconds. Raises Violation if they cannot be parsed."""
+    return read(chain)[0]
+
+
 @functools.lru_cache(4096)
 def read(chain: bytes) -> tuple[float, tuple[PeerId, ...]]:
-    """When the first of these certificates (PEM) expires, Unix seconds, and all nodes whose keys are in them.
-
-    Raises Violation if they cannot be parsed.
-    """
+    """The `expiry` of these certificates (PEM), and all nodes whose keys are in them. Raises as `expiry`."""
     try:
         certs = x509.load_pem_x509_certificates(chain)
         nodes = tuple(_peer_of(cert) for cert in certs if isinstance(cert.public_key(), Ed25519PublicKey))

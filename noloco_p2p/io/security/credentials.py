@@ -97,7 +97,7 @@ class Credentials:
         if len(names) != 1 or list(names) != list(context.get("peer_dns", ())):
             raise Violation("a caller's certificate must have one DNS name and no other name")
         peer, role = self.trust.owner_of(names[0].decode("ascii", errors="replace"))
-        if certificates.read(_chain(context))[0] <= self.clock():
+        if certificates.expiry(_chain(context)) <= self.clock():
             raise Violation("the caller's certificate has expired: it must be renewed")
         if not certificates.is_signed_by(peer, context["x509_pem_cert"][0]):
             raise Violation("the caller's certificate is not signed by the peer that it names")

@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -379,70 +380,70 @@ def test_256_peers_fit_into_200_kb(asker: Asker, telemetry: PrometheusTelemetry,
     assert len(json.loads(asker.ask("/sd")[2])) == 257
 
 
-def test_a_host_that_floods_cuts_off_only_its_own_requests() -> None:
-    """Hole 17: one host opened 320 connections a second, and every scrape from another was cut off unanswered."""
-    asked, answer = threading.Event(), threading.Event()
+@dataclass
+class Flooded:
+    """A server whose page is asked for and not answered yet, while others open connections."""
 
+    server: HttpServer
+    asked: threading.Event = field(default_factory=threading.Event)
+    answer: threading.Event = field(default_factory=threading.Event)
+    flood: list[socket.socket] = field(default_factory=list)
+
+
+@contextmanager
+def flooded() -> Iterator[Flooded]:
     def slow(query: str, accept: str) -> HttpResponse:
-        asked.set()
-        answer.wait(60)
+        found.asked.set()
+        found.answer.wait(60)
         return HttpResponse(b"ok")
 
-    server = HttpServer.open("127.0.0.1", 0, {"/": slow})
-    port = server.server_address[1]
-    got: list[bytes] = []
-
-    def scrape() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/")
-        got.append(connection.getresponse().read())
-
-    scraping = threading.Thread(target=scrape)
-    flood: list[socket.socket] = []
+    found = Flooded(HttpServer.open("127.0.0.1", 0, {"/": slow}))
     try:
+        yield found
+    finally:
+        found.answer.set()
+        found.server.close()
+        for each in found.flood:
+            each.close()
+
+
+def test_a_host_that_floods_cuts_off_only_its_own_requests() -> None:
+    """Hole 17: one host opened 320 connections a second, and every scrape from another was cut off unanswered."""
+    got: list[bytes] = []
+    with flooded() as under:
+        port = under.server.server_address[1]
+
+        def scrape() -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("GET", "/")
+            got.append(connection.getresponse().read())
+
+        scraping = threading.Thread(target=scrape)
         scraping.start()
-        assert asked.wait(60)
+        assert under.asked.wait(60)
         for _ in range(5 * REQUESTS_LIMIT):
-            flood.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
+            under.flood.append(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)))
         # The earlier connections have been cut off in favour of later ones.
-        assert flood[0].recv(1) == b""
-        assert flood[2 * REQUESTS_LIMIT].recv(1) == b""
-        answer.set()
+        assert under.flood[0].recv(1) == b""
+        assert under.flood[2 * REQUESTS_LIMIT].recv(1) == b""
+        under.answer.set()
         scraping.join(60)
         assert got == [b"ok"]
-    finally:
-        answer.set()
-        server.close()
-        for each in flood:
-            each.close()
 
 
 def test_the_addresses_of_one_ipv6_network_are_one_host() -> None:
     """A subscriber has 2^64 of them: with a new one for each request it had the fewest requests, and cut off others."""
-    asked, answer = threading.Event(), threading.Event()
-
-    def slow(query: str, accept: str) -> HttpResponse:
-        asked.set()
-        answer.wait(60)
-        return HttpResponse(b"ok")
-
-    server = HttpServer.open("127.0.0.1", 0, {"/": slow})
-    flood: list[socket.socket] = []
-    try:
-        with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=60) as scrape:
+    with flooded() as under:
+        address = "127.0.0.1", under.server.server_address[1]
+        with socket.create_connection(address, timeout=60) as scrape:
             scrape.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            assert asked.wait(60)
+            assert under.asked.wait(60)
             for number in range(2 * REQUESTS_LIMIT):
                 ours, theirs = socket.socketpair()
-                flood.append(ours)
-                server.process_request(theirs, (f"2001:db8::{number:x}", 1, 0, 0))
-            answer.set()
+                under.flood.append(ours)
+                under.server.process_request(theirs, (f"2001:db8::{number:x}", 1, 0, 0))
+            under.answer.set()
             assert scrape.recv(15) == b"HTTP/1.0 200 OK"
-    finally:
-        answer.set()
-        server.close()
-        for each in flood:
-            each.close()
 
 
 def test_discovery_lists_a_bounded_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
