@@ -44,7 +44,9 @@ def test_false_losses_change_no_weights_and_only_what_is_said_of_evaluations_by_
             for attack, percent in {
                 "silence+long": 2.0,
                 "busy": 2.0,
+                "busy%balanced+long": 3.0,
                 "labels-x1000": 2.0,
+                "labels-x1000%balanced": 4.0,
                 "rounds-x1000": 2.0,
                 "speeds-x1000%weighted": 2.0,
                 "holds-x1000@restart": 2.0,
