@@ -13,7 +13,7 @@ from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.compute.model_family import check_split
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import load_tokenizer
 from noloco_p2p.io.dht.addresses import reserve_port
@@ -76,7 +76,8 @@ def check_node(overrides: Overrides, join: Sequence[str], address_file: Path | N
             from noloco_p2p.compute.hardware import pick_device
 
             pick_device(local.device)
-        check_ports(local.listen)
+        for fault in filter(None, port_faults(local.listen).values()):
+            raise fault
         if address_file is not None:
             join_file.remove(address_file)
 
@@ -89,16 +90,20 @@ def check_vocabulary(manifest: RunManifest, local: NodeConfig) -> None:
         load_tokenizer(manifest.data.tokenizer, local.tokenizer_dir, vocabulary)
 
 
-def check_ports(listen: ListenSettings) -> None:
-    """Check that the ports in the settings are free, and differ from each other. Raises ConfigError, LocalError."""
-    chosen = {name: port for name in ListenSettings.model_fields if (port := getattr(listen, name)) and "port" in name}
+def port_faults(listen: ListenSettings) -> dict[str, NolocoError | None]:
+    """For each port in the settings, why a node could not listen there; None if it could. Ports must differ."""
+    ports = {name: port for name, port in listen if name.endswith("_port") and port is not None}
+    faults: dict[str, NolocoError | None] = {}
     with ExitStack() as held:
-        for name, port in chosen.items():
-            same = [other for other, number in chosen.items() if number == port and other != name]
-            if same:
-                raise ConfigError(f"listen.{name} and listen.{same[0]} are both {port}: give each its own port")
-            held.enter_context(reserve_port(listen.host, port, f"listen.{name}"))
-        held.enter_context(reserve_port(listen.host, 0))
+        for name, port in ports.items():
+            same = next((other for other in faults if port and ports[other] == port), None)
+            try:
+                held.enter_context(reserve_port(listen.host, port, f"listen.{name}"))
+                both = f"listen.{same} and listen.{name} are both {port}: give each its own port"
+                faults[name] = None if same is None else ConfigError(both)
+            except LocalError as error:
+                faults[name] = error
+    return faults
 
 
 def _from_the_hub(manifest: RunManifest, local: NodeConfig) -> bool:

@@ -181,6 +181,11 @@ def test_a_port_in_use_is_named_and_replaced_for_the_remaining_checks() -> None:
     report = DoctorReport()
     machine.check_ports(report, ListenSettings(host="192.0.2.77"), own_node=False)
     assert {severity for severity, _ in outcome(report)} == {"error"}
+    report = DoctorReport()
+    left = machine.check_ports(report, ListenSettings(dht_port=taken, grpc_port=taken), own_node=False)
+    assert outcome(report) == [("error", "port"), ("ok", "port")], "a node refuses a port that is given twice"
+    assert "are both" in sentences(report)
+    assert (left.dht_port, left.grpc_port) == (taken, 0)
 
 
 # --- requirements of the run --------------------------------------------------------------------------------------

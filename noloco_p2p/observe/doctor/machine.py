@@ -16,10 +16,8 @@ from packaging.specifiers import SpecifierSet
 
 from noloco_p2p import __version__
 from noloco_p2p.config import ListenSettings, NodeConfig
-from noloco_p2p.errors import LocalError
 from noloco_p2p.humanize import clock, plural, short_id, size_text
-from noloco_p2p.io.dht.addresses import reserve_port
-from noloco_p2p.launch import cpu_seconds, node_probe
+from noloco_p2p.launch import cpu_seconds, foreseen, node_probe
 from noloco_p2p.launch.node_probe import NodeEndpoints
 from noloco_p2p.observe import health_check
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time
@@ -161,23 +159,17 @@ def check_ports(report: DoctorReport, listen: ListenSettings, *, own_node: bool)
 
     `own_node`: the node in question is running and uses them.
     """
-    ports = {name: port for name, port in listen if name.endswith("_port") and port is not None}
+    faults = foreseen.port_faults(listen)
     if own_node:
         report.ok("port", "the ports are in use by the running node")
-        return listen.model_copy(update=dict.fromkeys(ports, 0))
-    free, taken = [], {}
-    for name, port in ports.items():
-        try:
-            reserve_port(listen.host, port, f"listen.{name}").close()
-        except LocalError as error:
-            taken[name] = 0
-            reason, _, advice = str(error).replace(": choose", "; choose").partition("; ")
-            report.error("port", f"listen.{name}: {reason}", advice)
-        else:
-            free.append(f"{name} {port or 'any'}")
-    if free:
+        return listen.model_copy(update=dict.fromkeys(faults, 0))
+    wrong = {name: str(fault) for name, fault in faults.items() if fault is not None}
+    for name, fault in wrong.items():
+        reason, advice = re.split("; |: (?=choose|give)", fault, maxsplit=1)
+        report.error("port", f"listen.{name}: {reason}", advice)
+    if free := [f"{name} {getattr(listen, name) or 'any'}" for name in faults if name not in wrong]:
         report.ok("port", f"available on {listen.host}: {', '.join(free)}")
-    return listen.model_copy(update=taken)
+    return listen.model_copy(update=dict.fromkeys(wrong, 0))
 
 
 # --- a node's own directory -------------------------------------------------------------------------------------------
