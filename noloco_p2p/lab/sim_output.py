@@ -155,8 +155,8 @@ def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, direct
 
 def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
     over_time = "virtual seconds"
-    throughput = [Curve.through("all nodes", tokens_per_s(outcome, tokens_per_microbatch, BINS))]
-    nodes = [Curve.through(f"stage {n}", points, "steps") for n, points in nodes_training(outcome).items()]
+    throughput = [Curve("all nodes", tokens_per_s(outcome, tokens_per_microbatch, BINS))]
+    nodes = [Curve(f"stage {n}", points, "steps") for n, points in nodes_training(outcome).items()]
     return [
         _time(found),
         Plot("tokens", "Throughput", (over_time, "tokens/s"), throughput, from_zero=True),
@@ -181,7 +181,7 @@ def _rounds(outcome: Outcome) -> Plot:
     curves = []
     for result, seconds in round_seconds(outcome).items():
         shares = [(at_s, (n + 1) / len(seconds)) for n, at_s in enumerate(seconds)]
-        curves.append(Curve.through(f"{result} ({len(seconds):,})", [(0.0, 0.0), *shares], "steps"))
+        curves.append(Curve(f"{result} ({len(seconds):,})", [(0.0, 0.0), *shares], "steps"))
     axes = ("seconds of a round", "share that took no longer")
     return Plot("rounds", "Outer rounds", axes, curves, from_zero=True)
 

@@ -145,7 +145,7 @@ def test_figures_that_are_not_finite_are_kept_as_none() -> None:
 
 
 def test_the_report_links_to_the_charts(tmp_path: Path) -> None:
-    curve = Curve("a", [1, 2, 4], [1, 2, 3])
+    curve = Curve("a", [(1, 1), (2, 2), (4, 3)])
     chart = Plot("plot", "Plot", ("x", "y"), [curve])
     assert markdown([chart, "Words."]).split() == ["![Plot](plot.svg)", "Words."]
     assert save(chart, tmp_path) == tmp_path / "plot.svg"

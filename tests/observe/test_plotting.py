@@ -15,7 +15,7 @@ from noloco_p2p.observe.plotting.plots import Bars, Chart, Curve, Plot, steps, s
 from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour
 
 NAME = "{http://www.w3.org/2000/svg}"
-CURVE = Curve("a < b", [1, 2, 4], [1, 2, 3])
+CURVE = Curve("a < b", [(1, 1), (2, 2), (4, 3)])
 PLOT = Plot("plot", "Plot & title", ("x", "y"), [CURVE], ("log2", "log"))
 
 
@@ -39,13 +39,13 @@ def test_a_chart_is_self_contained_and_follows_the_readers_colour_scheme() -> No
 def test_a_curve_has_its_line_and_its_points() -> None:
     assert len(drawn(PLOT, "circle")) == 3
     assert len(drawn(PLOT, "path", "line")) == 1
-    dashed = Plot("d", "D", ("x", "y"), [Curve("d", [1, 2], [1, math.nan], style="dashed")])
+    dashed = Plot("d", "D", ("x", "y"), [Curve("d", [(1, 1), (2, math.nan)], "dashed")])
     assert len(drawn(dashed, "circle")) == 1, "NaN is left out, and a single point is a dot"
 
 
 def test_several_curves_have_their_names_beside_them_and_no_legend() -> None:
     ends = [3.0, 3.1, 9.0]
-    plot = Plot("p", "P", ("x", "y"), [Curve(f"curve {end}", [0, 1], [5.0, end]) for end in ends])
+    plot = Plot("p", "P", ("x", "y"), [Curve(f"curve {end}", [(0, 5.0), (1, end)]) for end in ends])
     labels = [group.find(NAME + "text") for group in drawn(plot, "g", "label")]
     assert [label.text for label in labels if label is not None] == [f"curve {end}" for end in ends]
     above = [float(label.get("y", "")) for label in labels if label is not None]
@@ -76,7 +76,7 @@ def test_labels_move_no_further_than_they_must() -> None:
 
 
 def test_all_of_many_points_are_drawn() -> None:
-    many = Curve("many", range(1_000), [n % 7 for n in range(1_000)], style="points")
+    many = Curve("many", [(n, n % 7) for n in range(1_000)], "points")
     assert len(drawn(Plot("m", "M", ("x", "y"), [many]), "circle")) == 1_000
 
 

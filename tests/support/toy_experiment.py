@@ -38,11 +38,11 @@ def further(quick: bool, results: Results) -> list[Case]:
 
 
 def report(results: Results) -> list[Block]:
-    n, squares = [one["n"] for one in results], [one["square"] for one in results]
+    squares = [(one["n"], one["square"]) for one in results]
     return [
         "It is n times n.",
-        Table(("n", "square"), list(zip(n, squares, strict=True))),
-        Plot("squares", "Squares", ("n", "n²"), [Curve("found", n, squares)]),
+        Table(("n", "square"), squares),
+        Plot("squares", "Squares", ("n", "n²"), [Curve("found", squares)]),
     ]
 
 

@@ -56,7 +56,7 @@ def write_page(out: Path, nodes: str, cases: Sequence[Mapping[str, Any]]) -> Non
         of = [case for case in cases if (case["mbit_per_s"], case["codec"]) == (rate, codec)]
         for side in ("real", "simulated"):
             points = [(case["delay_ms"], case[side]["tokens"]) for case in of]
-            curves.append(Curve.through(f"{rate:g} Mbit/s, {codec}, {side}", points, STYLES[side]))
+            curves.append(Curve(f"{rate:g} Mbit/s, {codec}, {side}", points, STYLES[side]))
     plot = Plot("tokens", f"{nodes} nodes behind lines", ("ms one way", "tokens/s"), curves, from_zero=True)
     blocks: list[Block] = ["# links", Table(COLUMNS, rows, DESCRIPTION.format(nodes=nodes)), plot]
     with writing(out):

@@ -211,7 +211,7 @@ def _table(groups: Groups, caption: str) -> Table:
 def _plot(groups: Mapping[tuple[float, int], Results], step_std: float) -> Plot:
     shown = {nodes: found for (spread, nodes), found in groups.items() if spread == step_std}
     curves = [
-        Curve.through(
+        Curve(
             title,
             [(nodes, statistics.fmean(_idle(found, name))) for nodes, found in shown.items()],
             "line" if name in POLICIES else "dashed",

@@ -249,10 +249,10 @@ def _frontier(best: Best) -> Plot:
     for point in sorted(points.values()):
         if not line or point[1] < line[-1][1]:
             line.append(point)
-    curves = [Curve.through(METHODS[name].title, [point], style="points") for name, point in points.items()]
+    curves = [Curve(METHODS[name].title, [point], style="points") for name, point in points.items()]
     axes = ("bytes between replicas, per parameter and inner step", "held-out loss, nats per byte")
     title = "Loss against bytes; the line joins what nothing else beats in both"
-    return Plot("frontier", title, axes, [*curves, Curve.through("frontier", line)], scales=("log", "linear"))
+    return Plot("frontier", title, axes, [*curves, Curve("frontier", line)], scales=("log", "linear"))
 
 
 def _answer(best: Best, gaps: Mapping[str, list[float]]) -> str:

@@ -230,7 +230,7 @@ def _times_table(results: Results, caption: str) -> Table:
 
 def _times_plot(results: Results, regime: str, std_over_mean: float) -> Plot:
     def curve(label: str, kind: str, name: str, style: LineStyle = "line") -> Curve:
-        return Curve.through(label, [(one["nodes"], one[kind][name]["mean_s"]) for one in results], style)
+        return Curve(label, [(one["nodes"], one[kind][name]["mean_s"]) for one in results], style)
 
     pulled = {"pair": "later of a pair", "last": "last of all N"}
     pulls = [curve(f"pair pull ({title})", "pull", kind) for kind, title in pulled.items()]
@@ -242,13 +242,11 @@ def _times_plot(results: Results, regime: str, std_over_mean: float) -> Plot:
 def _ratios(results: Results) -> Plot:
     shown = sorted({int(one["nodes"]) for one in results})
     curves = [
-        Curve.through(
-            f"N = {n}", sorted((one["std_over_mean"], ratio(one)) for one in _of(results, "latency", nodes=n))
-        )
+        Curve(f"N = {n}", sorted((one["std_over_mean"], ratio(one)) for one in _of(results, "latency", nodes=n)))
         for n in shown
         if n in QUICK_NODES or n == shown[-1]
     ]
-    curves.append(Curve.through("paper, N = 1024", list(_paper_ratios().items()), "points"))
+    curves.append(Curve("paper, N = 1024", list(_paper_ratios().items()), "points"))
     return Plot("ratio", "Tree all-reduce / pair pull, latency-bound", ("latency std/mean", "ratio"), curves)
 
 

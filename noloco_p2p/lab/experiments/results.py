@@ -121,4 +121,4 @@ def mean_curve(label: str, runs: Iterable[Iterable[tuple[float, float | None]]],
     """The mean over runs of (x, y) points, at every x at which all of them are finite."""
     known = [{x: y for x, y in run if y is not None} for run in runs]
     common = sorted(set.intersection(*map(set, known))) if known else []
-    return Curve.through(label, [(x, statistics.fmean(run[x] for run in known)) for x in common], style)
+    return Curve(label, [(x, statistics.fmean(run[x] for run in known)) for x in common], style)

@@ -168,7 +168,7 @@ def _plot(results: Results, stage: int) -> Plot:
 
     def curve(label: str, series: Series, column: int, style: LineStyle) -> Curve:
         largest = max((point[column] for point in series), default=1.0)
-        return Curve.through(label, [(point[0], point[column] / largest) for point in series], style)
+        return Curve(label, [(point[0], point[column] / largest) for point in series], style)
 
     firsts = {arm: one["spread"][stage] for arm in ARMS for one in select(results, arm=arm)[:1]}
     rates = [curve("learning rate", series, 1, "dashed") for series in list(firsts.values())[:1]]

@@ -175,11 +175,11 @@ def _bounds(count: int, limits: Limits) -> list[Curve]:
     drawn = [step / 20 for step in range(20)]
     measured = sorted(alpha for replicas, alpha in limits if replicas == count)
     return [
-        Curve("S1", drawn, [bounds.s1(x) for x in drawn]),
-        Curve(f"S1 for N = {count}", drawn, [bounds.s1(x, count) for x in drawn]),
-        Curve.through("nearly every run", [(x, limits[count, x]["nearly every run"][1]) for x in measured], "points"),
-        Curve("eq. 74, lower", drawn, [bounds.equation_74(x)[0] for x in drawn], style="dashed"),
-        Curve("eq. 74, upper", drawn, [bounds.equation_74(x)[1] for x in drawn], style="dashed"),
+        Curve("S1", [(x, bounds.s1(x)) for x in drawn]),
+        Curve(f"S1 for N = {count}", [(x, bounds.s1(x, count)) for x in drawn]),
+        Curve("nearly every run", [(x, limits[count, x]["nearly every run"][1]) for x in measured], "points"),
+        Curve("eq. 74, lower", [(x, bounds.equation_74(x)[0]) for x in drawn], "dashed"),
+        Curve("eq. 74, upper", [(x, bounds.equation_74(x)[1]) for x in drawn], "dashed"),
     ]
 
 
@@ -187,7 +187,7 @@ def _plane(points: Points, count: int, limits: Limits) -> Block:
     curves = _bounds(count, limits)
     for label, found in (("spread fell", False), ("spread grew", True)):
         some = [(alpha, gamma) for (_, alpha, gamma), point in points.items() if grew(point) == found]
-        curves.append(Curve.through(label, some, "points"))
+        curves.append(Curve(label, some, "points"))
     return Plot(f"stability-n{count}", f"Where the spread grew, {count} replicas", ("α", "γ"), curves)
 
 

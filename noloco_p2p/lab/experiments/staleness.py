@@ -174,7 +174,7 @@ def _plots(groups: Groups) -> list[Block]:
             for pairing in PAIRINGS:
                 found = sorted((getattr(one, along), figure(one)) for one in some if one.pairing == pairing)
                 points = [(x, statistics.fmean(values)) for x, values in found if values]
-                curves += [Curve.through(pairing, points)] if points else []
+                curves += [Curve(pairing, points)] if points else []
             title = f"{name.capitalize()} and {what}"
             blocks.append(Plot(f"{name}-{against}", title, (x_label, label), curves))
     return blocks

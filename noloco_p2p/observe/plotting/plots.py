@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting import svg as drawing
@@ -32,14 +31,8 @@ class Curve:
     """A line or a set of points of a plot."""
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
+    points: Points
     style: LineStyle = "line"
-
-    @classmethod
-    def through(cls, label: str, points: Points, style: LineStyle = "line") -> Self:
-        """The curve through these points."""
-        return cls(label, [x for x, _ in points], [y for _, y in points], style=style)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +85,15 @@ def svg(chart: Chart) -> str:
 
 def _axes(plot: Plot) -> Axes:
     """Axes that fit the curves, with room for their labels beside them."""
-    x = fitted(plot.axes[0], [x for curve in plot.curves for x in curve.x], plot.scales[0])
-    y = fitted(plot.axes[1], [y for curve in plot.curves for y in curve.y], plot.scales[1], from_zero=plot.from_zero)
+    x = fitted(plot.axes[0], [x for curve in plot.curves for x, _ in curve.points], plot.scales[0])
+    heights = [y for curve in plot.curves for _, y in curve.points]
+    y = fitted(plot.axes[1], heights, plot.scales[1], from_zero=plot.from_zero)
     labels = [curve.label for curve in plot.curves]
     return Axes(plot.title, x, y, (WIDTH + label_width(labels), HEIGHT), labels=labels)
 
 
 def _draw(axes: Axes, curve: Curve, colour: Colour) -> None:
-    points = [point for point in zip(curve.x, curve.y, strict=True) if axes.holds(*point)]
+    points = [point for point in curve.points if axes.holds(*point)]
     if curve.style != "points":
         kind = "dashed" if curve.style == "dashed" else ""
         axes.line(
