@@ -241,8 +241,7 @@ async def _until_the_end(node: Node, directory: HivemindDirectory, libp2p: Libp2
     trouble, ttl_s = node.state.trouble, node.state.config.directory.ttl_s
     life = asyncio.create_task(node.run())
     helpers = [directory.keep(partial(trouble, "libp2p")), clock_watch.keep(libp2p, ttl_s, partial(trouble, "clock"))]
-    if standing.credentials is not None:
-        helpers += [standing.keep_valid(libp2p, partial(trouble, "members")), standing.keep_revoked(libp2p)]
+    helpers += standing.keeping(libp2p, partial(trouble, "members"))
     tasks = [life, *map(asyncio.create_task, helpers)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

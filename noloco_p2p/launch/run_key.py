@@ -1,9 +1,10 @@
 """The root key of a members-only run, and who may do what: admit a node, invite others, revoke members, observe."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
@@ -182,27 +183,22 @@ class Standing:
             libp2p, run_id=manifest.run_id, stages=manifest.stages, known_path=known, members=self.records
         )
 
-    async def keep_valid(self, libp2p: Libp2pDaemon, changed: Callable[[str | None], None]) -> None:
-        """For members: see `admission.keep_valid`."""
-        assert self.credentials is not None
-        assert self.records is not None
-        records = self.records
+    def keeping(self, libp2p: Libp2pDaemon, changed: Callable[[str | None], None]) -> list[Coroutine[Any, Any, None]]:
+        """What a member keeps running: `admission.keep_valid` and `revocations.keep`. Nothing in an open run."""
+        records, credentials = self.records, self.credentials
+        if records is None or credentials is None:
+            return []
 
         def issuers() -> list[JoinAddress]:
             return [at for peer, at in records.issuers.items() if not records.revoked.names(peer)]
 
-        await admission.keep_valid(libp2p, self.credentials, self.issuer, issuers, changed)
-
-    async def keep_revoked(self, libp2p: Libp2pDaemon) -> None:
-        """For members: see `revocations.keep`."""
-        records, credentials = self.records, self.credentials
-        assert records is not None
-        assert credentials is not None
-
         def mine() -> tuple[PeerId, PeerId]:
             return credentials.peer_id, credentials.membership.issuer
 
-        await revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine)
+        return [
+            admission.keep_valid(libp2p, credentials, self.issuer, issuers, changed),
+            revocations.keep(libp2p, records.revoked, lambda: records.ahead, mine),
+        ]
 
     def how_to_join(self, home: Path, joins: Sequence[str]) -> str:
         """Instructions for others: the first address, further ones for nearby machines, or how to get an invitation."""
