@@ -156,6 +156,12 @@ class OneWay:
         # Send no small piece if a larger one may be sent soon.
         return -1 if room < MSS_BYTES and self.unacknowledged_bytes else min(self.up.piece_bytes, int(room))
 
+    def end(self) -> None:
+        """The connection is gone: what it has in transit is dropped."""
+        self.over = True
+        for lane in (self.inbox, self.outbox):
+            lane.pieces.clear()
+
     def hold_back(self) -> None:
         """Stop the source when the inbox is full, and let it continue when the inbox is half empty."""
         limit = self.up.share_bytes(BUFFER_S)
@@ -213,12 +219,6 @@ class LineModel:
         if flow.outbox.pieces and not stalled:
             flow.down.queue(flow.outbox)
             self._serve(flow.down, now)
-
-    def end(self, flow: OneWay) -> None:
-        """The connection is gone: what it has in transit is dropped."""
-        flow.over = True
-        for lane in (flow.inbox, flow.outbox):
-            lane.pieces.clear()
 
     # --- what happens when ----------------------------------------------------------------------------------------
 

@@ -77,10 +77,6 @@ class Relay:
         self._model.stall(flow, stalled, self._loop.time())
         self._set_timer()
 
-    def end(self, flow: OneWay) -> None:
-        """The receiving end is gone."""
-        self._model.end(flow)
-
     def connect(self, caller: "CallerEnd", host: str, port: int) -> None:
         """Start to connect a caller to a node; the caller gets the answer."""
         task = self._loop.create_task(self._connect(caller, host, port))
@@ -161,7 +157,7 @@ class SocketEnd(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         self.lost = True
         if self._into is not None:
-            self.relay.end(self._into)
+            self._into.end()
             if self._finished and self._other._ended:
                 self._other.transport.close()
         self._finish()

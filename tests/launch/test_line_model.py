@@ -211,7 +211,7 @@ def test_the_end_arrives_last_and_nothing_arrives_after_a_connection_is_gone() -
         world.send(flow, bytes(100_000))
         world.send(flow, b"")
     world.run(0.05)
-    world.model.end(cut)
+    cut.end()
     got = world.received(cut)
     world.run(2.0)
     assert world.received(cut) == got
