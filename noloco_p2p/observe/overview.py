@@ -7,7 +7,6 @@ from typing import Any
 
 from noloco_p2p.core import health
 from noloco_p2p.core.status import Status, Wait
-from noloco_p2p.humanize import finite
 from noloco_p2p.io.dht.reach import endpoint
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
@@ -75,7 +74,7 @@ def overview(reports: Sequence[Report]) -> Overview:
 
 def _stage(stage: int, nodes: Sequence[Row]) -> Row:
     states = Counter(node["state"] if node["answers"] else "silent" for node in nodes)
-    rate = sum(finite(node["tokens_per_s"]) for node in nodes if node["state"] == "training")
+    rate = sum(node["tokens_per_s"] or 0.0 for node in nodes if node["state"] == "training")
     return {"stage": stage, "replicas": len(nodes), "states": dict(sorted(states.items())), "tokens_per_s": rate}
 
 

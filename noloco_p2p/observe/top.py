@@ -16,7 +16,7 @@ from rich.text import Text
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, PeerError
-from noloco_p2p.humanize import DASH, compact, elapsed, figure, finite, plain, plural, short_id
+from noloco_p2p.humanize import DASH, compact, elapsed, figure, plain, plural, short_id
 from noloco_p2p.launch.progress_line import can_rewrite
 from noloco_p2p.observe import survey, terminal
 from noloco_p2p.observe.diagnosis.findings import SEVERITIES, Report, line
@@ -33,6 +33,8 @@ FROM_WIDTH = {"inner": 120, "pwait": 120, "B/s": 100, "spread": 100, "host": 80}
 """Width of the screen from which a column is shown; the others always are."""
 HOST_CHARACTERS = 15, 24
 """Upper limits on the width of a host, on a screen without and with all columns. An IPv4 address takes up to 15."""
+LARGEST = 9999.0
+"""A larger spread or loss is shown as this, so that its width is bounded."""
 LEGEND, PWAIT = f"rate: tokens/s; rounds: {', '.join(map('/'.join, ROUNDS))}", "; pwait: partner wait"
 
 Readings = Callable[[], Coroutine[Any, Any, list[Report]]]
@@ -187,21 +189,15 @@ def cells(node: Row, host_characters: int) -> tuple[str, ...]:
         "/".join(compact(node["rounds"].get(result)) for result in results),
         _short(node["partner_wait_s"]),
         compact(node["bytes_per_s"]),
-        DASH if node["replica_std"] is None else figure(_bounded(node["replica_std"]), 2),
-        DASH if node["loss"] is None else f"{_bounded(node['loss']):.2f}",
+        DASH if node["replica_std"] is None else figure(min(node["replica_std"], LARGEST), 2),
+        DASH if node["loss"] is None else f"{min(node['loss'], LARGEST):.2f}",
         "" if wait is None else line(f"{_short(wait['since_s'])} {short_id(wait['whom'])}: {wait['what']}"),
     )
 
 
 def _whole(value: float) -> str:
     """A number without decimals; written compactly from a million on."""
-    found = finite(value)
-    return f"{int(found)}" if abs(found) < 1e6 else compact(found)
-
-
-def _bounded(value: float) -> float:
-    """A number that takes a bounded width."""
-    return min(finite(value), 9999.0)
+    return f"{int(value)}" if abs(value) < 1e6 else compact(value)
 
 
 def _short(seconds: float) -> str:

@@ -198,9 +198,9 @@ def test_a_node_is_shown_with_what_it_waits_for() -> None:
 def test_no_line_is_wider_than_the_screen(width: int) -> None:
     nodes = swarm(stages=40, replicas=2)
     nodes["S0R0"] = with_advert(
-        with_figures(nodes["S0R0"], tokens_per_s=1e300, loss=1e300, replica_std=1e300, bytes_per_s=1e300),
-        step=1e300,
-        microbatches_per_s=1e300,
+        with_figures(nodes["S0R0"], tokens_per_s=9e18, loss=9e18, replica_std=9e18, bytes_per_s=9e18),
+        step=9e18,
+        microbatches_per_s=9e18,
         state="x" * 200,
     )
     nodes["S1R0"] = silent(nodes["S1R0"], "[bold]no[/bold] \x1b[2J" * 40)

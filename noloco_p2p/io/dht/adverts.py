@@ -46,7 +46,7 @@ by digest, because records are large, and most of those remembered have expired.
 
 Text = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]
 Texts = Annotated[tuple[Text, ...], Field(max_length=ADDRESSES_LIMIT)]
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=0, lt=2**63, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 

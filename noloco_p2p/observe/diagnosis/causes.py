@@ -13,7 +13,7 @@ from typing import Self
 from noloco_p2p.core.members import IN_ROUNDS
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import ACTIVATION, AnyReplica, ForMicrobatch, Purpose, Resource, Status, Wait
-from noloco_p2p.humanize import elapsed, finite, short_id
+from noloco_p2p.humanize import elapsed, short_id
 from noloco_p2p.observe.diagnosis.findings import CallLink, Cause, Finding, Place, Severity, at_node, line, named
 from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.diagnosis.symptoms import loop_is_silent
@@ -171,7 +171,7 @@ def _callees(swarm: SwarmView, status: Status) -> Iterator[tuple[PeerId, bool]]:
         theirs = swarm.statuses.get(seen.advert.peer_id)
         if theirs is not None and theirs.advert.state == "training" and theirs.advert.stage == status.advert.stage + 1:
             deserted = status.deserted.get(theirs.advert.stage, 0.0) > ASIDE_S
-            yield seen.advert.peer_id, finite(seen.aside_s) > ASIDE_S or deserted
+            yield seen.advert.peer_id, seen.aside_s > ASIDE_S or deserted
 
 
 def _half_open(swarm: SwarmView, link: CallLink, wait: Wait | None) -> Cause:

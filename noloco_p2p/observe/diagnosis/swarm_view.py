@@ -1,10 +1,9 @@
 """All nodes of one run as an observer sees them, and what a diagnosis needs to know about them. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from noloco_p2p.core.members import IN_ROUNDS, STAGE_0_AT_WORK, TRAINED
 from noloco_p2p.core.messages import PeerId
@@ -16,15 +15,16 @@ V = TypeVar("V", str, int)
 
 STAGES_LIMIT = 4096
 """More stages than any honest run has."""
-NUMBER_LIMIT = 2.0**63
-"""Numbers from here on are not believed; they are read as 0."""
 
 
 class SwarmView:
-    """The reports of one observation, at most one of a peer, sorted by peer id, with finite numbers only."""
+    """The reports of one observation, at most one of a peer, sorted by peer id.
+
+    All numbers are finite and below 2^63: whoever decodes a status or an advert refuses others.
+    """
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        self.everybody: list[Report] = [_with_finite_numbers(r) for r in sorted(reports, key=lambda r: r.peer)]
+        self.everybody = sorted(reports, key=lambda r: r.peer)
         """All nodes, including those of other runs."""
         self.run_id = most_common(r.newest.run_id for r in self.everybody) or ""
         """The run that most of them work on."""
@@ -96,21 +96,6 @@ class SwarmView:
     def deserted_s(self, stage: int) -> float:
         """Seconds for which a stage has had no replica, the most that any node reports; 0.0 if none reports it."""
         return max((status.deserted.get(stage, 0.0) for status in self.statuses.values()), default=0.0)
-
-
-def _with_finite_numbers(value: Any) -> Any:
-    """The same value with 0 for numbers beyond NUMBER_LIMIT. What a node says about others (`seen`) is unchanged."""
-    if isinstance(value, int | float):
-        return value if abs(value) < NUMBER_LIMIT else type(value)(0)
-    if isinstance(value, tuple):
-        return tuple(map(_with_finite_numbers, value))
-    if isinstance(value, Mapping):
-        return {name: _with_finite_numbers(each) for name, each in value.items()}
-    if not is_dataclass(value) or isinstance(value, type):
-        return value
-    named = {each.name: getattr(value, each.name) for each in fields(value) if each.name != "seen"}
-    finite = {name: _with_finite_numbers(each) for name, each in named.items()}
-    return value if finite == named else replace(value, **finite)
 
 
 def most_common(values: Iterable[V]) -> V | None:

@@ -160,6 +160,7 @@ def without(name: str) -> bytes:
         spoilt(step="1"),
         spoilt(step=True),
         spoilt(step=10**400),
+        spoilt(step=1e300),
         spoilt(version="1\n"),
         spoilt(version="é"),
         spoilt(step=None),
