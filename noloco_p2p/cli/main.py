@@ -207,10 +207,9 @@ def generate_text(
     """Continue a prompt with an exported model. Text appears as it is made; a terminal gets only printable text."""
     from noloco_p2p.launch.evaluation import run_generate
 
-    def say(piece: str) -> None:
+    text = run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device, chat=chat)
+    for piece in text:
         print(humanize.plain_lines(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-
-    run_generate(out, prompt, tokens=tokens, temperature=temperature, seed=seed, device=device, chat=chat, say=say)
     print()
 
 

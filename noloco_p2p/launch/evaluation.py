@@ -78,12 +78,10 @@ def run_generate(
     seed: int,
     device: str,
     chat: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> str:
-    """The merged model's continuation of `prompt`: at most `tokens` ids, fewer if it ends the text.
+) -> Iterator[str]:
+    """The merged model's continuation of `prompt`, in pieces: at most `tokens` ids, fewer if it ends the text.
 
-    `chat`: its answer to `prompt` under the chat template. `say` receives the text piece by piece, as it is generated.
-    Raises ConfigError.
+    `chat`: its answer to `prompt` under the chat template. Raises ConfigError.
     """
     manifest, _ = read_record(out)
     silence_transformers()
@@ -96,11 +94,7 @@ def run_generate(
         raise ConfigError(f"{out}: the chat template uses tokens that the model does not know")
     endless = ExportedModel.load(out, device).continuation(given, manifest.sequence_length, temperature, seed)
     ids = itertools.takewhile(lambda one: one != tokenizer.eos, itertools.islice(endless, tokens))
-    found = []
-    for piece in pieces(decode, given, ids):
-        say(piece)
-        found.append(piece)
-    return "".join(found)
+    return pieces(decode, given, ids)
 
 
 def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: Iterable[int]) -> Iterator[str]:

@@ -33,7 +33,7 @@ def sample_lines(run_dir: Path) -> list[str]:
                 return ["no sample: the run read token ids: noloco export --tokenizer-dir DIR adds their tokenizer"]
             from noloco_p2p.launch.evaluation import run_generate
 
-            text = run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu")
+            text = "".join(run_generate(model, "", tokens=SAMPLE_TOKENS, temperature=0.8, seed=0, device="cpu"))
     except (NolocoError, OSError) as error:
         return [f"no sample: {error}"]
     wrapped = (line for long in text.splitlines() for line in textwrap.wrap(long, WIDTH, drop_whitespace=False))

@@ -51,7 +51,7 @@ def test_the_scores_equal_those_of_greedy_decoding_and_likelihood(tmp_path: Path
             chances = causal(input_ids=ids[None, :-1]).logits[0].log_softmax(-1)
         return sum(float(chances[at, ids[at + 1]]) for at in range(len(prompt) - 1, len(ids) - 1))
 
-    said = [run_generate(tuned, one.prompt, tokens=4, temperature=0, seed=0, device="cpu") for one in items]
+    said = ["".join(run_generate(tuned, one.prompt, tokens=4, temperature=0, seed=0, device="cpu")) for one in items]
     exact = fmean(text == one.completion for text, one in zip(said, items, strict=True))
     likeliest = [max(choices, key=partial(likelihood, one.prompt)) for one in items]
     choice = fmean(text == one.completion for text, one in zip(likeliest, items, strict=True))

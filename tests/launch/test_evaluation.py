@@ -5,7 +5,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import log
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}{% if add_gene
 def byte_tokenizer(directory: Path) -> str:
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     return save_tokenizer(directory / "tokenizer", letters | {"<eos>": len(letters)})
+
+
+def generated(out: Path, prompt: str, **options: Any) -> str:
+    return "".join(run_generate(out, prompt, **options))
 
 
 def text_run(node_dir: Path) -> RunManifest:
@@ -141,16 +145,16 @@ def test_generation_is_determined_by_the_seed(tmp_path: Path) -> None:
     out = exported(tmp_path / "run", tmp_path / "out")
 
     def said(seed: int, temperature: float = 1.0) -> str:
-        return run_generate(out, "import ", tokens=60, temperature=temperature, seed=seed, device="cpu")
+        return generated(out, "import ", tokens=60, temperature=temperature, seed=seed, device="cpu")
 
     assert said(1) == said(1) != said(2)
     assert said(1, 0.0) == said(2, 0.0) != said(1)
     for tiny in (1e-20, 1e-40, 1e-320):
         assert said(1, tiny) == said(1, 0.0), "at such a temperature only the best token is possible"
     assert said(1) != ""
-    assert run_generate(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    assert generated(out, "", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
     latin = os.fsdecode("é".encode("latin-1"))
-    assert run_generate(out, latin, tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    assert generated(out, latin, tokens=5, temperature=1.0, seed=1, device="cpu") != ""
 
 
 def test_a_sample_cannot_control_the_terminal(tmp_path: Path) -> None:
@@ -206,20 +210,19 @@ def test_text_is_emitted_with_the_token_that_completes_it(errors: str) -> None:
 def test_generate_streams_and_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = exported_with_tokenizer(tmp_path)
     options: dict[str, Any] = {"tokens": 40, "temperature": 1.0, "seed": 1, "device": "cpu"}
-    said: list[str] = []
-    plain = run_generate(out, "3+4=", say=said.append, **options)
+    said = list(run_generate(out, "3+4=", **options))
     assert len(said) > 10
-    assert "".join(said) == plain
+    plain = "".join(said)
     with pytest.raises(ConfigError, match="has no chat template; leave out --chat"):
-        run_generate(out, "3+4", chat=True, **options)
+        generated(out, "3+4", chat=True, **options)
     (out / "chat_template.jinja").write_text(TEMPLATE)
-    assert run_generate(out, "3+4", chat=True, **options) == plain
+    assert generated(out, "3+4", chat=True, **options) == plain
     capsys.readouterr()
     main.generate_text(out, "3+4", chat=True, tokens=40, temperature=1.0, seed=1, device="cpu")
     assert capsys.readouterr().out == f"{plain}\n"
     (out / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")
     with pytest.raises(ConfigError, match="the chat template fails: only in verse"):
-        run_generate(out, "3+4", chat=True, **options)
+        generated(out, "3+4", chat=True, **options)
 
 
 def test_a_chat_prompt_is_the_template_alone(tmp_path: Path) -> None:
@@ -241,13 +244,9 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, text: str
 def test_generated_control_characters_do_not_reach_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, shown: str
 ) -> None:
-    def run_generate(*_: object, say: Callable[[str], None], **__: object) -> None:
-        say("a\n\x1b[2J")
-        say("b")
-
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(evaluation, "run_generate", run_generate)
+    monkeypatch.setattr(evaluation, "run_generate", lambda *_, **__: iter(["a\n\x1b[2J", "b"]))
     monkeypatch.setattr(sys, "stdout", screen)
     main.generate_text(tmp_path, "x")
     assert screen.getvalue() == f"{shown}\n"
@@ -278,7 +277,7 @@ def test_non_finite_weights_are_reported(tmp_path: Path, temperature: float) -> 
     weights = load_file((out := exported(tmp_path, tmp_path / "out")) / "model.safetensors")
     save_file({name: weight * torch.inf for name, weight in weights.items()}, out / "model.safetensors")
     with pytest.raises(LocalError, match="its weights are broken"):
-        run_generate(out, "x", tokens=1, temperature=temperature, seed=0, device="cpu")
+        generated(out, "x", tokens=1, temperature=temperature, seed=0, device="cpu")
     with pytest.raises(LocalError, match="its weights are broken"):
         run_eval(out, ["stdlib"], held_out=False, microbatches=1, device="cpu")  # JSON has no number for the loss
 
@@ -301,19 +300,19 @@ def test_a_directory_that_is_not_an_export_is_refused(tmp_path: Path) -> None:
     for wrong in (part, {**whole, "lm_head.bias": whole["model.norm.weight"].clone()}):
         save_file(wrong, out / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"the weights do not fit config\.json \(lm_head\."):
-            run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+            generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
     torch.save(whole, out / "pytorch_model.bin")
     (out / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no model that can be loaded"):
-        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # pickled weights are not loaded
+        generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")  # pickled weights are not loaded
     (out / "pytorch_model.bin").unlink()
     (out / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no model that can be loaded"):
-        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+        generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
     config = json.loads((out / "config.json").read_text()) | {"hidden_size": "many"}
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"no model that can be loaded: .* expected int, got str"):
-        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+        generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
 
 
 def test_local_files_of_the_run_need_not_be_named_again(tmp_path: Path) -> None:
@@ -328,7 +327,7 @@ def test_local_files_of_the_run_need_not_be_named_again(tmp_path: Path) -> None:
     run_files.write_json(tmp_path / "run" / "summary.json", summary)
     out = exported(tmp_path / "run", tmp_path / "out")
     assert run_eval(out, (), held_out=False, microbatches=2, device="cpu")["microbatches"] == 2
-    assert isinstance(run_generate(out, "x", tokens=3, temperature=0.0, seed=0, device="cpu"), str)
+    generated(out, "x", tokens=3, temperature=0.0, seed=0, device="cpu")
     card = (out / "README.md").read_text()
     for part in ("12,345", "2.5000 nats", manifest.run_id, "outer round 3", "local text files", "from_pretrained"):
         assert part in card, part
@@ -387,7 +386,7 @@ def test_a_tokenizer_from_a_directory_is_exported(tmp_path: Path) -> None:
     (tmp_path / "ascii.txt").write_text("0123456789" * 7)
     figures = run_eval(out, (str(tmp_path / "ascii.txt"),), held_out=False, microbatches=None, device="cpu")
     assert (figures["tokens"], figures["bytes"]) == (71, 70)
-    assert run_generate(out, "0", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
+    assert generated(out, "0", tokens=5, temperature=1.0, seed=1, device="cpu") != ""
     with pytest.raises(ConfigError, match="name them with --data"):
         run_eval(out, (), held_out=False, microbatches=None, device="cpu")
 
@@ -405,4 +404,4 @@ def test_a_model_of_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pytest
     assert (figures["tokens"], figures["bytes"], figures["merged"]["bits_per_byte"]) == (32, None, None)
     assert table_lines(figures)[-2].split() == ["bits", "per", "byte", "-"]
     with pytest.raises(ConfigError, match="export again with --tokenizer-dir"):
-        run_generate(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")
+        generated(out, "x", tokens=1, temperature=0.0, seed=0, device="cpu")

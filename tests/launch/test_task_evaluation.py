@@ -57,7 +57,10 @@ def test_the_harness_agrees_with_our_own_scores(tmp_path: Path, model: Path, mon
     options = ["--tasks", "recall,recall_choice,copying_choice", "--task-dir", "tasks", "--device", "cpu", "--json"]
     done = CliRunner().invoke(app, ["eval", "tuned", *options], catch_exceptions=False)
     found = json.loads(done.stdout.splitlines()[-1])
-    said = [run_generate(tuned, one.prompt, tokens=3, temperature=0, seed=0, device="cpu") for one in tested["recall"]]
+    said = [
+        "".join(run_generate(tuned, one.prompt, tokens=3, temperature=0, seed=0, device="cpu"))
+        for one in tested["recall"]
+    ]
     exact = sum(one == item.completion for one, item in zip(said, tested["recall"], strict=True)) / 50
     assert found["recall"]["items"] == 50
     assert found["recall"]["exact_match"] == pytest.approx(exact)
