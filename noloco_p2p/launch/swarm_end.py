@@ -20,10 +20,11 @@ TENSORS = "*/checkpoints/*/*.safetensors"
 
 def sample_lines(run_dir: Path) -> list[str]:
     """The first lines that the model of a run's newest checkpoints writes, or one line that says why there are none."""
-    sizes = [path.stat().st_size for path in run_dir.glob(TENSORS)]
+    # One of each stage is read, and all of a stage are equally large.
+    sizes = {path.name.partition("-round-")[0]: path.stat().st_size for path in run_dir.glob(TENSORS)}
     if not sizes:
         return ["no sample: the run has no checkpoints (checkpoint.every_steps)"]
-    if sum(sizes) > MAX_BYTES:
+    if sum(sizes.values()) > MAX_BYTES:
         return ["no sample: the model is large; noloco generate loads it"]
     try:
         with tempfile.TemporaryDirectory(prefix="noloco-sample-") as home:

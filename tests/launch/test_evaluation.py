@@ -28,7 +28,7 @@ from noloco_p2p.core.messages import HostTensor, LossSum
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTES
-from noloco_p2p.launch import evaluation, run_files
+from noloco_p2p.launch import evaluation, run_files, swarm_end
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 from noloco_p2p.launch.model_card import model_card
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
@@ -164,6 +164,18 @@ def test_a_sample_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert title == "the model writes:"
     assert len(lines) > 1
     assert all(line.isprintable() and line.strip() for line in lines)
+
+
+def test_a_model_is_large_only_if_one_checkpoint_of_each_stage_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are not read, however many there are."""
+    save_swarm(small_run(), tmp_path, [2, 2])
+    read_bytes = sum(path.stat().st_size for path in tmp_path.glob("*-0/checkpoints/*/*.safetensors"))
+    monkeypatch.setattr(swarm_end, "MAX_BYTES", read_bytes)
+    assert sample_lines(tmp_path)[0] == "the model writes:"
+    monkeypatch.setattr(swarm_end, "MAX_BYTES", read_bytes - 1)
+    assert sample_lines(tmp_path) == ["no sample: the model is large; noloco generate loads it"]
 
 
 def test_a_run_on_token_ids_has_no_sample_and_says_why(tmp_path: Path) -> None:
