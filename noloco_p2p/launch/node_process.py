@@ -33,7 +33,6 @@ class NodeProcess:
     def __init__(self, run_dir: Path, stage: int, replica: int) -> None:
         self.name = f"{stage}-{replica}"
         self.stage = stage
-        self.replica = replica
         self.dir = run_dir / self.name
         self.log = run_dir / f"{self.name}.log"
         self.host = "127.0.0.1"

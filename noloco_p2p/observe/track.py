@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
 from noloco_p2p.humanize import plural
@@ -123,8 +122,7 @@ def figures(swarm: SwarmView) -> dict[str, float]:
     if not swarm.ended:
         found["tokens_per_s"] = swarm.tokens_per_s
     found["bytes_per_s"] = sum(status.figures.bytes_per_s for status in swarm.statuses.values())
-    states = (status.advert.state for status in swarm.statuses.values())
-    counts = Counter(state if state in STATES else "unknown" for state in states)
+    counts = Counter(status.advert.state for status in swarm.statuses.values())
     counts["silent"] = len(swarm.reports) - len(swarm.statuses)
     return found | {f"nodes/{state}": count for state, count in counts.items() if count}
 

@@ -36,7 +36,7 @@ def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> No
     first = nodes(
         10.0, loss=4.0, validation_loss=5.0, learning_rate=0.25, grad_norm=0.5, replica_std=2.0, bytes_per_s=100.0
     )
-    first["S0R1"] = with_advert(with_figures(first["S0R1"], loss=2.0), state="no such state" * 9)
+    first["S0R1"] = with_advert(with_figures(first["S0R1"], loss=2.0), state="paused")
     first["S1R1"] = silent(first["S1R1"])
     tracking.take([*first.values()])
     tracking.take([*first.values()])  # without news nothing is written
@@ -59,7 +59,7 @@ def test_the_figures_of_the_swarm_can_be_read_back_by_step(tmp_path: Path) -> No
     states = {name: points for name, points in found.items() if name.startswith("nodes/")}
     assert states == {
         "nodes/training": [(10, 2.0), (20, 4.0), (20, 0.0)],
-        "nodes/unknown": [(10, 1.0), (20, 0.0), (20, 0.0)],
+        "nodes/paused": [(10, 1.0), (20, 0.0), (20, 0.0)],
         "nodes/silent": [(10, 1.0), (20, 0.0), (20, 0.0)],
         "nodes/finished": [(20, 4.0)],
     }
