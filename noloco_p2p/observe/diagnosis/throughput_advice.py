@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from noloco_p2p.core.block_format import BLOCK_FORMATS, SCALE_BYTES
+from noloco_p2p.core.block_format import BLOCK_FORMATS, wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.core.status import MicrobatchSize, Status
 from noloco_p2p.observe.diagnosis.findings import Cause, at_node
@@ -35,6 +35,8 @@ TIMES = (1, 2, 4, 8)
 MAX_PER_STEP = 64
 """Upper limit on the microbatches per step considered: more tokens per step mean less progress per token."""
 FEWER_BITS = {"float64": "int8", "float32": "int8", "bfloat16": "int8", "int8": "int4"}
+WHOLE_BLOCKS = 64
+"""Values that are a whole number of blocks in every codec."""
 MIN_INNER_STEPS = 5
 """Nodes with fewer inner steps are ignored: the first steps wait for all nodes to start, and would weigh too much."""
 
@@ -185,10 +187,7 @@ def _options(size: MicrobatchSize) -> Iterator[MicrobatchSize]:
 
 def _value_bytes(codec: str) -> float:
     """Bytes per value, including its share of a block's scale."""
-    if codec in BLOCK_FORMATS:
-        block = BLOCK_FORMATS[codec]
-        return block.bits / 8 + SCALE_BYTES / block.block
-    return ITEM_BYTES[codec]
+    return wire_spec("grad", codec, (1, 1, WHOLE_BLOCKS)).nbytes / WHOLE_BLOCKS
 
 
 def _changes(old: MicrobatchSize, new: MicrobatchSize) -> tuple[str, str]:
