@@ -231,6 +231,20 @@ def test_a_stage_whose_nodes_serve_nobody_gets_another_one(refuses: str, monkeyp
         assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
 
 
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+@pytest.mark.parametrize("replicas", [(3, 3), (3, 3, 3)])
+def test_what_one_replica_calls_a_violation_goes_to_another(replicas: tuple[int, ...], routing: str) -> None:
+    """It said so of every microbatch, and its word alone cost the swarm all that it was offered."""
+    swarm = LiarSwarm(plan_of(replicas, routing, 1))
+    swarm.liars, swarm.refuses = {f"s{len(replicas) - 1}r1"}, "violation"
+    outcome = swarm.run(limit_s=300)
+    assert swarm.lies_told
+    for origin in ("s0r0", "s0r1", "s0r2"):
+        assert not [e for e in outcome.trace.of("microbatch", origin) if e.get("result") == "dropped"], origin
+        assert not [e for e in outcome.trace.of("warning", origin) if "was not evaluated" in str(e.get("message"))]
+        assert outcome.trace.of("evaluation", origin)[-1].number("step") == 40, origin
+
+
 @pytest.mark.parametrize(("alone_s", "reported"), [(1.0, False), (6.0, True)])
 def test_a_stage_that_is_deserted_is_reported_unless_this_node_soon_leaves_as_well(
     alone_s: float, reported: bool

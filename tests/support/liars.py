@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from noloco_p2p.core.messages import Activation, Advert, PeerId, Progress
-from noloco_p2p.errors import Busy
+from noloco_p2p.errors import Busy, Violation
 from noloco_p2p.sim.faults import FaultySwarm
 
-REFUSALS = ("silence", "busy")
+REFUSALS = ("silence", "busy", "violation")
 """Ways not to answer."""
 
 
 class LiarSwarm(FaultySwarm):
-    """The `liars` say false things of themselves and of their work, do not answer, or answer Busy."""
+    """The `liars` say false things of themselves and of their work, do not answer, or refuse everything."""
 
     liars: Collection[PeerId] = ()
     false: Mapping[str, Callable[[Any], Any]] = {}
@@ -58,16 +58,16 @@ class LiarSwarm(FaultySwarm):
         return truth._replace(**false) if isinstance(truth, Progress) else replace(truth, **false)
 
     def _answer(self, what: str) -> Callable[..., Coroutine[Any, Any, Any]] | None:
-        """How a liar handles a call, if not as it should. One that is always busy does describe itself."""
+        """How a liar handles a call, if not as it should. One that refuses everything does describe itself."""
 
         async def never(*_: object) -> None:
             self.lies_told += 1
             await asyncio.Event().wait()
 
-        async def busy(*_: object) -> None:
+        async def refuse(*_: object) -> None:
             self.lies_told += 1
-            raise Busy("always")
+            raise Busy("always") if self.refuses == "busy" else Violation("always")
 
         if self.refuses == "silence":
             return never
-        return busy if self.refuses == "busy" and what not in ("describe", "progress") else None
+        return refuse if self.refuses and what not in ("describe", "progress") else None

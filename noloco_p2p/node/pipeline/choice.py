@@ -39,6 +39,8 @@ class Attempts:
     busy: set[PeerId] = field(default_factory=set)
     failed: dict[PeerId, float] = field(default_factory=dict)
     """Replicas that failed → when."""
+    refused: set[PeerId] = field(default_factory=set)
+    """Replicas to which it is a violation of the protocol."""
     skipped: int = 0
     """How many replicas could not serve it through no fault of their own."""
     pause_s: float = FIRST_PAUSE_S

@@ -14,7 +14,7 @@ from math import inf
 from statistics import median
 from typing import Generic, TypeVar
 
-from noloco_p2p.core import routing
+from noloco_p2p.core import members, routing
 from noloco_p2p.core.line_rate import Sending
 from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, LossSum, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.status import AnyReplica, for_microbatch
@@ -154,11 +154,9 @@ class Dispatcher:
                 while True:
                     try:
                         return await self._try_replicas(output, policy, budget_s)
-                    except Busy:
-                        if left_s is not None or node.draining:
-                            raise
-                    except Declined:
-                        if left_s is not None or node.draining or not await self._swarm.until_served():
+                    except (Busy, Declined) as error:
+                        waits = left_s is None and not node.draining
+                        if not (waits and (isinstance(error, Busy) or await self._swarm.until_served())):
                             raise
 
     async def _try_replicas(self, output: StageInput, policy: RetryPolicy[R], budget_s: float) -> tuple[R, PeerId]:
@@ -226,17 +224,19 @@ class Dispatcher:
 
     def _note_failure(self, attempts: Attempts, id: PeerId, error: PeerError) -> None:
         """Record that a call failed: set the peer aside if it is at fault, and raise what must not be retried. A peer
-        that answers Busy or Declined is alive."""
-        swarm = self._swarm
-        if isinstance(error, Violation) and error.ours:
-            if attempts.trains:
-                raise error
-            raise Declined(str(error)) from error
+        that refuses is alive. What it calls our violation is one only if another says so, too, or there is no other."""
+        swarm, ours = self._swarm, isinstance(error, Violation) and error.ours
+        if ours:
+            attempts.refused.add(id)
+            listed = {advert.peer_id for advert in swarm.members.of_stage(self._node.index + 1, members.IN_ROUNDS)}
+            if len(attempts.refused) > 1 or listed <= attempts.refused:
+                raise error if attempts.trains else Declined(str(error))
         if isinstance(error, Busy):
             swarm.answered(id)
             self._note_busy(id, attempts)
             return
-        if isinstance(error, Unreachable | Violation) or (isinstance(error, Stalled) and swarm.trials.on_trial(id)):
+        failed = isinstance(error, Unreachable | Violation) and not ours
+        if failed or (isinstance(error, Stalled) and swarm.trials.on_trial(id)):
             swarm.failed(id)
         else:
             attempts.skipped += 1

@@ -125,11 +125,8 @@ class Liveness:
         for id, peer in peers.items():
             if id not in self._asking:
                 self._asking[id] = task = asyncio.create_task(self._ask_peer(peer))
-                task.add_done_callback(partial(self._asked, id))
+                task.add_done_callback(partial(self._asking.pop, id))
         self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
-
-    def _asked(self, peer: PeerId, _: asyncio.Task[None]) -> None:
-        del self._asking[peer]
 
     async def _ask_peer(self, peer: Advert) -> None:
         asked = [call for call in self._calls if call.peer.peer_id == peer.peer_id]
