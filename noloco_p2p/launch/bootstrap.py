@@ -19,7 +19,6 @@ from noloco_p2p.errors import Busy, ConfigError, Unreachable
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.dht import join_handshake as joining
 from noloco_p2p.io.dht.addresses import JoinAddress, local_host_towards
-from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
@@ -152,13 +151,12 @@ async def joined_run(options: NodeOptions, libp2p: Libp2pDaemon, local: NodeConf
     """
     manifest, failure = run_files.stored_manifest(options.dir), None
     for joined in libp2p.joined:
-        before = dht_time()
         try:
-            received, theirs = await joining.fetch_manifest(libp2p, joined.peer_id)
+            received, ahead = await joining.fetch_manifest(libp2p, joined.peer_id)
         except (Busy, Unreachable) as error:
             failure = error
             continue
-        joining.check_clock(theirs, mine_before=before, mine_after=dht_time(), ttl_s=local.directory.ttl_s)
+        joining.check_clock(ahead, local.directory.ttl_s)
         manifest, failure = settings.manifest_from_json(received), None
         break
     if failure is not None:

@@ -68,16 +68,23 @@ class JoinAddress:
 
 
 def _malformed(text: str, reason: str) -> str:
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a host is given as; None if it is given as a name, or not a host."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
     shown = text if len(text) <= 160 else text[:157] + "..."
     return f"malformed join address {shown!r}: {reason}; copy the address that a running node prints"
 
 
 def _kind(host: str) -> str | None:
     """`ip4`, `ip6` or `dns4`; None if it is not a host at all."""
-    try:
-        return f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        return "dns4" if _NAME.fullmatch(host) and not re.fullmatch(r"[0-9.]+", host) else None
+    if (ip := ip_of(host)) is not None:
+        return f"ip{ip.version}"
+    return "dns4" if _NAME.fullmatch(host) and not re.fullmatch(r"[0-9.]+", host) else None
 
 
 def host_multiaddress(host: str, port: int) -> str:
@@ -110,20 +117,16 @@ def announced_host(host: str, announce_host: str | None, join: JoinAddress | Non
     """
     if announce_host is not None:
         return announce_host
-    if _kind(host) in ("ip4", "ip6") and ipaddress.ip_address(host).is_unspecified:
+    if (ip := ip_of(host)) is not None and ip.is_unspecified:
         return local_host_towards(_NOWHERE if join is None else join.host)
     return host
 
 
 def from_here(host: str) -> str:
     """The host, as written in a URL, by which a process on this machine reaches a server that listens on `host`."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if address.is_unspecified:
-        return "127.0.0.1" if address.version == 4 else "[::1]"
-    return host if address.version == 4 else f"[{host}]"
+    if (ip := ip_of(host)) is not None and ip.is_unspecified:
+        host = "127.0.0.1" if ip.version == 4 else "::1"
+    return f"[{host}]" if ":" in host else host
 
 
 def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.socket:

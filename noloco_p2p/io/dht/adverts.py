@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,9 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.security.certificates import CHAIN_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from hivemind.dht.validation import DHTRecord
 
 PAYLOAD_LIMIT_BYTES = 1536
 """A larger payload is neither sent nor accepted: 1 KiB for everything but `holds`, which takes less than 0.5 KiB."""
@@ -90,15 +93,6 @@ class AdvertPayload(BaseModel):
 
 _NOT_OF_THE_ADVERT = {"holds_fresh", "announced_at", "libp2p", "certificate", "revoked"}
 """Fields of the payload that do not come from the field of `Advert` with the same name."""
-
-
-class HivemindRecord(Protocol):
-    """The record that hivemind passes to a validator: `DHTRecord` of hivemind/dht/validation.py."""
-
-    key: bytes
-    subkey: bytes
-    value: bytes
-    expiration_time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +230,15 @@ class AdvertValidator:
     _checked: dict[bytes, bool] = field(default_factory=dict)
     """Digest of a record → whether it is valid, in order of last use."""
 
-    def sign_value(self, record: HivemindRecord) -> bytes:
+    def sign_value(self, record: "DHTRecord") -> bytes:
         """The value of one of this node's own records, with its signature in front."""
         return self.identity.sign(_signed(record, record.value)) + record.value
 
-    def strip_value(self, record: HivemindRecord) -> bytes:
+    def strip_value(self, record: "DHTRecord") -> bytes:
         """The value of a valid record without its signature."""
         return record.value[SIGNATURE_BYTES:]
 
-    def validate(self, record: HivemindRecord) -> bool:
+    def validate(self, record: "DHTRecord") -> bool:
         """Whether a record may be stored or believed. Never raises, whatever the bytes are."""
         if not record.expiration_time <= self.clock() + LONGEST_TTL_S:
             return False
@@ -260,7 +254,7 @@ class AdvertValidator:
             del self._checked[next(iter(self._checked))]
         return found
 
-    def _well_formed(self, record: HivemindRecord) -> bool:
+    def _well_formed(self, record: "DHTRecord") -> bool:
         stage = self.stages.get(record.key)
         peer_id = record.subkey[2:].decode("ascii", errors="replace")
         if stage is None or public_key_of(peer_id) is None or record.subkey != packed_text(peer_id):
@@ -282,7 +276,7 @@ class AdvertValidator:
         return self.members.admits(peer_id, made.certificate, record.expiration_time, libp2p_addresses(made))
 
 
-def _signed(record: HivemindRecord, value: bytes) -> bytes:
+def _signed(record: "DHTRecord", value: bytes) -> bytes:
     """The bytes that the signature covers. Each part is preceded by its length, which makes them unambiguous."""
     parts = (record.key, record.subkey, struct.pack(">d", record.expiration_time), value)
     return _CONTEXT + b"".join(struct.pack(">I", len(part)) + part for part in parts)

@@ -7,7 +7,7 @@ from statistics import median
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import LocalError, PeerError
-from noloco_p2p.io.dht.join_handshake import manifest_and_clock
+from noloco_p2p.io.dht.join_handshake import fetch_manifest
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 PERIOD_S = 60.0
@@ -49,7 +49,7 @@ async def _ahead(libp2p: Libp2pDaemon) -> list[float]:
 
     async def ask(peer: PeerId) -> list[float]:
         try:
-            return [(await manifest_and_clock(libp2p, peer))[1]]
+            return [(await fetch_manifest(libp2p, peer))[1]]
         except (PeerError, LocalError):
             return []
 

@@ -54,37 +54,27 @@ async def serve_manifest(libp2p: Libp2pDaemon, manifest: bytes) -> None:
 
 
 async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """Ask a linked peer for (manifest JSON, its DHT time when it answered).
+    """Ask a linked peer for (manifest JSON, how far its clock is ahead of ours, seconds).
 
     Only the size of the manifest is checked. Raises Unreachable, Declined (the peer has none), Violation.
     """
+    before = dht_time()
     answer = await libp2p.call(peer_id, MANIFEST_CALL, b"", MANIFEST_TIMEOUT_S)
     if not 8 < len(answer) <= 8 + MANIFEST_LIMIT_BYTES:
         raise Violation(f"peer {peer_id} sent a manifest of {len(answer) - 8} bytes (limit {MANIFEST_LIMIT_BYTES})")
     [time] = struct.unpack(">d", answer[:8])
     if not math.isfinite(time):
         raise Violation(f"peer {peer_id} sent a time that is not finite")
-    return answer[8:], time
+    return answer[8:], time - (before + dht_time()) / 2
 
 
-async def manifest_and_clock(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, float]:
-    """(manifest JSON, how far a linked peer's clock is ahead of ours, seconds). Raises as `fetch_manifest`."""
-    before = dht_time()
-    received, theirs = await fetch_manifest(libp2p, peer_id)
-    return received, theirs - (before + dht_time()) / 2
-
-
-def check_clock(theirs: float, *, mine_before: float, mine_after: float, ttl_s: float) -> None:
-    """Compare a peer's DHT time with ours, taken just before the request and just after the answer.
-
-    `ttl_s` is the lifetime of an advert, seconds. Raises ConfigError that states the difference if it is certainly more
-    than half of `ttl_s`, because adverts would then look expired, or live too long.
-    """
-    if not mine_before - ttl_s / 2 <= theirs <= mine_after + ttl_s / 2:
-        off = theirs - (mine_before + mine_after) / 2
+def check_clock(ahead: float, ttl_s: float) -> None:
+    """Raise ConfigError that states how far a peer's clock is `ahead` of ours (seconds) if that is more than half of
+    `ttl_s`, the lifetime of an advert: adverts would then look expired, or live too long."""
+    if abs(ahead) > ttl_s / 2:
         raise ConfigError(
-            f"this machine's clock is {abs(off):.1f} s {'behind' if off > 0 else 'ahead of'} that of the joined peer; "
-            f"at most {ttl_s / 2:g} s are allowed: set the clock (for example with NTP)"
+            f"this machine's clock is {abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} that of the joined "
+            f"peer; at most {ttl_s / 2:g} s are allowed: set the clock (for example with NTP)"
         )
 
 

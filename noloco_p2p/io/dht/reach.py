@@ -17,8 +17,8 @@ from math import inf
 from pathlib import Path
 
 from noloco_p2p.config import ListenSettings
-from noloco_p2p.core.messages import PEER_ID_CHARACTERS, STREAM, Advert, PeerId
-from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.core.messages import STREAM, Advert, PeerId
+from noloco_p2p.io.dht.addresses import JoinAddress, ip_of
 from noloco_p2p.io.dht.identity import public_key_of
 
 CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
@@ -59,7 +59,7 @@ def host_of(address: str) -> str:
 
 def host_scope(host: str) -> str:
     """The `scope` of an IP address, or `name` for a host name, which is not resolved."""
-    return scope(host) if _is_address(host) else "loopback" if host == "localhost" else "name"
+    return scope(host) if ip_of(host) else "loopback" if host == "localhost" else "name"
 
 
 def is_open_to_others(listen: ListenSettings) -> bool:
@@ -67,13 +67,6 @@ def is_open_to_others(listen: ListenSettings) -> bool:
     where = host_scope(listen.announce_host or listen.host)
     contained = any(Path(mark).exists() for mark in CONTAINER_MARKS)
     return where in ("public", "name") or (where != "loopback" and not contained)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        return bool(ip_address(host))
-    except ValueError:
-        return False
 
 
 def endpoint(text: str) -> tuple[str, int] | None:
@@ -96,8 +89,7 @@ def is_private(address: str) -> bool:
 def relay_of(address: str) -> PeerId | None:
     """The relay that an address names, or None."""
     relay = address.removeprefix(RELAY)
-    known = address.startswith(RELAY) and len(relay) <= PEER_ID_CHARACTERS and public_key_of(relay) is not None
-    return relay if known else None
+    return relay if address.startswith(RELAY) and public_key_of(relay) is not None else None
 
 
 def is_streamed(address: str) -> bool:
@@ -154,7 +146,7 @@ class Reach:
         return [replace(one, host=known[one.host]) for one in addresses if one.host in known]
 
     def _of(self, host: str) -> tuple[str, ...]:
-        return (host,) if _is_address(host) else self._known.get(host, (0.0, ()))[1]
+        return (host,) if ip_of(host) else self._known.get(host, (0.0, ()))[1]
 
     async def _look_up(self, hosts: Collection[str]) -> None:
         """Resolve names, waiting LOOKUP_S at most."""
@@ -164,7 +156,7 @@ class Reach:
         for host in sorted(hosts, key=lambda host: host not in self._known):
             due = loop.time() - self._known.get(host, (-inf, ()))[0] > KEPT_S and host not in self._asking
             room = host in self._known or len(self._known) + len(self._asking) < NAMES_KEPT
-            if due and room and not _is_address(host) and len(self._asking) < NAMES_AT_ONCE:
+            if due and room and not ip_of(host) and len(self._asking) < NAMES_AT_ONCE:
                 self._asking[host] = loop.create_task(self._ask(host))
         if self._asking:
             await asyncio.wait(self._asking.values(), timeout=LOOKUP_S)

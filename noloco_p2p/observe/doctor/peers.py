@@ -98,7 +98,7 @@ async def ask_run(
     for peer in (target.peer_id for target in libp2p.joined):
         try:
             with report.step(f"asking {short_id(peer)} for the run"):
-                received, ahead[peer] = await join_handshake.manifest_and_clock(libp2p, peer)
+                received, ahead[peer] = await join_handshake.fetch_manifest(libp2p, peer)
             theirs = manifest_from_json(received)
         except PeerError as error:
             advice = "wait until that node has started, or join another"
@@ -133,7 +133,7 @@ async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[Peer
     """The known clocks, and those of further nodes with a link to this one, up to MAX_CLOCKS in all."""
     more = sorted((await libp2p.links()) - ahead.keys())[: MAX_CLOCKS - len(ahead)]
     with report.step(f"asking {plural(len(more), 'node')} for the time"):
-        answers = await asyncio.gather(*(or_error(join_handshake.manifest_and_clock(libp2p, peer)) for peer in more))
+        answers = await asyncio.gather(*(or_error(join_handshake.fetch_manifest(libp2p, peer)) for peer in more))
     found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
     return {**ahead, **found}
 
