@@ -7,12 +7,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from ipaddress import ip_address
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.dht.addresses import JoinAddress, ip_of
 from noloco_p2p.io.dht.reach import host_scope, scope
 
 SEARCH_MS = 500
@@ -48,7 +48,7 @@ def _is_public(host: str) -> bool:
 
 def is_behind_router(host: str) -> bool:
     """Whether `host` is a private IPv4 address."""
-    return host_scope(host) == "private" and ip_address(host).version == 4
+    return host_scope(host) == "private" and ":" not in host
 
 
 class HomeRouter:
@@ -59,6 +59,8 @@ class HomeRouter:
         """Port of this machine → the outside IP address and port that lead to it."""
         self._found: Any = None
         """miniupnpc's router, or None if it must be searched for."""
+        self._thread = ThreadPoolExecutor(1, "router")
+        """Only one, so that what is cancelled here and goes on there comes before the removal of all mappings."""
 
     def place(self, port: int) -> tuple[str, int] | None:
         """The outside IP address and port that lead to a port of this machine, or None."""
@@ -66,7 +68,7 @@ class HomeRouter:
 
     async def map(self, port: int) -> None:
         """Have a port mapped, or its mapping renewed. Raises Unreachable if no router does so, and keeps an old one."""
-        await asyncio.to_thread(self._map, port)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._map, port)
 
     async def try_map(self, port: int) -> None:
         """Have a port mapped if possible; log it if not."""
@@ -77,23 +79,17 @@ class HomeRouter:
 
     async def renew(self) -> None:
         """Have every mapping renewed. Raises Unreachable if one cannot be, after trying all of them."""
-        failures = list[Unreachable]()
-        for port in sorted(self._places):
-            try:
-                await self.map(port)
-            except Unreachable as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+        renewed = await asyncio.gather(*map(self.map, sorted(self._places)), return_exceptions=True)
+        for failure in filter(None, renewed):
+            raise failure
 
     async def end(self) -> None:
-        """Remove the mappings."""
-        ports, self._places = sorted(port for _, port in self._places.values()), {}
-        if ports:
-            try:
-                await asyncio.wait_for(asyncio.to_thread(self._remove, ports), END_S)
-            except (Unreachable, TimeoutError) as error:
-                log.info("the router still maps its ports %s to this machine: %s", ports, error)
+        """Remove the mappings, also one that is just being made."""
+        try:
+            removing = asyncio.get_running_loop().run_in_executor(self._thread, self._remove)
+            await asyncio.wait_for(removing, END_S)
+        except (Unreachable, TimeoutError) as error:
+            log.info("the router still maps ports to this machine: %s", error)
 
     def _map(self, port: int) -> None:
         held = self._found is not None and _is_of_this_machine(self._found.lanaddr)
@@ -123,9 +119,10 @@ class HomeRouter:
                 raise
             _answer(router.addportmapping, *request, 0)
 
-    def _remove(self, ports: list[int]) -> None:
-        router = self._found or _router()
-        for port in ports:
+    def _remove(self) -> None:
+        places, self._places = self._places, {}
+        router: Any = self._found or (_router() if places else None)
+        for port in sorted(port for _, port in places.values()):
             try:
                 _answer(router.deleteportmapping, port, "TCP")
             except Unreachable as error:  # it may have lost this mapping, and still have the others
@@ -159,13 +156,11 @@ def _is_of_this_machine(address: str) -> bool:
 def _address(router: Any) -> str:
     """The router's outside IP address. Raises Unreachable if there is none, or it is not public (a second router)."""
     said = _answer(router.externalipaddress)
-    try:
-        where = scope(said)
-    except ValueError:
-        raise Unreachable("the router has no outside address") from None
-    if where != "public":
-        raise Unreachable(f"the router is behind another one: its outside address is {ip_address(said)}")
-    return str(ip_address(said))
+    if (ip := ip_of(said)) is None:
+        raise Unreachable("the router has no outside address")
+    if scope(said) != "public":
+        raise Unreachable(f"the router is behind another one: its outside address is {ip}")
+    return str(ip)
 
 
 def _answer(ask: Callable[..., Any], *arguments: object) -> Any:

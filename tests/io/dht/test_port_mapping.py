@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -160,6 +161,39 @@ def test_a_mapping_that_the_router_has_lost_does_not_keep_the_others(monkeypatch
 
     asyncio.run(scenario())
     assert asked == [5001, 5009]
+
+
+def test_no_mapping_is_left_by_a_renewal_that_the_end_of_the_node_cuts_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, begun, may_go_on = dict[int, str](), threading.Event(), threading.Event()
+
+    def add(router: FoundRouter, outside: int, kind: str, host: str, port: int, *rest: object) -> None:
+        begun.set()
+        may_go_on.wait()
+        held[outside] = host
+
+    def delete(router: FoundRouter, outside: int, kind: str) -> None:
+        del held[outside]
+
+    monkeypatch.setattr(FoundRouter, "addportmapping", add)
+    monkeypatch.setattr(FoundRouter, "deleteportmapping", delete, raising=False)
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
+
+    async def scenario() -> None:
+        router = HomeRouter()
+        may_go_on.set()
+        await router.map(5001)
+        begun.clear()
+        may_go_on.clear()
+        renewing = asyncio.create_task(router.renew())
+        await asyncio.to_thread(begun.wait)
+        renewing.cancel()
+        ending = asyncio.create_task(router.end())
+        await asyncio.sleep(0)
+        may_go_on.set()
+        await ending
+
+    asyncio.run(scenario())
+    assert held == {}
 
 
 def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
