@@ -273,7 +273,7 @@ class AdvertValidator:
             return False
         if self.members is None:
             return not made.certificate
-        return self.members.admits(peer_id, made.certificate, record.expiration_time, libp2p_addresses(made))
+        return self.members.admits(peer_id, made.certificate, record.expiration_time)
 
 
 def _signed(record: "DHTRecord", value: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Certificates in the DHT records of a members-only run: this node's own, and the checks of others'."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ class MemberRecords:
         """`chain` returns this node's certificate and its issuer's, PEM; a node that has none announces nothing."""
         self.revoked = revoked
         self.ahead: Sequence[JoinAddress] = ()
-        """Addresses of peers that had a newer list of revoked peers at the last reading."""
+        """Those peers' addresses that had a newer list of revoked peers at the last reading."""
         self.issuers: dict[PeerId, JoinAddress] = {}
         """Addresses of peers that admit members and renew their certificates."""
         self._chain = chain
@@ -41,40 +41,38 @@ class MemberRecords:
         """The certificate for this node's own records, PEM."""
         return self._chain().decode()
 
-    def admits(self, peer_id: PeerId, certificate: str, until: float, at: list[JoinAddress]) -> bool:
-        """Whether a record of this peer that expires at `until` (Unix seconds) is a member's for all of that time.
-
-        `at` are the addresses that the peer claims.
-        """
+    def admits(self, peer_id: PeerId, certificate: str, until: float) -> bool:
+        """Whether a record of this peer that expires at `until` (Unix seconds) is a member's for all of that time."""
         try:
             found = self._checked(certificate.encode())
         except Violation:
             return False
         if (found.peer_id, found.role) != (peer_id, "member") or found.until < until:
             return False
-        if self.revoked.names(peer_id, found.issuer) and until > self.revoked.held.number + REVOKED_STORED_S:
-            return False
-        if found.issuer == peer_id and at:
-            self.issuers[peer_id] = at[0]
-        return True
+        late = until > self.revoked.held.number + REVOKED_STORED_S
+        return not (late and self.revoked.names(peer_id, found.issuer))
 
     def belongs(self, peer_id: PeerId, certificate: str, until: float) -> bool:
         """Whether this is the certificate of a member that is not revoked, valid until `until` (Unix seconds)."""
-        issuer = self.admits(peer_id, certificate, until, []) and self._checked(certificate.encode()).issuer
-        return bool(issuer) and not self.revoked.names(peer_id, str(issuer))
+        admitted = self.admits(peer_id, certificate, until)
+        return admitted and not self.revoked.names(peer_id, self._checked(certificate.encode()).issuer)
 
-    def read(
-        self, records: Sequence["AdvertRecord"], daemons: Callable[["AdvertRecord"], Sequence[JoinAddress]]
-    ) -> list["AdvertRecord"]:
-        """The records of a reading, with revoked peers in state `left`. Notes which peers have a newer list of them."""
-        ahead = [record for record in records if record.revoked > self.revoked.held.number]
-        self.ahead = [address for record in ahead for address in daemons(record)[:1]]
+    def read(self, records: Sequence["AdvertRecord"], met: Mapping[PeerId, JoinAddress]) -> list["AdvertRecord"]:
+        """The records of a reading, with revoked peers in state `left`. Notes which peers admit others, and which have
+        a newer list of those revoked. `met`: where others' daemons are, if this node may dial them."""
+        known = {peer: record for record in records if (peer := record.advert.peer_id) in met}
+        self.ahead = [met[peer] for peer, record in known.items() if record.revoked > self.revoked.held.number]
+        self.issuers |= {peer: met[peer] for peer, record in known.items() if self._issuer(record) == peer}
         return [
             replace(record, advert=replace(record.advert, state="left", step=0.0)) if self._is_gone(record) else record
             for record in records
         ]
 
     def _is_gone(self, record: "AdvertRecord") -> bool:
+        issuer = self._issuer(record)
+        return issuer is None or self.revoked.names(record.advert.peer_id, issuer)
+
+    def _issuer(self, record: "AdvertRecord") -> PeerId | None:
         with suppress(Violation):
-            return self.revoked.names(record.advert.peer_id, self._checked(record.certificate.encode()).issuer)
-        return True
+            return self._checked(record.certificate.encode()).issuer
+        return None

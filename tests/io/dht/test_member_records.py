@@ -1,6 +1,7 @@
 """Records of a members-only run: a non-member's record is neither stored, nor counted, nor read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from test_adverts import KEYS, NOW, Raw, advert, record
 
 from noloco_p2p.core.messages import Holding
 from noloco_p2p.errors import ConfigError, Violation
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import (
     LONGEST_TTL_S,
     MEMBERS_PAYLOAD_LIMIT_BYTES,
@@ -17,7 +19,6 @@ from noloco_p2p.io.dht.adverts import (
     AdvertValidator,
     decode,
     encode,
-    libp2p_addresses,
     packed_bytes,
     packed_text,
 )
@@ -86,16 +87,28 @@ def test_an_open_run_accepts_no_certificates(club: Club) -> None:
 def test_issuers_are_known_by_their_own_certificates(club: Club) -> None:
     me = identity_of(club, "me")
     records = MemberRecords(club.trust, Revocations(club.trust))
-    mine = AdvertValidator(me, club.run_id, KEYS, lambda: NOW, records)
-    assert mine.validate(raw(mine, me, club.chain(me.peer_id)))
+    place = JoinAddress("127.0.0.1", 4101, me.peer_id)
+    made = AdvertRecord(advert(peer_id=me.peer_id), NOW, (str(place),), club.chain(me.peer_id).decode())
+    records.read([made], {me.peer_id: place})
     assert not records.issuers
     own = certificates.issuer_certificate(club.root, club.trust, me.peer_id, NOW)
     chain = certificates.member_chain(own, me.key, club.trust, me.peer_id, "member", NOW)
-    place = f"/ip4/127.0.0.1/tcp/4101/p2p/{me.peer_id}"
-    made = AdvertRecord(advert(peer_id=me.peer_id), NOW, (place,), chain.decode())
-    plain = Raw(b"key of stage 0", packed_text(me.peer_id), packed_bytes(encode(made)), NOW + TTL_S)
-    assert mine.validate(Raw(plain.key, plain.subkey, mine.sign_value(plain), plain.expiration_time))
-    assert [str(address) for address in records.issuers.values()] == [place]
+    records.read([replace(made, certificate=chain.decode())], {me.peer_id: place})
+    assert records.issuers == {me.peer_id: place}
+
+
+def test_a_member_cannot_have_others_dial_any_address_to_renew_or_to_ask_for_a_list(club: Club) -> None:
+    me = identity_of(club, "me")
+    records = MemberRecords(club.trust, Revocations(club.trust))
+    own = certificates.issuer_certificate(club.root, club.trust, me.peer_id, NOW)
+    chain = certificates.member_chain(own, me.key, club.trust, me.peer_id, "member", NOW).decode()
+    inside = f"/ip4/10.0.0.1/tcp/22/p2p/{me.peer_id}"
+    claims = AdvertRecord(advert(peer_id=me.peer_id), NOW, (inside,), chain, revoked=9)
+    records.read([claims], {})
+    assert (list(records.ahead), records.issuers) == ([], {})
+    place = JoinAddress("8.8.8.8", 4101, me.peer_id)
+    records.read([claims], {me.peer_id: place})
+    assert (list(records.ahead), records.issuers) == ([place], {me.peer_id: place})
 
 
 @pytest.mark.parametrize("who", ["the peer", "its issuer"])
@@ -113,9 +126,9 @@ def test_records_of_a_revoked_peer_count_as_left_and_are_later_refused(club: Clu
     stored = raw(mine, gone, club.chain(gone.peer_id), LONGEST_TTL_S)
     shown = AdvertRecord(advert(peer_id=gone.peer_id), NOW, (), club.chain(gone.peer_id).decode())
     assert mine.validate(stored)
-    assert records.read([shown], libp2p_addresses) == [shown]
+    assert records.read([shown], {}) == [shown]
     assert records.revoked.adopt(club.revoking(int(NOW), named))
-    assert [(one.advert.state, one.advert.step) for one in records.read([shown], libp2p_addresses)] == [("left", 0.0)]
+    assert [(one.advert.state, one.advert.step) for one in records.read([shown], {})] == [("left", 0.0)]
     # The record may have been stored earlier. If it were refused, a reader would lose the whole answer that holds it.
     assert mine.validate(stored)
     mine, records = believing(club.revoking(int(NOW) - 61, named))

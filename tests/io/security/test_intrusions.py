@@ -659,7 +659,7 @@ class Doors:
 
     def store(self, chain: bytes, lasts_s: float = 60.0) -> None:
         """Store a record of his in the directory."""
-        if not self.directory.admits(self.m.peer_id, chain.decode(), dht_time() + lasts_s, []):
+        if not self.directory.admits(self.m.peer_id, chain.decode(), dht_time() + lasts_s):
             raise Declined("not stored")
 
     def revoke(self, *peers: str, number: int | None = None) -> None:
