@@ -26,9 +26,10 @@ CONTAINER_MARKS = "/.dockerenv", "/run/.containerenv"
 LOOKUP_S = 2.0
 """Longest wait for names to be resolved, seconds. An answer that comes later is used the next time."""
 NAMES_AT_ONCE = 32
-NAMES_KEPT, KEPT_S, FORGOTTEN_S = 256, 60.0, 3600.0
+NAMES_KEPT, KEPT_S, FORGOTTEN_S = 256, 60.0, 180.0
 """How many names' addresses are remembered, after how long they are looked up again, and when a name is forgotten that
-nobody has asked for since, seconds. Those remembered go first, and keep their places."""
+nobody has asked for since, seconds. Those remembered go first, and keep their places. Names of nodes are asked for at
+each reading of the directory; any stranger can have others looked up by asking for dial backs, but only so many."""
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
 RELAY = "relay/"
@@ -149,8 +150,9 @@ class Reach:
         return (host,) if ip_of(host) else self._known.get(host, (0.0, ()))[1]
 
     async def _look_up(self, hosts: Collection[str]) -> None:
-        """Resolve names, waiting LOOKUP_S at most."""
-        loop = asyncio.get_running_loop()
+        """Resolve names, waiting LOOKUP_S at most, and for each request to a name server only once: a stranger's server
+        may take minutes."""
+        loop, begun = asyncio.get_running_loop(), list[asyncio.Task[None]]()
         stale = loop.time() - FORGOTTEN_S
         self._known = {host: one for host, one in self._known.items() if host in hosts or one[0] > stale}
         for host in sorted(hosts, key=lambda host: host not in self._known):
@@ -158,8 +160,9 @@ class Reach:
             room = host in self._known or len(self._known) + len(self._asking) < NAMES_KEPT
             if due and room and not ip_of(host) and len(self._asking) < NAMES_AT_ONCE:
                 self._asking[host] = loop.create_task(self._ask(host))
-        if self._asking:
-            await asyncio.wait(self._asking.values(), timeout=LOOKUP_S)
+                begun.append(self._asking[host])
+        if begun:
+            await asyncio.wait(begun, timeout=LOOKUP_S)
 
     async def _ask(self, host: str) -> None:
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from daemons import STRANGER, daemon, node, run
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.io.dht import reach as reaching
 from noloco_p2p.io.dht.addresses import JoinAddress
-from noloco_p2p.io.dht.join_handshake import ask_dial_back, serve_dial_back
+from noloco_p2p.io.dht.join_handshake import DIALS_PER_MINUTE, ask_dial_back, serve_dial_back
 from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, scope
 
 SCOPES = {
@@ -197,6 +197,22 @@ def test_a_name_that_is_being_resolved_is_not_asked_for_again(monkeypatch: pytes
     asyncio.run(scenario())
 
 
+def test_a_name_server_that_never_answers_delays_only_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async def never(self: Reach, host: str) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(Reach, "_ask", never)
+        monkeypatch.setattr(reaching, "LOOKUP_S", 0.01)
+        reach = Reach(["8.8.4.4"])
+        assert await reach.addresses(["slow.example"]) == {}
+        monkeypatch.setattr(reaching, "LOOKUP_S", 3600.0)
+        async with asyncio.timeout(10.0):
+            assert await reach.addresses(["slow.example", "8.8.8.8"]) == {"8.8.8.8": "8.8.8.8"}
+
+    asyncio.run(scenario())
+
+
 def test_a_known_name_is_not_displaced_by_any_number_of_new_ones(
     monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
@@ -229,6 +245,11 @@ def test_names_that_nobody_asks_for_any_more_make_room_for_new_ones(
         assert await reach.addresses(["both.example"]) == {"both.example": "8.8.8.8"}
 
     asyncio.run(scenario())
+
+
+def test_strangers_that_ask_for_dial_backs_leave_room_for_the_names_of_nodes() -> None:
+    assert reaching.NAMES_AT_ONCE + DIALS_PER_MINUTE * reaching.FORGOTTEN_S / 60 < reaching.NAMES_KEPT
+    assert reaching.FORGOTTEN_S > reaching.KEPT_S + reaching.LOOKUP_S, "a name in use is looked up before that"
 
 
 def test_adverts_cannot_make_a_node_dial_its_private_network(tmp_path: Path) -> None:
