@@ -22,6 +22,10 @@ NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
 """Most bytes of one stage's records, without keys. With keys they still fit into one reply of hivemind (4 MiB)."""
+SPARE_ENTRIES = 64
+"""Beyond that, and beyond one for each record, entries of earlier expirations are dropped from a store."""
+CHECKED_AT_ONCE = 8
+"""How many records are checked before other tasks get a turn: 10 ms, if none of them has been checked before."""
 UNTIL_ALL_ARE_ASKED = float("nan")
 """Passed as the expiration at which a search may stop. No expiration in a reply reaches NaN, not even infinity, so a
 search asks all nearest nodes."""
@@ -54,7 +58,7 @@ async def create(p2p: Any, validator: AdvertValidator, *, asks_only: bool = Fals
         cache_on_store=False,
         reuse_get_requests=False,
         chunk_size=1,  # one key per request: a reply cannot carry the records of two full ones
-        authorizer=_OneKeyPerRequest(),
+        authorizer=_Inspection(validator),
     )
     # With a cache, readers would get what a stranger put into it instead of what is stored.
     node.protocol.storage, node.protocol.cache = record_store(), record_store(0)
@@ -70,22 +74,44 @@ def _belongs_in_log(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Task was destroyed") or "coro=<Event.wait() " not in record.getMessage()
 
 
-class _OneKeyPerRequest:
-    """hivemind's hook to sign and check requests. It refuses requests for several keys, which our nodes never make:
-    such a request could name one key tens of thousands of times, and would get its records as often."""
+class _Inspection:
+    """hivemind's hook to sign and check messages.
+
+    It refuses requests that our nodes never make: to find several keys, because one could be named tens of thousands of
+    times, and its records would be sent as often; and to store more than one record, because a message has room for as
+    many as take seconds to check. The records of an answer are checked a few at a time. hivemind then checks them
+    again, all at once, but the validator remembers the results.
+    """
+
+    def __init__(self, validator: AdvertValidator) -> None:
+        self._validator, self._turn = validator, asyncio.Lock()
 
     async def sign_request(self, request: Any, to: Any) -> None:
         """Do nothing."""
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer a request."""
-        return type(request).__name__ != "FindRequest" or len(request.keys) == 1
+        if type(request).__name__ == "PingRequest":
+            return True
+        return len(request.keys) == 1 and b"" not in getattr(request, "subkeys", ())  # b"" means a dictionary
 
     async def sign_response(self, response: Any, request: Any) -> None:
         """Do nothing."""
 
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Accept every response."""
+        from hivemind.dht.protocol import DHTProtocol
+        from hivemind.dht.validation import DHTRecord
+
+        pack, unpack = DHTProtocol.serializer.dumps, DHTProtocol.serializer.loads
+        async with self._turn:
+            for found in getattr(response, "results", ()):
+                held = unpack(found.value).data if found.value else {}
+                for number, (peer, (record, expires)) in enumerate(held.items()):
+                    if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
+                        break  # hivemind drops all of them
+                    if number % CHECKED_AT_ONCE == 0:
+                        await asyncio.sleep(0)
         return True
 
 
@@ -215,6 +241,11 @@ def _store_class() -> Any:
             copy.expiration_heap, copy.latest_expiration_time = list(held.expiration_heap), held.latest_expiration_time
             return type(found)(copy, found.expiration_time)
 
+        def items(self) -> Any:
+            """Nothing. hivemind sends these to every peer that claims a new place, and one may claim any number; each
+            node announces itself again soon."""
+            return iter(())
+
         def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
             """Store a record if it expires later than the one held and there is room; returns whether it was stored."""
             found = self._found(key)
@@ -222,11 +253,17 @@ def _store_class() -> Any:
             before = held.get(subkey)
             if before is not None and before.expiration_time >= expiration_time:
                 return False
-            others = sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
-            if others + len(value) > self._limit_bytes or not held.store(subkey, value, expiration_time):
+            nbytes = vars(held).get("nbytes", 0) + len(value) - (len(before.value) if before is not None else 0)
+            if nbytes > self._limit_bytes:  # some of these records may have expired
+                nbytes = len(value) + sum(len(one.value) for peer_id, one in held.items() if peer_id != subkey)
+            if nbytes > self._limit_bytes or not held.store(subkey, value, expiration_time):
                 return False
+            held.nbytes = nbytes
             if found is None or found.expiration_time < expiration_time:
                 self.store(key, held, expiration_time)
+            for renewed in (held, self):  # both keep an entry for each renewal until it would have expired
+                if len(renewed.expiration_heap) > 2 * len(renewed.data) + SPARE_ENTRIES:
+                    renewed.expiration_heap = sorted(renewed.key_to_heap.values())
             return True
 
         def _found(self, key: Any) -> Any:

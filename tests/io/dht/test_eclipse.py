@@ -1,11 +1,12 @@
 """Eclipse attacks: peers that try to control what others find in the DHT."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from daemons import RUN, Node, daemon, node, run
@@ -173,7 +174,7 @@ def test_false_metadata_in_a_reply_does_not_keep_others_from_reading(tmp_path: P
     run(scenario)
 
 
-def test_a_request_that_repeats_a_key_is_refused(tmp_path: Path) -> None:
+def test_a_request_that_repeats_a_key_or_stores_many_records_is_refused(tmp_path: Path) -> None:
     from hivemind.dht.routing import DHTID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
     from hivemind.proto import dht_pb2
@@ -187,6 +188,11 @@ def test_a_request_that_repeats_a_key_is_refused(tmp_path: Path) -> None:
             assert [each.type for each in answer.results] == [dht_pb2.FOUND_DICTIONARY]
             with pytest.raises(P2PHandlerError):
                 await ask(dht_pb2.FindRequest(keys=[key] * 10_000, peer=protocol.node_info))
+            store = protocol.get_stub(a.libp2p.p2p.peer_id).rpc_store
+            for keys, subkey in ([key] * 3, b"x"), ([key], b""):
+                parts = {"subkeys": [subkey] * len(keys), "values": [b"x"] * len(keys), "in_cache": [True] * len(keys)}
+                with pytest.raises(P2PHandlerError):
+                    await store(dht_pb2.StoreRequest(keys=keys, expiration_time=[1.0] * len(keys), **parts))
 
     run(scenario)
 
@@ -208,6 +214,95 @@ def test_a_stranger_with_any_number_of_places_or_names_takes_a_bounded_amount_of
     assert [[*bucket.nodes_to_peer_id] for bucket in table.buckets] == before
     assert not blacklist.ban_counter
     assert len(blacklist.banned_peers) == 0
+
+
+class Turns:
+    """A validator that notes in which turn of the event loop each record was checked."""
+
+    def __init__(self) -> None:
+        self.now, self.checked = 0, Counter[int]()
+
+    async def count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+    def validate(self, record: object) -> bool:
+        self.checked[self.now] += 1
+        return True
+
+
+def test_an_answer_full_of_records_is_checked_a_few_at_a_time() -> None:
+    """The signatures of 1,024 adverts take 0.2 s, and with certificates 1 s."""
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        turns = Turns()
+        counting = asyncio.create_task(turns.count())
+        inspection = dht_node._Inspection(cast(Any, turns))
+        held = DictionaryDHTValue()
+        for number in range(1000):
+            held.store(f"{number}", b"record", dht_time() + TTL_S)
+        result = dht_pb2.FindResult(value=DHTProtocol.serializer.dumps(held))
+        asked, answer = dht_pb2.FindRequest(keys=[b"key"]), dht_pb2.FindResponse(results=[result])
+        assert all(await asyncio.gather(*(inspection.validate_response(answer, asked) for _ in range(20))))
+        counting.cancel()
+        assert turns.checked.total() == 20_000
+        assert max(turns.checked.values()) <= dht_node.CHECKED_AT_ONCE
+
+    asyncio.run(scenario())
+
+
+def test_who_claims_many_places_is_not_sent_all_records_for_each(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.proto import dht_pb2
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
+            await a.directory.announce(a.advert(), TTL_S)
+            protocol, sent = liar.directory._node.protocol, list[object]()
+            storing = a.directory._node.protocol.call_store
+
+            async def call_store(*what: object, **more: object) -> Any:
+                sent.append(what)
+                return await storing(*what, **more)
+
+            a.directory._node.protocol.call_store = call_store
+            key = int(DHTID.generate(stage_key(RUN, 0)))
+            ping = protocol.get_stub(a.libp2p.p2p.peer_id).rpc_ping
+            for number in range(50):
+                place = dht_pb2.NodeInfo(node_id=DHTID(key ^ (1 << (150 - number))).to_bytes())
+                await ping(dht_pb2.PingRequest(peer=place))
+            assert not sent
+
+    run(scenario)
+
+
+def test_a_record_that_is_renewed_without_end_takes_no_more_memory() -> None:
+    from hivemind.dht.routing import DHTID
+
+    store, key, expires = dht_node.record_store(), DHTID.generate("key"), dht_time() + TTL_S
+    for number in range(10_000):
+        assert store.store_subkey(key, f"{number % 2}", b"record", expires + number / 1000)
+    held = store.get(key).value
+    assert sorted(held.data) == ["0", "1"]
+    assert len(held.expiration_heap) + len(store.expiration_heap) < 200
+    assert held.top()[0] == "0", "the first to expire"
+
+
+def test_what_has_expired_makes_room_in_a_full_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import timed_storage
+
+    store, key, now = dht_node.record_store(1000), DHTID.generate("key"), dht_time()
+    assert store.store_subkey(key, "short", bytes(600), now + TTL_S)
+    assert store.store_subkey(key, "long", bytes(400), now + 3 * TTL_S)
+    assert not store.store_subkey(key, "new", bytes(1), now + 3 * TTL_S)
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: now + 2 * TTL_S)
+    assert store.store_subkey(key, "new", bytes(600), now + 3 * TTL_S)
+    assert not store.store_subkey(key, "newer", bytes(1), now + 3 * TTL_S)
 
 
 def test_a_full_stage_keeps_its_records() -> None:

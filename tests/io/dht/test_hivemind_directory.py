@@ -174,7 +174,7 @@ def test_forged_records_are_refused_by_storing_and_by_reading_nodes(tmp_path: Pa
             assert stored == [[False]] * 3
             poisoned = DictionaryDHTValue()
             poisoned.store(STRANGER, forged, expires)
-            assert await mallory.call_store(b.libp2p.p2p.peer_id, [key], [poisoned], [expires]) == [False]
+            assert await mallory.call_store(b.libp2p.p2p.peer_id, [key], [poisoned], [expires]) is None
             assert STRANGER not in victim.storage.get(key).value
 
             # Mallory's own storage answers readers with a forgery: the reader drops it and keeps the honest records.
