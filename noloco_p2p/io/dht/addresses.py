@@ -9,6 +9,7 @@ import ipaddress
 import json
 import re
 import socket
+import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,6 @@ class JoinAddress:
         return f"{self.multiaddress}/p2p/{self.peer_id}"
 
 
-def _malformed(text: str, reason: str) -> str:
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address that a host is given as; None if it is given as a name, or not a host."""
     try:
@@ -76,6 +76,7 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+def _malformed(text: str, reason: str) -> str:
     shown = text if len(text) <= 160 else text[:157] + "..."
     return f"malformed join address {shown!r}: {reason}; copy the address that a running node prints"
 
@@ -174,7 +175,7 @@ class KnownPeers:
         tomorrow."""
         self._path, self._joined = path, tuple(joined)
         self._addresses: dict[PeerId, JoinAddress] = {}
-        self._turn = 0
+        self._turn, self._remembering = 0, threading.Lock()
 
     def load(self) -> None:
         """Read the file if there is one, skipping anything that is not an address: the file is only a convenience.
@@ -190,25 +191,25 @@ class KnownPeers:
                 self._put(JoinAddress.parse(str(entry)))
 
     def remember(self, addresses: Iterable[JoinAddress]) -> None:
-        """Remember peers that answer now, and write the file if a peer or an address is new.
+        """Remember peers that answer now, and write the file if a peer or an address is new. May run in any thread,
+        because a disk may take seconds.
 
         Raises LocalError if the file cannot be written.
         """
-        before = set(self._addresses.values())
-        answering = {address.peer_id: address for address in addresses}
-        for address in sorted(answering.values(), key=lambda one: one.peer_id not in self._addresses):
-            self._put(address, answering)
-        if set(self._addresses.values()) == before:
-            return
-        text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
-        with writing(self._path):
-            make_folders(self._path.parent)
-            write_whole(self._path, text.encode())
+        with self._remembering, writing(self._path):
+            before = set(self._addresses.values())
+            answering = {address.peer_id: address for address in addresses}
+            for address in sorted(answering.values(), key=lambda one: one.peer_id not in self._addresses):
+                self._put(address, answering)
+            if set(self._addresses.values()) != before:
+                make_folders(self._path.parent)
+                text = json.dumps([str(address) for address in self._addresses.values()], indent=1)
+                write_whole(self._path, text.encode())
 
     def unlinked(self, linked: set[PeerId], limit: int) -> list[JoinAddress]:
         """Addresses to be dialled: up to `limit` known peers without a link, different ones at each call, and all
         joined peers without a link."""
-        missing = [address for peer_id, address in self._addresses.items() if peer_id not in linked]
+        missing = [address for peer_id, address in list(self._addresses.items()) if peer_id not in linked]
         start = self._turn % len(missing) if missing else 0
         chosen = (missing[start:] + missing[:start])[:limit]
         self._turn += len(chosen)

@@ -150,7 +150,8 @@ class HivemindDirectory:
         dht_node.forget_spares(self._node)
         await self._ping(linked)
         await self._ask_directly(sorted(linked))
-        self._known.remember(address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked)
+        met = [address for peer_id, address in sorted(self._libp2p.met.items()) if peer_id in linked]
+        await asyncio.to_thread(self._known.remember, met)
 
     async def keep(self, trouble: Callable[[str | None], None]) -> None:
         """See `daemon_restarts.keep`."""
@@ -190,7 +191,7 @@ class HivemindDirectory:
             return self._cut_off
         node.protocol.storage, self._node = self._node.protocol.storage, node
         try:
-            self._known.remember(address for _, address in sorted(self._libp2p.met.items()))
+            await asyncio.to_thread(self._known.remember, [one for _, one in sorted(self._libp2p.met.items())])
             await self.rejoin()
         except (LocalError, PeerError) as error:
             log.warning("rejoining: %s", error)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from machine import at_most
 
 from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
+from noloco_p2p.io.dht import addresses
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
 
 
@@ -301,6 +303,22 @@ def test_an_isolated_node_finds_its_swarm_again(tmp_path: Path, monkeypatch: pyt
                         return [peer.peer_id for peer in await b.directory.peers()] == [again.libp2p.peer_id]
 
                     await until(seen, 20.0)
+
+    run(scenario)
+
+
+def test_the_loop_does_not_wait_for_the_disk_when_known_peers_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            await b.directory.announce(b.advert(), 30.0)
+            await a.directory.peers()
+            wrote = list[int]()
+            monkeypatch.setattr(addresses, "write_whole", lambda *_: wrote.append(threading.get_ident()))
+            await a.directory.rejoin()
+            assert wrote
+            assert threading.get_ident() not in wrote
 
     run(scenario)
 
