@@ -24,7 +24,7 @@ from noloco_p2p.io.security import admission, certificates, revocations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
 from noloco_p2p.io.security.credentials import Credentials
-from noloco_p2p.io.security.invitations import MAX_USES, Invitation, UseBook
+from noloco_p2p.io.security.invitations import MAX_USES, NO_STAGE, Invitation, UseBook
 from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.io.transport.peer_links import Links, open_links
 from noloco_p2p.io.transport.probe import probe
@@ -88,8 +88,8 @@ def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage
         raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of the node that others will join")
     if not (node_dir / ISSUER).exists():
         raise ConfigError(f"the node of {node_dir} cannot admit others: start it with --key, or name one that was")
-    if stage is not None and stage >= manifest.stages:
-        raise ConfigError(f"stage {stage}: the run has stages 0 to {manifest.stages - 1}")
+    if stage is not None and stage >= (most := min(manifest.stages, NO_STAGE)):
+        raise ConfigError(f"stage {stage}: an invitation to this run can name stages 0 to {most - 1}")
     if not 1 <= uses <= MAX_USES:
         raise ConfigError(f"--uses must be between 1 and {MAX_USES}, not {uses}")
     until = dht_time() + seconds

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
@@ -15,7 +16,8 @@ from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.launch import run_files, run_key
+from noloco_p2p.io.security.invitations import Invitation
+from noloco_p2p.launch import node_probe, run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.settings import read as read_settings
 from noloco_p2p.observe import top
@@ -215,6 +217,19 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
     run_files.store_manifest(tmp_path / "node", manifest)
     with pytest.raises(ConfigError, match=r"the run's key is not at \S+root.key or .*: name it with --key"):
         run_key.revoke(tmp_path / "node", None, ["peer"])
+
+
+def test_an_invitation_names_a_stage_that_its_form_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    public = run_key.make(tmp_path / "root.key")
+    run = SimpleNamespace(run_id="ab" * 32, stages=300, security=SimpleNamespace(root_key=public))
+    monkeypatch.setattr(run_key, "_members_run", lambda _: (tmp_path, run))
+    monkeypatch.setattr(node_probe, "read_endpoints", lambda _: SimpleNamespace(join=["address"]))
+    (tmp_path / "issuer.pem").touch()
+    text = run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=254).removeprefix("address/invite/")
+    assert Invitation.parse(text).stage == 254
+    for stage in (255, 299):
+        with pytest.raises(ConfigError, match=f"stage {stage}: an invitation to this run can name stages 0 to 254"):
+            run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=stage)
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from noloco_p2p.io.security.certificates import RunTrust
 
 MAX_USES = 10_000
 NO_STAGE = 255
+"""Means that an invitation names no stage."""
 ANOTHER = "ask for another one (noloco invite)"
 _FORM = struct.Struct(">16s8sIHB")
 """The first half of the run id, a random number, expiry in Unix seconds, uses, stage."""
