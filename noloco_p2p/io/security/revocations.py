@@ -124,7 +124,7 @@ class Revocations:
         self.held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
         for changed in self._listeners:
             changed()
-        self._store()
+        self.look()  # the file may just have got a newer list
         return True
 
     def _store(self) -> None:

@@ -119,6 +119,16 @@ def test_an_older_list_never_replaces_a_newer_one_even_after_a_restart(tmp_path:
         Revocations(club.trust, path)
 
 
+def test_a_list_from_a_peer_does_not_replace_a_newer_one_that_has_just_been_written(tmp_path: Path) -> None:
+    club, path = Club(tmp_path), tmp_path / "revoked"
+    revoked = Revocations(club.trust, path)
+    newer = club.revoking(2, ANN, BOB)
+    path.write_bytes(newer)  # as `noloco revoke` does
+    assert revoked.adopt(club.revoking(1, ANN))
+    assert revoked.held.signed == path.read_bytes() == newer
+    assert revoked.names(BOB)
+
+
 def test_of_two_lists_with_one_number_every_node_ends_up_with_the_same(tmp_path: Path) -> None:
     club = Club(tmp_path)
     both = [club.revoking(5, ANN), club.revoking(5, BOB)]
