@@ -19,7 +19,7 @@ from noloco_p2p.humanize import plain
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
-from noloco_p2p.io.dht.reach import endpoint, host_scope, joined
+from noloco_p2p.io.dht.reach import endpoint, host_scope, is_private, joined, scope
 from noloco_p2p.io.dht.ways_in import WaysIn
 
 ReachabilityProbe = Callable[[str, PeerId], Awaitable[str | None]]
@@ -185,7 +185,8 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
     """Have a joined peer reach this node at its gRPC address (`host:port`), or by one of the `ways`.
 
     Returns whether it is reached at its gRPC address. Raises LocalError if it cannot be reached at all. If a peer
-    cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked.
+    cannot be asked (because it has just died, or is busy), or its answer makes no sense, the next one is asked. If none
+    can, a private address is taken for one that peers at public addresses do not reach.
     """
     failure = nowhere = ""
     for attempt in range(DIAL_BACK_TRIES if libp2p.joined else 0):
@@ -207,12 +208,16 @@ async def check_reachable(libp2p: Libp2pDaemon, address: str, ways: WaysIn) -> b
             nowhere = reason
     if nowhere:
         raise LocalError(_unreachable(address, nowhere))
+    hidden = False
     if failure:
         log.warning("no peer could be asked whether others reach this node at %s: %s", address, failure)
+        known = await libp2p.reach.addresses(peer.host for peer in libp2p.joined)
+        hidden = is_private(address) and "public" in map(scope, known.values())
     if outside := await ways.through_router():
         log.info(UNTRIED, outside)
+    if outside or hidden:
         await ways.serve()
-    return not outside
+    return not (outside or hidden)
 
 
 def _unreachable(address: str, reason: str) -> str:

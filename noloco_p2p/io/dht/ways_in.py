@@ -29,7 +29,8 @@ DIALS = 8
 MAX_LINKS = 128
 """Most public members to which this node keeps links; all others come through the relays."""
 STREAMS_OF_PEER, STREAMS_OF_RELAY, MAX_STREAMS = 16, 64, 512
-"""Most streams open at a time: from one peer, through one relay, in all."""
+"""Most streams open at a time: from one peer, through one relay, and of either kind: whoever can open a link may use up
+the first kind under many names."""
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,8 @@ class WaysIn:
     async def _carry(self, kind: str, most: int, peer: PeerId, stream: Stream) -> None:
         """Splice a stream with a connection to the gRPC server, and record whose stream that connection carries."""
         whose = kind + peer
-        if self._open[whose] >= most or self._open.total() >= MAX_STREAMS:
+        of_kind = sum(number for one, number in self._open.items() if one.startswith(kind))
+        if self._open[whose] >= most or of_kind >= MAX_STREAMS:
             return
         self._open[whose] += 1
         try:

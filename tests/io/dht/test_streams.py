@@ -1,6 +1,7 @@
 """gRPC over libp2p streams on loopback: to a peer with an open link, through a relay, and who is refused."""
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -24,13 +25,14 @@ from transport_fixture import MAX_BODY_BYTES, Events, Node, activation, echo
 
 from noloco_p2p.config import LimitSettings, ListenSettings, NodeConfig
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.errors import Declined, LocalError, Unreachable
-from noloco_p2p.io.dht import relay_service, streams, ways_in
+from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable
+from noloco_p2p.io.dht import join_handshake, relay_service, streams, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
 from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, check_reachable, serve_dial_back
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.reach import Reach
 from noloco_p2p.io.dht.relay_service import MemberRelay
 from noloco_p2p.io.dht.streams import CHUNK_BYTES, RELAY_STREAMS, RELAYED_STREAMS, Streams, hear, say
 from noloco_p2p.io.dht.ways_in import DIALS, WaysIn
@@ -357,6 +359,61 @@ def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkey
             assert answers == ["", "", *[f"{b.id} may have no more circuits"] * 2]
 
     run(scenario)
+
+
+def test_streams_under_many_names_do_not_keep_out_those_of_the_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can open a link to a node behind NAT may have any number of peer ids."""
+    spliced, ports = list[Stream](), itertools.count()
+
+    async def splicing(one: Stream, other: Stream) -> None:
+        spliced.append(one)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ways_in, "splice", splicing)
+    server = Mock(get_extra_info=Mock(return_value=("127.0.0.1", 9)))
+    monkeypatch.setattr(asyncio, "open_connection", AsyncMock(return_value=(Mock(), server)))
+    monkeypatch.setattr(ways_in, "joined", lambda *_: str(next(ports)))
+
+    async def scenario() -> None:
+        ways = WaysIn(cast(Libp2pDaemon, Mock()), Streams(cast(Libp2pDaemon, Mock()), RUN), ("127.0.0.1", 9))
+        ways._relays = (STRANGER,)
+        stream = Stream(Mock(), Mock())
+        ids = [peer_id_of(bytes([n]) * 32) for n in range(40)]
+        carrying = [
+            asyncio.create_task(ways._carry("p2p/", ways_in.STREAMS_OF_PEER, peer, stream))
+            for peer in ids
+            for _ in range(ways_in.STREAMS_OF_PEER)
+        ]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(spliced) == ways_in.MAX_STREAMS
+        carrying.append(asyncio.create_task(ways._relayed(STRANGER, stream)))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(spliced) == ways_in.MAX_STREAMS + 1
+        for task in carrying:
+            task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_private_address_that_nobody_could_dial_back_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is joined by many at once, or asked by a stranger, is busy dialling others back."""
+    monkeypatch.setattr(join_handshake, "DIAL_BACK_TRIES", 1)
+    monkeypatch.setattr(join_handshake, "ask_dial_back", AsyncMock(side_effect=Busy("busy dialling others back")))
+
+    async def scenario(joined: str, address: str) -> bool:
+        peer = JoinAddress(joined, 4001, STRANGER)
+        libp2p = cast(Libp2pDaemon, Mock(joined=(peer,), reach=Reach([joined]), router=None))
+        ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=""))
+        direct = await check_reachable(libp2p, address, ways)
+        assert ways.serve.called is not direct
+        return direct
+
+    assert not asyncio.run(scenario("8.8.8.8", "192.168.1.2:9"))
+    assert asyncio.run(scenario("8.8.8.8", "8.8.4.4:9"))
+    assert asyncio.run(scenario("192.168.1.3", "192.168.1.2:9"))
 
 
 def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others() -> None:
