@@ -63,7 +63,7 @@ def revoke_peers(
     ],
     key: KeyFile = None,
 ) -> None:
-    """Expel peers from a members-only run, with all they have admitted. Within a minute all their calls end."""
+    """Expel peers from a members-only run, with all whose certificates they issued. Their calls end within a minute."""
     from noloco_p2p.launch import run_key
 
     made = run_key.revoke(dir, key, peers)
