@@ -232,11 +232,11 @@ class AdvertValidator:
 
     def sign_value(self, record: "DHTRecord") -> bytes:
         """The value of one of this node's own records, with its signature in front."""
-        return self.identity.sign(_signed(record, record.value)) + record.value
+        return self.identity.sign(_signed(record, record.value)) + bytes(record.value)
 
     def strip_value(self, record: "DHTRecord") -> bytes:
         """The value of a valid record without its signature."""
-        return record.value[SIGNATURE_BYTES:]
+        return bytes(record.value[SIGNATURE_BYTES:])
 
     def validate(self, record: "DHTRecord") -> bool:
         """Whether a record may be stored or believed. Never raises, whatever the bytes are."""

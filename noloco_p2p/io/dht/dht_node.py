@@ -220,6 +220,21 @@ def record_store(limit_bytes: int = STAGE_LIMIT_BYTES) -> Any:
     return _store_class()(limit_bytes)
 
 
+def _copied(held: Any) -> Any:
+    """A copy of the records under a key."""
+    copy = type(held)()
+    copy.data, copy.key_to_heap = dict(held.data), dict(held.key_to_heap)
+    copy.expiration_heap, copy.latest_expiration_time = list(held.expiration_heap), held.latest_expiration_time
+    return copy
+
+
+def _drop_spare_entries(*storages: Any) -> None:
+    """hivemind keeps an entry for each renewal until it would have expired: drop them if they are many."""
+    for one in storages:
+        if len(one.expiration_heap) > 2 * len(one.data) + SPARE_ENTRIES:
+            one.expiration_heap = sorted(one.key_to_heap.values())
+
+
 @functools.cache
 def _store_class() -> Any:
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -234,16 +249,10 @@ def _store_class() -> Any:
         def get(self, key: Any) -> Any:
             """A copy of what is held under a key, or None if there is nothing."""
             found = self._found(key)
-            if found is None:
-                return None
-            held, copy = found.value, DictionaryDHTValue()
-            copy.data, copy.key_to_heap = dict(held.data), dict(held.key_to_heap)
-            copy.expiration_heap, copy.latest_expiration_time = list(held.expiration_heap), held.latest_expiration_time
-            return type(found)(copy, found.expiration_time)
+            return None if found is None else type(found)(_copied(found.value), found.expiration_time)
 
         def items(self) -> Any:
-            """Nothing. hivemind sends these to every peer that claims a new place, and one may claim any number; each
-            node announces itself again soon."""
+            """Nothing: hivemind would send them to whoever claims a new place, any number of times."""
             return iter(())
 
         def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
@@ -261,15 +270,12 @@ def _store_class() -> Any:
             held.nbytes = nbytes
             if found is None or found.expiration_time < expiration_time:
                 self.store(key, held, expiration_time)
-            for renewed in (held, self):  # both keep an entry for each renewal until it would have expired
-                if len(renewed.expiration_heap) > 2 * len(renewed.data) + SPARE_ENTRIES:
-                    renewed.expiration_heap = sorted(renewed.key_to_heap.values())
+            _drop_spare_entries(held, self)
             return True
 
         def _found(self, key: Any) -> Any:
-            """What is held under a key. A record with more than the longest lifetime left is from before the clock was
-            set back. It is dropped, because peers would refuse it along with all others under its key, and no newer
-            record could replace it."""
+            """What is held under a key. Records from before the clock was set back are dropped: peers would refuse them
+            along with all others, and no newer ones could replace them."""
             found, latest = super().get(key), dht_time() + LONGEST_TTL_S
             if found is None or found.expiration_time <= latest:
                 return found

@@ -68,10 +68,11 @@ async def fetch_manifest(libp2p: Libp2pDaemon, peer_id: PeerId) -> tuple[bytes, 
     return answer[8:], time - (before + dht_time()) / 2
 
 
-def check_clock(ahead: float, ttl_s: float) -> None:
-    """Raise ConfigError that states how far a peer's clock is `ahead` of ours (seconds) if that is more than half of
-    `ttl_s`, the lifetime of an advert: adverts would then look expired, or live too long."""
-    if abs(ahead) > ttl_s / 2:
+def check_clock(ahead: float, unsure_s: float, ttl_s: float) -> None:
+    """Raise ConfigError that states how far a peer's clock is `ahead` of ours (seconds, give or take `unsure_s`) if
+    that is certainly more than half of `ttl_s`, the lifetime of an advert: adverts would then look expired, or live too
+    long."""
+    if abs(ahead) - unsure_s > ttl_s / 2:
         raise ConfigError(
             f"this machine's clock is {abs(ahead):.1f} s {'behind' if ahead > 0 else 'ahead of'} that of the joined "
             f"peer; at most {ttl_s / 2:g} s are allowed: set the clock (for example with NTP)"

@@ -126,12 +126,12 @@ def test_a_corrupt_file_of_known_peers_is_ignored(tmp_path: Path, text: str) -> 
 
 
 def test_clocks_may_differ_by_half_a_lifetime() -> None:
-    check_clock(15.0, ttl_s=30.0)
-    check_clock(-15.0, ttl_s=30.0)
+    check_clock(15.0, unsure_s=0.0, ttl_s=30.0)
+    check_clock(-18.0, unsure_s=3.0, ttl_s=30.0)  # the answer took six seconds
     with pytest.raises(ConfigError, match=r"clock is 16\.5 s behind"):
-        check_clock(16.5, ttl_s=30.0)
+        check_clock(16.5, unsure_s=1.0, ttl_s=30.0)
     with pytest.raises(ConfigError, match=r"clock is 20\.5 s ahead"):
-        check_clock(-20.5, ttl_s=30.0)
+        check_clock(-20.5, unsure_s=1.0, ttl_s=30.0)
 
 
 def test_dial_backs_for_strangers_are_rate_limited() -> None:
