@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
-from noloco_p2p.errors import ConfigError, LocalError, Violation
+from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import dht_time
 from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
@@ -19,7 +19,7 @@ from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.join_handshake import PROBE_TIMEOUT_S
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
-from noloco_p2p.io.durable_files import make_folders, read_if_there
+from noloco_p2p.io.durable_files import make_folders, read_if_there, writing
 from noloco_p2p.io.security import admission, certificates, revocations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.certificates import CertifiedPeer, RunTrust
@@ -46,10 +46,8 @@ def make(path: Path) -> str:
     key = Ed25519PrivateKey.generate()
     if path.exists():
         raise ConfigError(f"{path} already exists: name another file, or use that key")
-    try:
+    with writing(path.parent):
         make_folders(path.parent)
-    except OSError as error:
-        raise LocalError(f"{path.parent} cannot be created: {error.strerror}") from error
     run_files.write_whole(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
     return public_half(key)
 

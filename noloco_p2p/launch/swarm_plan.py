@@ -20,6 +20,7 @@ from noloco_p2p.core.resume import least_newest, nearness
 from noloco_p2p.core.schedule import due_round
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.dht.identity import locked
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes, node_probe, run_files, settings
 from noloco_p2p.launch.homes import Home
 from noloco_p2p.launch.yaml_entries import ENVIRONMENT_PREFIX
@@ -172,10 +173,8 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
     """Lock the directory against a second launcher. Raises LocalError if there is one."""
-    try:
+    with writing(run_dir / LOCK):
         lock = locked(run_dir / LOCK)
-    except OSError as error:
-        raise LocalError(f"{run_dir / LOCK}: {error.strerror}") from error
     if lock is None:
         raise LocalError(f"another noloco swarm is running in {run_dir}: stop it, or name another --dir")
     try:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import noloco_p2p
-from noloco_p2p.errors import ConfigError, LocalError
+from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plural
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.lab.experiments import markdown_page
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
@@ -38,10 +39,8 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
     written, and whatever `measure` raises. Results measured before an error stay on disk.
     """
     homes.require("--out ", out, Home.EXPERIMENT, Home.EMPTY)
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LocalError(f"{out}: {error.strerror}") from error
     file = ResultsFile(experiment, out / RESULTS, quick, jobs, code_digest())
     if kept := file.read():
         say(f"{file.path} already has {plural(kept, 'case')}")
