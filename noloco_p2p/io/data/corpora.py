@@ -156,17 +156,17 @@ def matching_files(patterns: tuple[str, ...]) -> dict[str, Path]:
 
 
 def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
-    """A corpus of files, of which those with crc32(name) % HELD_OUT_EVERY == 0 are held out.
+    """A corpus of files, of which those with crc32(name) % HELD_OUT_EVERY == 0 are held out. Empty files do not count.
 
     If that would hold out no file or all of them, every HELD_OUT_EVERY-th piece is held out instead, starting with the
     first. Raises ConfigError if there is too little data, LocalError if a file is not accessible.
     """
-    names = sorted(found)
     try:
-        sizes = {name: found[name].stat().st_size for name in names}
+        sizes = {name: path.stat().st_size for name, path in found.items()}
     except OSError as error:
         raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
     length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
+    names = [name for name in sorted(found) if sizes[name]]
     chosen = {name for name in names if zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0}
     pieces = {name: _pieces(found[name], sizes[name], length) for name in names}
     if chosen and len(chosen) < len(names):
@@ -177,7 +177,7 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
         train = [piece for i, piece in enumerate(every) if i % HELD_OUT_EVERY]
         held_out = every[::HELD_OUT_EVERY]
     if not train or not held_out:
-        raise ConfigError(f"the data ({names[0]}, …) is too small: it needs one piece to train on and one to hold out")
+        raise ConfigError(f"the data ({min(found)}, …) is too small: it needs a piece to train on and one to hold out")
     return FileCorpus(train, held_out, tokenizer)
 
 

@@ -417,6 +417,15 @@ def test_rows_without_text_are_reported(name: str, text: str, message: str, tmp_
         make_batches(manifest("text"), NodeConfig(data_files=(str(tmp_path / name),)), "peer")
 
 
+def test_an_empty_file_does_not_stand_for_the_held_out_part(tmp_path: Path) -> None:
+    assert zlib.crc32(b"m25/__init__.py") % 50 == 0 != zlib.crc32(b"m25/code.py") % 50
+    (tmp_path / "m25").mkdir()
+    (tmp_path / "m25/__init__.py").touch()
+    (tmp_path / "m25/code.py").write_text("1\n" * 3 * corpora.PIECE_BYTES)
+    trained, held_out = one_pass("text", (str(tmp_path / "**/*.py"),))
+    assert (len(trained), len(held_out)) == (5 * corpora.PIECE_BYTES + 1, corpora.PIECE_BYTES)
+
+
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(ConfigError, match="too small"):
