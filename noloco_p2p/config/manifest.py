@@ -19,6 +19,8 @@ MAX_LAYERS = 1024
 """Upper limit on layers and on stages. A manifest comes from strangers, and each costs memory even without weights."""
 MAX_REPLICAS = 2_048
 """Upper limit on the replicas that a run waits for: a node sees no more nodes of a stage."""
+MAX_MICROBATCHES = 65_536
+"""Upper limit on the microbatches of a step, for each of which a node draws a route before the step begins."""
 HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?"
 HubName = Annotated[str, matching(HUB_NAME, "NAME or OWNER/NAME on the hub")]
 TokenizerName = Annotated[
@@ -153,7 +155,7 @@ class RunManifest(Settings):
     """T: input tokens per sample."""
     microbatch_size: Positive = 4
     """B: samples per microbatch."""
-    microbatches_per_step: Positive = 2
+    microbatches_per_step: Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)] = 2
     """Microbatches that each stage-0 replica reads per inner step."""
     steps: Positive = 1000
     """Length of the run in clock steps."""

@@ -39,6 +39,16 @@ def test_numbers_are_parsed_as_intended(text: str, value: float) -> None:
     assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
 
 
+def test_no_number_of_a_manifest_is_too_large_to_compute_with() -> None:
+    """A node of a run with 10**400 steps ended with a traceback; one with 10**9 microbatches per step drew 10**9 routes
+    first."""
+    assert faults(None, sets=[f"steps={2**53 + 1}", "microbatches_per_step=65537"]) == [
+        "--set microbatches_per_step: microbatches_per_step must be at most 65536, not 65537",
+        "--set steps: steps must be at most 9007199254740992, not 9007199254740993",
+    ]
+    assert settings.load(None, {}, [f"steps={2**53}"])[0].steps == 2**53
+
+
 @pytest.mark.parametrize("text", ["22:00", "-1:30", "1:30:15.5", "010"])
 def test_times_of_day_and_codes_are_text(text: str) -> None:
     """YAML 1.1 reads the first as 1320 and the last as 8."""
