@@ -13,6 +13,7 @@ from pathlib import Path
 
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht.addresses import JoinAddress
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes
 from noloco_p2p.launch.run_files import write_whole
 
@@ -89,6 +90,7 @@ def known(given: Sequence[str]) -> tuple[str, ...]:
 def read(path: Path) -> list[str]:
     """The join addresses in a file, one per line; none if it is empty or does not exist. Raises ConfigError."""
     try:
+        homes.require_file("", path)  # opening a pipe would wait for its other end
         with path.open("rb") as file:
             content = file.read(FILE_LIMIT_BYTES + 1)
         if len(content) > FILE_LIMIT_BYTES:
@@ -116,13 +118,10 @@ def remove(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise LocalError(f"--address-file {path}: there is no directory {path.parent}")
-    try:
+    with writing(f"--address-file {path}"):
         homes.require_file("--address-file ", path)
-        if path.is_file():
-            read(path)  # raises unless it is a list of addresses: anything else is not ours to remove
+        read(path)  # raises unless it is a list of addresses: anything else is not ours to remove
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise LocalError(f"--address-file {path} cannot be removed: {error.strerror or error}") from error
 
 
 def write(path: Path, addresses: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -67,9 +68,11 @@ def test_invalid_content_is_reported_in_one_line_with_its_place(path: Path, cont
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        join_file.read(tmp_path)
+def test_a_directory_or_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=f"^{path} is not a regular file"):
+            join_file.check([f"@{path}"])
     with pytest.raises(LocalError, match="there is no directory"):
         join_file.remove(tmp_path / "none" / "address")
 
