@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.core import hours
-from noloco_p2p.errors import LocalError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.humanize import plural
 from noloco_p2p.launch import cpu_seconds, foreseen, join_file, node_probe, run_files, swarm_end
 from noloco_p2p.launch import swarm_plan as planning
@@ -260,8 +260,9 @@ def run_swarm(
     if link is not None:
         LineSpec.parse(link)
     plan = planning.make_plan(overrides, directory)
-    if plan.resumes or not members:
-        planning.check_key(plan, directory)
+    planning.check_key(plan, directory)
+    if members and overrides.says_who_may_join and plan.manifest.security.root_key is None:
+        raise ConfigError("--members and security: open contradict each other: leave one of them out")
     foreseen.check_swarm(plan.manifest, plan.local, directory or node_probe.HOME, lambda line: print(line, flush=True))
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):

@@ -14,6 +14,7 @@ from noloco_p2p.io.data.corpora import matching_files
 from noloco_p2p.io.dht.identity import KEY, Identity
 from noloco_p2p.launch import run_files, run_key, settings
 from noloco_p2p.launch import swarm_plan as planning
+from noloco_p2p.launch.swarm import run_swarm
 from noloco_p2p.launch.swarm_plan import ResumePoint, common_point, make_run_dir
 
 Given = tuple[Path | None, int | None, int | None, int | None, tuple[str, ...]]
@@ -127,6 +128,17 @@ def test_a_members_only_swarm_needs_its_key(tmp_path: Path) -> None:
     planning.check_key(plan, tmp_path)
     with pytest.raises(ConfigError, match="its private key is not"):
         planning.check_key(make_plan((None, 2, 1, 9, (f"security.root_key={'ab' * 32}",)), None, {}), tmp_path)
+
+
+def test_members_does_not_overrule_what_the_settings_say_of_security(tmp_path: Path) -> None:
+    for said, why in (
+        ("open", "contradict each other"),
+        ("{root_key: " + "ab" * 32 + "}", "its private key is not in"),
+    ):
+        given = settings.read(None, {}, [f"security={said}"])
+        with pytest.raises(ConfigError, match=why):
+            run_swarm(given, tmp_path / "run", None, members=True)
+    assert not (tmp_path / "run").exists()
 
 
 def unfinished(run_dir: Path, *sets: str) -> RunManifest:
