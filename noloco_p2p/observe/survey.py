@@ -130,7 +130,7 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
     """Ask one node. Errors are not raised but put into the report."""
     failed = Report(advert.peer_id, advert, None)
     if not advert.metrics:
-        report = replace(failed, failure="it announces no metrics address")
+        report = replace(failed, failure="it announces no metrics address that can be asked from here")
     else:
         try:
             base = base_url(advert.metrics)

@@ -296,7 +296,7 @@ def test_the_node_at_the_url_is_listed_although_no_other_knows_it_and_leads_only
 
     first, other = asyncio.run(go())
     assert (first.peer, first.status is not None) == (peer(0, 0), True)
-    assert (other.peer, other.failure) == (peer(0, 1), "it announces no metrics address")
+    assert (other.peer, other.failure) == (peer(0, 1), "it announces no metrics address that can be asked from here")
     assert other.age_s == pytest.approx(7.0, abs=1.0)
     assert len(asked) == 1
 
@@ -373,7 +373,7 @@ def test_a_node_without_a_status_is_reported_with_the_reason() -> None:
     assert {at: report.status for at, report in found.items()} == dict.fromkeys([peer(0, 0), peer(0, 1), peer(1, 0)])
     assert "Connection refused" in found[peer(0, 0)].failure
     assert "another node answers at" in found[peer(0, 1)].failure
-    assert found[peer(1, 0)].failure == "it announces no metrics address"
+    assert found[peer(1, 0)].failure == "it announces no metrics address that can be asked from here"
     assert found[peer(0, 0)].advert is not None
 
 
