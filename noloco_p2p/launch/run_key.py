@@ -267,13 +267,11 @@ def _issuer(home: Path, trust: RunTrust, identity: Identity, revoked: Revocation
     """The issuer with which this node admits others; None if it may not, or no longer."""
     if (certificate := read_if_there(home / ISSUER)) is None:
         return None
-    try:
-        trust.membership(
-            certificates.member_chain(certificate, identity.key, trust, identity.peer_id, "member", dht_time())
-        )
-    except (Violation, ValueError):
-        return None
-    return Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time, revoked)
+    issuer = Issuer(trust, identity, certificate, UseBook(home / BOOK), dht_time, revoked)
+    with suppress(Violation):
+        if dht_time() < trust.membership(issuer.issue(identity.peer_id, "member")).until:
+            return issuer
+    return None
 
 
 def _stored(home: Path, revoked: Revocations, trust: RunTrust, peer_id: PeerId) -> bytes | None:

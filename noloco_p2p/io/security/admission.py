@@ -73,7 +73,7 @@ async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
     turn = asyncio.Lock()
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
-        if issuer is None:
+        if issuer is None or certificates.expiry(issuer.certificate) <= issuer.clock():
             raise Declined("this node admits nobody: use the address of a node that was started with --key")
         async with turn:
             try:

@@ -152,7 +152,7 @@ def member_chain(
 ) -> bytes:
     """The certificate of a member or observer and its issuer's, PEM; `key` is the private key of the issuer."""
     until = min(now + LIFETIME_S[role], expiry(issuer))
-    return _member(key, trust, peer_id, role, now - BACKDATED_S, until) + issuer
+    return _member(key, trust, peer_id, role, min(now, until) - BACKDATED_S, until) + issuer
 
 
 def own_chain(key: Ed25519PrivateKey, trust: RunTrust) -> bytes:

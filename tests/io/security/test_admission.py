@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,6 +28,7 @@ from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.security.invitations import Invitation, UseBook
 from noloco_p2p.io.security.revocations import Revocations
+from noloco_p2p.launch import run_files, run_key
 
 ANN, BOB, EVE = (peer_id_of(bytes([i]) * 32) for i in (1, 2, 3))
 NOBODY = cast(Libp2pDaemon, None)
@@ -267,6 +269,31 @@ def test_an_issuer_warns_of_the_end_of_its_own_certificate_and_stops_at_it(
         asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, mine, list, hear), 20))
     assert len(said) == 2
     assert all("restart it with --key" in str(message) for message in said)
+
+
+def test_an_issuer_whose_own_certificate_has_long_expired_admits_nobody_and_is_renewed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with `ValueError: the not valid after date must be after the not valid before date`."""
+    club, answers = Club(tmp_path), list[Callable[[PeerId, bytes], Awaitable[bytes]]]()
+    for late_s in (1.0, 2 * HOUR_S):
+        now = club.now + certificates.ISSUER_S + late_s
+        mine = issuer(club, lambda now=now: now)  # type: ignore[misc]
+        credentials = club.credentials(f"{late_s}", clock=mine.clock, now=now - certificates.DAY_S)
+        with pytest.raises(Declined, match="restart it with --key"):
+            asyncio.run(admission._renewed(NOBODY, credentials, mine, []))
+
+        async def serve(name: str, answer: Callable[[PeerId, bytes], Awaitable[bytes]]) -> None:
+            answers.append(answer)
+
+        asyncio.run(admission.serve(cast(Libp2pDaemon, SimpleNamespace(serve=serve)), mine))
+        request = asked(invitation=invitation(club, until=now + HOUR_S).text, role="member")
+        with pytest.raises(Declined, match="this node admits nobody"):
+            asyncio.run(answers[-1](ANN, request))  # type: ignore[arg-type]
+        run_files.write_whole(tmp_path / run_key.ISSUER, mine.certificate)
+        monkeypatch.setattr(run_key, "dht_time", mine.clock)
+        assert run_key._issuer(tmp_path, club.trust, mine.identity, mine.revoked) is None
+        mine.identity.close()
 
 
 def certificates_of(club: Club, identity: Identity, chain: bytes) -> Any:
