@@ -39,6 +39,8 @@ class NodeEndpoints:
     """libp2p addresses for `--join`, best first."""
     metrics: str
     """`http://host:port/metrics`."""
+    dialled: bool = True
+    """Whether others can dial the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def read_endpoints(node_dir: Path) -> NodeEndpoints | None:
     peer_id, run_id, pid, metrics = (found.get(name) for name in ("peer_id", "run_id", "pid", "metrics"))
     if not (isinstance(pid, int) and isinstance(peer_id, str) and isinstance(run_id, str) and isinstance(metrics, str)):
         return None
-    return NodeEndpoints(peer_id, run_id, pid, texts(found.get("join")), metrics)
+    return NodeEndpoints(peer_id, run_id, pid, texts(found.get("join")), metrics, found.get("dialled") is not False)
 
 
 def scrape(url: str, timeout_s: float) -> MetricsReading:

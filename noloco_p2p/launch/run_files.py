@@ -133,6 +133,7 @@ def introduce(directory: Path, advert: "Advert", libp2p: "Libp2pDaemon", host: s
             "run_id": advert.run_id,
             "pid": os.getpid(),
             "join": libp2p.join_addresses,
+            "dialled": not libp2p.asks_only,
             "metrics": advert.metrics,
             "health": f"http://{from_here(host)}:{urlsplit(advert.metrics).port}/health",
             "grpc": advert.addresses[0],

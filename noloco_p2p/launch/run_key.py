@@ -82,10 +82,12 @@ def invite(node_dir: Path, key: Path | None, *, uses: int, seconds: float, stage
     """A join address of the node, with an invitation to its run. Raises ConfigError, one line that says what to do."""
     node_dir, manifest = _members_run(node_dir)
     found = node_probe.read_endpoints(node_dir)
-    if found is None:
+    if found is None or not found.join:
         raise ConfigError(f"no node has run in {node_dir}: give --dir the directory of the node that others will join")
     if not (node_dir / ISSUER).exists():
         raise ConfigError(f"the node of {node_dir} cannot admit others: start it with --key, or name one that was")
+    if not found.dialled:
+        raise ConfigError(f"others cannot dial the node of {node_dir}: name another one that was started with --key")
     if stage is not None and stage >= (most := min(manifest.stages, NO_STAGE)):
         raise ConfigError(f"stage {stage}: an invitation to this run can name stages 0 to {most - 1}")
     if not 1 <= uses <= MAX_USES:

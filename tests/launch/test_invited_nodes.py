@@ -215,6 +215,15 @@ def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:
     manifest = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "my.key")))
     (tmp_path / "node").mkdir()
     run_files.store_manifest(tmp_path / "node", manifest)
+    (tmp_path / "node" / run_key.ISSUER).touch()
+    reached = {"peer_id": "a", "run_id": "b", "pid": 1, "metrics": "", "join": ["/ip4/192.168.0.2/tcp/1/p2p/a"]}
+    for said, why in (
+        (reached | {"join": []}, "no node has run"),
+        (reached | {"dialled": False}, "others cannot dial"),
+    ):
+        run_files.write_json(tmp_path / "node" / "endpoints.json", said)
+        with pytest.raises(ConfigError, match=why):
+            run_key.invite(tmp_path / "node", None, uses=1, seconds=HOUR_S, stage=None)
     with pytest.raises(ConfigError, match=r"the run's key is not at \S+root.key or .*: name it with --key"):
         run_key.revoke(tmp_path / "node", None, ["peer"])
 
