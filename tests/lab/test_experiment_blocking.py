@@ -7,7 +7,7 @@ import pytest
 from experiment_answer import answer
 from soak import soak
 
-from noloco_p2p.lab.experiments.blocking import EXPERIMENT, ROUNDS, barrier, in_pairs, measure, slowness, swarm
+from noloco_p2p.lab.experiments.blocking import ROUNDS, barrier, in_pairs, measure, report, slowness, swarm
 from noloco_p2p.lab.experiments.bounds import members
 from noloco_p2p.lab.experiments.spec import Case, Result
 
@@ -70,7 +70,7 @@ def test_the_report_shows_both_policies_and_both_models() -> None:
             policy, {**SETTINGS, "nodes": 2, "policy": policy, "speed_std": 0.0, "step_std": 1.0, "inner_steps": 10}
         )
         results.append(Result(case, measure(case), 0.0))
-    blocks = EXPERIMENT.report(results)
+    blocks = report(results)
     page = "\n".join(map(str, blocks))
     assert answer(blocks).startswith("With 2 equal replicas and steps of std/mean 1, a replica waits ")
     assert "barrier (model), %" in page

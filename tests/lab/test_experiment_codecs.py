@@ -8,8 +8,8 @@ from soak import soak
 
 from noloco_p2p.lab.experiments import codecs, outer_codecs
 from noloco_p2p.lab.experiments.codecs import WireCase
-from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.outer_codecs import OuterCase
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 

@@ -10,7 +10,7 @@ from soak import soak
 from noloco_p2p.core.snapshots import MIN_SAMPLED
 from noloco_p2p.lab.experiments import convergence
 from noloco_p2p.lab.experiments.convergence import FULL, METHODS, REPLICAS, STAGES, cases, further, measure, report
-from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 
 TINY = {"hidden": 16, "layers": 2, "steps": 2}

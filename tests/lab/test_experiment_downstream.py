@@ -19,7 +19,7 @@ from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.lab.experiments import convergence, downstream
 from noloco_p2p.lab.experiments.downstream import FRESH, METHODS, cases, measure, report
 from noloco_p2p.lab.experiments.downstream_scores import replica_divergence, task_scores
-from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.made_tasks import TASKS, TaskItem
 from noloco_p2p.launch.evaluation import run_generate
@@ -112,7 +112,7 @@ def test_the_report_handles_missing_results() -> None:
             loss = 2 + 0.1 * case.settings["seed"] + 0.5 * (case.settings["method"] != "parallel")
             results.append(Result(case, figures_of(loss + abs(case.settings["rate"] - 4e-3), 3 - loss), 1.0))
         measured = {one.case.name for one in results}
-        todo = [case for case in downstream.EXPERIMENT.further(False, results) if case.name not in measured]
+        todo = [case for case in downstream.further(False, results) if case.name not in measured]
     assert {(one["method"], one["seed"]) for one in results} == {(m, s) for m in (*METHODS, FRESH) for s in (1, 2, 3)}
     assert answer(report(results)) == (
         "After the same fine-tuning, the share of exactly right items differs from synchronous data parallel's by: "

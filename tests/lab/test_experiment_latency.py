@@ -8,7 +8,7 @@ from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.latency import BYTES_PER_S, EXPERIMENT, MODELS, measure, ratio
+from noloco_p2p.lab.experiments.latency import BYTES_PER_S, MODELS, measure, ratio, report
 from noloco_p2p.lab.experiments.spec import Case, Result, published
 from noloco_p2p.sim.links import FIRST_WINDOW_BYTES
 
@@ -82,7 +82,7 @@ def test_the_papers_model_gives_the_papers_ratios() -> None:
 
 def test_the_report_names_what_it_compares() -> None:
     results = [_measured(regime, 4, 0.0) for regime in ("latency", "bandwidth")]
-    blocks = EXPERIMENT.report(results)
+    blocks = report(results)
     page = "\n".join(map(str, blocks))
     assert "tree (paper)" in page
     assert answer(blocks) == (

@@ -7,10 +7,8 @@ import pytest
 from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import regularisation
-from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.real_swarm import train
 from noloco_p2p.lab.experiments.regularisation import (
-    EXPERIMENT,
     REPLICAS,
     TITLES,
     at_training_loss,
@@ -19,6 +17,7 @@ from noloco_p2p.lab.experiments.regularisation import (
     measure,
     report,
 )
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.spec import Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, small_manifest
 
@@ -73,7 +72,7 @@ def test_the_report_handles_missing_results() -> None:
     while todo:
         results += [Result(one, figures_of(one.settings["method"], one.settings["seed"]), 1.0) for one in todo]
         known = {one.case.name for one in results}
-        todo = [one for one in EXPERIMENT.further(False, results) if one.name not in known]
+        todo = [one for one in further(False, results) if one.name not in known]
     assert {one["method"] for one in results} == set(TITLES)
     assert "data parallel's held-out loss, in nats, by -0.2 ± " in answer(report(results))
     page = markdown(report(results))

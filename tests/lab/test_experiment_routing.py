@@ -8,7 +8,7 @@ import pytest
 from experiment_answer import answer
 
 from noloco_p2p.lab.experiments import routing_policies, spread
-from noloco_p2p.lab.experiments.markdown_page import charts, markdown
+from noloco_p2p.lab.experiments.results import charts, markdown
 from noloco_p2p.lab.experiments.shards import corpora
 from noloco_p2p.lab.experiments.spec import Case, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan

@@ -10,8 +10,8 @@ from experiment_answer import answer
 from noloco_p2p.core.messages import Batch
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 from noloco_p2p.lab.experiments import shards
-from noloco_p2p.lab.experiments.markdown_page import markdown
 from noloco_p2p.lab.experiments.real_swarm import DealtStreams
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.shards import ALONE, KINDS, cases, corpora, measure, report
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest

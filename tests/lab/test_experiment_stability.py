@@ -9,8 +9,9 @@ import pytest
 from experiment_answer import answer
 
 from noloco_p2p.core.outer_update import outer_step, round_vector
-from noloco_p2p.lab.experiments import bounds, markdown_page, stability, staleness
-from noloco_p2p.lab.experiments.spec import Case, Figures, Result
+from noloco_p2p.lab.experiments import bounds, stability, staleness
+from noloco_p2p.lab.experiments.results import markdown
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Table
 
 MATCHINGS_OF_FOUR = ([1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0])
 
@@ -84,9 +85,9 @@ def measured(cases: list[Case], growth: Mapping[str, float | None] | None = None
     return results
 
 
-def table(blocks: list[markdown_page.Block], column: str) -> list[dict[str, Any]]:
+def table(blocks: list[Block], column: str) -> list[dict[str, Any]]:
     """The rows of the first table with this column."""
-    found = next(block for block in blocks if isinstance(block, markdown_page.Table) and column in block.columns)
+    found = next(block for block in blocks if isinstance(block, Table) and column in block.columns)
     return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
 
 
@@ -110,7 +111,7 @@ def test_a_stopped_run_counts_as_grown() -> None:
     blocks = stability.report(measured(cases, {stopped: None}))
     row = next(row for row in table(blocks, "grew") if row["γ"] == 2.8)
     assert (row["grew"], row["growth"]) == ("**yes**", "not finite")
-    assert "stability-n8.svg" in markdown_page.markdown(blocks)
+    assert "stability-n8.svg" in markdown(blocks)
 
 
 @pytest.mark.parametrize("stale_rounds", [0, 1, 2, 3])

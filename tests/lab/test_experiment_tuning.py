@@ -7,7 +7,7 @@ import pytest
 from experiment_answer import answer
 from soak import soak
 
-from noloco_p2p.lab.experiments.markdown_page import markdown
+from noloco_p2p.lab.experiments.results import markdown
 from noloco_p2p.lab.experiments.spec import Case, Figures, Result
 from noloco_p2p.lab.experiments.tuning import (
     DEFAULT,

@@ -20,9 +20,8 @@ import noloco_p2p
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
-from noloco_p2p.lab.experiments.markdown_page import Table, markdown
-from noloco_p2p.lab.experiments.results import mean_std
-from noloco_p2p.lab.experiments.spec import Case, Experiment, published
+from noloco_p2p.lab.experiments.results import markdown, mean_std
+from noloco_p2p.lab.experiments.spec import Case, Experiment, Table, published
 from noloco_p2p.observe.plotting.plots import Curve, Plot, save
 
 

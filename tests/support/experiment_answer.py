@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from noloco_p2p.lab.experiments.markdown_page import Block
+from noloco_p2p.lab.experiments.spec import Block
 
 
 def answer(blocks: Sequence[Block]) -> str:

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, ReportText, Results
+from noloco_p2p.lab.experiments.spec import Block, Case, Experiment, Figures, ReportText, Results, Table
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from noloco_p2p.io.durable_files import writing
-from noloco_p2p.lab.experiments.markdown_page import Block, Table, markdown
+from noloco_p2p.lab.experiments.results import markdown
+from noloco_p2p.lab.experiments.spec import Block, Table
 from noloco_p2p.observe.plotting.plots import Curve, Plot, save
 from noloco_p2p.observe.plotting.svg import LineStyle
 

@@ -1,14 +1,14 @@
 """Experiments that a user can repeat. Each asks one question, runs its cases, and writes a report with its own figures.
 
-`spec` defines what an experiment is, `runner` measures its cases, and `results` and `markdown_page` contain what the
-reports share. `training`, `real_swarm` and `instrumented_stage` train real weights in the simulator. `allreduce` and
-`bounds` are models that the measurements are compared with. The other modules are the experiments.
+`spec` defines what an experiment is, `runner` measures its cases, and `results` contains what the reports share.
+`training`, `real_swarm` and `instrumented_stage` train real weights in the simulator. `allreduce` and `bounds` are
+models that the measurements are compared with. The other modules are the experiments.
 """
 
 import importlib
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.experiments.spec import Experiment
+from noloco_p2p.lab.experiments.spec import Experiment, describe
 
 EXPERIMENTS = {
     "latency": ("latency", "time of a synchronisation: pair pull against tree, ring and butterfly all-reduce"),
@@ -32,5 +32,6 @@ def find(name: str) -> Experiment:
     """The experiment with this name. Raises ConfigError if there is none."""
     if name not in EXPERIMENTS:
         raise ConfigError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
-    experiment: Experiment = importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}").EXPERIMENT
-    return experiment
+    module = vars(importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}"))
+    functions = {key: module[key] for key in ("cases", "measure", "report", "further") if key in module}
+    return Experiment(name, describe(module), **functions)

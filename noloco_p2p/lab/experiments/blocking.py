@@ -31,9 +31,8 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
 from noloco_p2p.lab.experiments.bounds import members, partners
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.sim.device import Costs
@@ -247,6 +246,3 @@ def _rounds(groups: Groups) -> Table:
     )
     rows = [found for both in groups for _, found in group(both, "policy").items()]
     return table(columns, rows, caption)
-
-
-EXPERIMENT = Experiment("blocking", describe(globals()), cases, measure, report)

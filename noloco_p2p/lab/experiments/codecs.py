@@ -26,9 +26,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import outer_codecs
-from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table, value_range
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
 LAYERS, PEAK_LEARNING_RATE, SEEDS = 4, 3e-3, 3
@@ -184,6 +183,3 @@ def _table(groups: Groups) -> Table:
         "of float32's": lambda wire: f"{bytes_per_token(wire) / bytes_per_token(wire.base):.0%}",
     }
     return table(columns, groups, "Losses in nats per token, mean ± standard deviation over the seeds.")
-
-
-EXPERIMENT = Experiment("codecs", describe(globals()), cases, measure, report)

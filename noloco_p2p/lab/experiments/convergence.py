@@ -30,7 +30,6 @@ from statistics import fmean
 from typing import Any
 
 from noloco_p2p.humanize import plural
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import (
     Columns,
     above,
@@ -45,7 +44,7 @@ from noloco_p2p.lab.experiments.results import (
     select,
     table,
 )
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, TrainingSummary, sized_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -294,6 +293,3 @@ def _paper(gaps: Sequence[float]) -> str:
         f"{ratios['reddit']:.3f} on Reddit, {ratios['c4']:.3f} on C4, after 25,000 steps; here"
         f" {mean_std([exp(gap) for gap in gaps], 3)}."
     )
-
-
-EXPERIMENT = Experiment("convergence", describe(globals()), cases, measure, report, further)

@@ -25,9 +25,8 @@ from tempfile import TemporaryDirectory
 
 from noloco_p2p.lab.experiments import convergence
 from noloco_p2p.lab.experiments.convergence import FULL, QUICK, QUICK_SEEDS, SEEDS, first_runs, next_rates
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, best_rate, known, mean_std, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
 
 METHODS = ("parallel", "diloco", "noloco", "gossip-int4")
 """The methods of `convergence` that are compared; the differences are to the first."""
@@ -127,6 +126,3 @@ def _tasks(runs: Mapping[str, Results]) -> Table:
             rows.append([TITLES[name], kind, *each, mean_std(known(same, kind), 3)])
     heads = ("pre-training", "scored by", *runs[METHODS[0]][0]["tasks"], "mean")
     return Table(heads, rows, f"Share of items that the fine-tuned models get right, {len(runs[METHODS[0]])} seeds.")
-
-
-EXPERIMENT = Experiment("downstream", describe(globals()), cases, measure, report, further)

@@ -35,9 +35,8 @@ import numpy as np
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, plus_minus, table, value_range
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table, published
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
@@ -277,6 +276,3 @@ def _random_pairs(results: Results) -> Table:
     rows = [[n, *(found[pairing, n][kind]["mean_s"] for kind, pairing in shown)] for n in both]
     titles = (f"{'all N' if kind == 'last' else kind}, {pairing} (s)" for kind, pairing in shown)
     return Table(("N", *titles), rows, caption)
-
-
-EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from noloco_p2p.core.lattice_format import chunk_count
-from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Case, Figures, Results
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 REPLICAS, LAYERS, INNER_STEPS, PEAK_LEARNING_RATE, SEEDS = 8, 2, 10, 5e-3, 3

@@ -17,9 +17,8 @@ outer rounds average away shows: a delay costs more than it does when weights ha
 from collections import Counter
 from typing import NamedTuple
 
-from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results
 from noloco_p2p.lab.experiments.staleness import PEAK_LEARNING_RATE, SIZES
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.sim.device import Costs
@@ -105,6 +104,3 @@ def report(results: Results) -> list[Block]:
     )
     caption = "Equal times: a run that waits takes fewer inner steps. Nats per token, mean ± std over the seeds."
     return [answer, table(columns, groups, caption)]
-
-
-EXPERIMENT = Experiment("overlap", describe(globals()), cases, measure, report)

@@ -31,9 +31,8 @@ from math import sqrt
 from statistics import fmean
 from typing import Any
 
-from noloco_p2p.lab.experiments.markdown_page import Block
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, sized_manifest
 
 REPLICAS, STAGES, RATE, PIECES = 8, 2, 1e-2, 4
@@ -159,6 +158,3 @@ def report(results: Results) -> list[Block]:
         f" by {' and '.join(noise)}."
     )
     return [answer, table(columns, runs, f"{results[0]['parameters']:,} parameters, {len(runs[0])} seeds.")]
-
-
-EXPERIMENT = Experiment("regularisation", describe(globals()), cases, measure, report, further)

@@ -1,4 +1,4 @@
-"""Functions for reports that select and group results, and turn them into tables and curves."""
+"""Functions for reports that select and group results, turn them into tables and curves, and write them in Markdown."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,9 +6,8 @@ from math import inf
 from typing import Any
 
 from noloco_p2p import humanize
-from noloco_p2p.lab.experiments.markdown_page import Cell, Table
-from noloco_p2p.lab.experiments.spec import Result, Results
-from noloco_p2p.observe.plotting.plots import Curve
+from noloco_p2p.lab.experiments.spec import Block, Cell, Result, Results, Table
+from noloco_p2p.observe.plotting.plots import Chart, Curve
 from noloco_p2p.observe.plotting.svg import LineStyle
 
 Figure = str | Callable[[Result], float | None]
@@ -122,3 +121,41 @@ def mean_curve(label: str, runs: Iterable[Iterable[tuple[float, float | None]]],
     known = [{x: y for x, y in run if y is not None} for run in runs]
     common = sorted(set.intersection(*map(set, known))) if known else []
     return Curve(label, [(x, statistics.fmean(run[x] for run in known)) for x in common], style)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def charts(blocks: Sequence[Block]) -> list[Chart]:
+    """The charts among the blocks. Raises ValueError if two have the same name."""
+    found = [block for block in blocks if isinstance(block, Chart)]
+    names = [chart.name for chart in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two charts have the same name: {sorted(names)}")
+    return found
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    """The blocks, separated by blank lines. Charts are files next to the page."""
+    return "\n\n".join(_block(block) for block in blocks) + "\n"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, str):
+        return block.strip()
+    if isinstance(block, Table):
+        return _table(block)
+    return f"![{block.title}]({block.name}.svg)"
+
+
+def _table(table: Table) -> str:
+    rows = [table.columns, *(tuple(_cell(cell) for cell in row) for row in table.rows)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + " --- |" * len(table.columns))
+    return "\n".join([*([table.caption, ""] if table.caption else []), *lines])
+
+
+def _cell(cell: Cell) -> str:
+    if cell is None or isinstance(cell, float):
+        return humanize.figure(cell, 4)
+    return str(cell).replace("|", "\\|")

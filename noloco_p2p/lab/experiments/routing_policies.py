@@ -29,9 +29,8 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, mean_curve, mean_std, over, select, table, value_range
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe, published
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table, published
 from noloco_p2p.lab.experiments.training import CONFIG, FOREVER_S, TrainingPlan, small_manifest, timing_manifest
 from noloco_p2p.observe.plotting.plots import Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
@@ -259,6 +258,3 @@ def _served(results: Results) -> Table:
         "fewest inner steps": over(lambda one: one["inner_steps"][0]),
     }
     return table(columns, groups, "Stages that only cost time, with outer rounds.")
-
-
-EXPERIMENT = Experiment("routing", describe(globals()), cases, measure, report)

@@ -18,7 +18,7 @@ import noloco_p2p
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.humanize import plural
 from noloco_p2p.io.durable_files import writing
-from noloco_p2p.lab.experiments import markdown_page
+from noloco_p2p.lab.experiments.results import charts, markdown
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import homes
@@ -166,7 +166,7 @@ def _timed(measure: Callable[[Case], Figures], case: Case) -> Result:
 def _report(file: ResultsFile) -> Path:
     experiment, results, out = file.experiment, file.results, file.path.parent
     answer, *blocks = experiment.report(results)
-    for chart in markdown_page.charts(blocks):
+    for chart in charts(blocks):
         plots.save(chart, out)
     seeds = ", ".join(str(seed) for seed in sorted({one["seed"] for one in results if "seed" in one.case.settings}))
     quick = "This is the quick version: fewer and shorter cases than the full one."
@@ -180,5 +180,5 @@ def _report(file: ResultsFile) -> Path:
     head = [f"# {experiment.name}", experiment.text.question, f"**{answer}**", *([quick] if file.quick else [])]
     head += ["## Setting", experiment.text.setting, "## Results"]
     tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
-    (out / REPORT).write_text(markdown_page.markdown([*head, *blocks, *tail]), "utf-8")
+    (out / REPORT).write_text(markdown([*head, *blocks, *tail]), "utf-8")
     return out / REPORT

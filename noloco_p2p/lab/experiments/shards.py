@@ -28,9 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, above, mean_std, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, sized_manifest
 
 KINDS = {
@@ -156,6 +155,3 @@ def _alone(results: Results) -> Table:
         rows += [[kind, *one["losses"][0]] for one in select(results, rule=ALONE, kind=kind)]
     caption = "One kind alone, first seed: held-out loss by what was read (row) and what was tested (column)."
     return Table(("read", *KINDS), rows, caption)
-
-
-EXPERIMENT = Experiment("shards", describe(globals()), cases, measure, report)

@@ -1,13 +1,13 @@
-"""What an experiment is. Each experiment's module provides one as `EXPERIMENT`.
+"""What an experiment is: a module with the functions below.
 
-The module's docstring is part of the report: the question (the first paragraph), the setting, and after "Limits:" what
+Its docstring is part of the report: the question (the first paragraph), the setting, and after "Limits:" what
 the results do not show, in Markdown. `{NAME}` stands for a constant of the module.
 
     def cases(quick: bool) -> list[Case]: ...         the cases
     def measure(case: Case) -> Figures: ...           measures one case in a process of its own
     def report(results: Results) -> list[Block]: ...  the answer in one sentence, then the other findings
 
-    EXPERIMENT = Experiment("latency", describe(globals()), cases, measure, report)
+Optional: `further`, cases that depend on the results so far.
 """
 
 import json
@@ -16,8 +16,24 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Self
 
-from noloco_p2p.lab.experiments.markdown_page import Block
+from noloco_p2p.observe.plotting.plots import Chart
 
+Cell = str | int | float | None
+"""A float is shown with four significant digits, None as a dash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+    """Markdown above the table."""
+
+
+Block = str | Table | Chart
+"""A string is a paragraph of Markdown (a heading: `### …`)."""
 Figures = dict[str, Any]
 """The measured values of one case: JSON values only. The runner keeps None for what is not finite."""
 

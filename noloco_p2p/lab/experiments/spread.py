@@ -21,9 +21,8 @@ and runs, ours over seeds and stages.
 from collections.abc import Callable, Sequence
 from statistics import correlation, fmean
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, mean_std, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe, published
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table, published
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 from noloco_p2p.observe.plotting.svg import LineStyle
@@ -175,6 +174,3 @@ def _plot(results: Results, stage: int) -> Plot:
     stds = [curve(f"std, {arm}", series, 2, "line") for arm, series in firsts.items()]
     axes = ("inner steps", "relative to its largest value")
     return Plot(f"over-the-run-stage-{stage}", f"Weight spread of stage {stage} and learning rate", axes, rates + stds)
-
-
-EXPERIMENT = Experiment("spread", describe(globals()), cases, measure, report)

@@ -28,9 +28,8 @@ from itertools import product
 
 from noloco_p2p.errors import LocalError
 from noloco_p2p.lab.experiments import bounds
-from noloco_p2p.lab.experiments.markdown_page import Block, Cell, Table
 from noloco_p2p.lab.experiments.results import Columns, group, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -219,6 +218,3 @@ def _all(points: Points) -> Block:
     }
     caption = "Every point; factors per round, mean ± standard deviation over the seeds."
     return table(columns, points.values(), caption)
-
-
-EXPERIMENT = Experiment("stability", describe(globals()), cases, measure, report)

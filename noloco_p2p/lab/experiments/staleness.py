@@ -30,9 +30,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Result, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -178,6 +177,3 @@ def _plots(groups: Groups) -> list[Block]:
             title = f"{name.capitalize()} and {what}"
             blocks.append(Plot(f"{name}-{against}", title, (x_label, label), curves))
     return blocks
-
-
-EXPERIMENT = Experiment("staleness", describe(globals()), cases, measure, report)

@@ -22,9 +22,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from noloco_p2p.lab.experiments.markdown_page import Block, Table
 from noloco_p2p.lab.experiments.results import Columns, above, best_rate, mean_std, next_runs, over, select, table
-from noloco_p2p.lab.experiments.spec import Case, Experiment, Figures, Results, describe
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results, Table
 from noloco_p2p.lab.experiments.training import TrainingPlan, sized_manifest
 
 REPLICAS = (4, 8, 16)
@@ -146,6 +145,3 @@ def _advice(gaps: Mapping[Setting, list[float]]) -> str:
     for one in sorted((one for one in gaps if verdict(gaps[one]) == "better"), key=lambda one: fmean(gaps[one])):
         better.setdefault(one.what, one)
     return ", ".join(f"{one} ({mean_std(gaps[one], 2)})" for one in better.values()) or "the defaults"
-
-
-EXPERIMENT = Experiment("tuning", describe(globals()), cases, measure, report, further)
