@@ -1,4 +1,5 @@
-"""One process of `noloco bench baseline`: the whole model, under plain torch.distributed or hivemind's averager.
+"""One process of `noloco bench baseline`: the whole model, under plain torch.distributed or hivemind's averager. The
+single process of `noloco bench pipeline` is the same without either.
 
 The model is built like the stages, from the same seed, but in one piece. Inner steps are those of METHOD.md, "Inner
 step", except that gradients are clipped over the whole model. Only benches may use torch.distributed: a node has no
@@ -42,9 +43,8 @@ WAIT = timedelta(minutes=10)
 
 
 class BaselineReplica:
-    """The whole model and its inner optimizer. A subclass decides when processes communicate, and what they average.
-
-    Its inner steps need the default process group. Raises ConfigError if the model cannot be built.
+    """The whole model and its inner optimizer. A subclass decides when processes communicate, and what they average;
+    this class trains alone. Raises ConfigError if the model cannot be built.
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device) -> None:
@@ -95,14 +95,8 @@ class BaselineReplica:
 
     def _weight(self, tokens: int) -> float:
         """The weight of each microbatch's loss sum in the gradient, if this process trains on `tokens` tokens in the
-        step.
-
-        Once torch has averaged the gradients over the processes, the result is the mean over the tokens of all
-        processes.
-        """
-        total = torch.tensor(float(tokens), device=self._device)
-        distributed.all_reduce(total)
-        return distributed.get_world_size() / float(total)
+        step."""
+        return 1 / tokens
 
     def _gathering(self, *, last: bool) -> Any:
         """The context for a microbatch's passes; `last`: it is the last one of the step."""
@@ -115,7 +109,17 @@ class BaselineReplica:
         """End whatever the replica started."""
 
 
-class Ddp(BaselineReplica):
+class DataParallel(BaselineReplica):
+    """Processes that take each step together, on the mean over the tokens of all. Needs the default process group."""
+
+    def _weight(self, tokens: int) -> float:
+        # torch averages the gradients over the processes.
+        total = torch.tensor(float(tokens), device=self._device)
+        distributed.all_reduce(total)
+        return distributed.get_world_size() / float(total)
+
+
+class Ddp(DataParallel):
     """torch.nn.parallel.DistributedDataParallel: every process holds everything."""
 
     def _spread(self, causal: Any) -> Any:
@@ -125,7 +129,7 @@ class Ddp(BaselineReplica):
         return nullcontext() if last else self.model.no_sync()
 
 
-class Fsdp(BaselineReplica):
+class Fsdp(DataParallel):
     """torch.distributed.fsdp.fully_shard (FSDP2), layer by layer: weights, gradients and Adam's moments are sharded."""
 
     def _spread(self, causal: Any) -> Any:
@@ -152,9 +156,6 @@ class DilocoBaseline(BaselineReplica):
         self._fast = list(self.model.parameters())
         self._slow = nn.Parameter(parameters_to_vector(self._fast).detach().clone())
         self._outer = torch.optim.SGD([self._slow], lr=OUTER_LEARNING_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
-
-    def _weight(self, tokens: int) -> float:
-        return 1 / tokens
 
     @torch.no_grad()
     def _meet(self, step: int) -> None:

@@ -2,9 +2,7 @@
 
 The swarm's nodes are real processes with default settings except for SETTINGS. Their metrics count its tokens between
 two moments well inside training, including outer rounds but neither start-up nor evaluation. The single process has one
-thread, plain transformers and fused AdamW; it uses nothing from `compute/`.
-
-Shape legend: B microbatch, T sequence, V vocabulary.
+thread, the unsplit model of transformers and fused AdamW, as in `noloco bench baseline`.
 """
 
 import asyncio
@@ -12,20 +10,17 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import InnerSettings, NodeConfig, RunManifest
 from noloco_p2p.errors import LocalError, Unreachable
 from noloco_p2p.lab.bench.node_fleet import Fleet
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.launch import cpu_seconds as cpu
 from noloco_p2p.launch import node_probe
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TARGET = 0.80
 SHAPE = (2, 2)
@@ -164,64 +159,26 @@ def _core_shares(begin: Samples, end: Samples, seconds: float) -> dict[str, floa
 
 def baseline(microbatches: int, seconds: float) -> float:
     """Tokens/s, measured in a separate process with one thread. Raises LocalError if that process dies."""
+    manifest = RunManifest(microbatches_per_step=microbatches, inner=InnerSettings(optimizer="adamw"))
     with workers(1, OMP_NUM_THREADS="1") as pool:
-        return pool.submit(train_alone, RunManifest(microbatches_per_step=microbatches), seconds).result()
+        return pool.submit(train_alone, manifest, seconds).result()
 
 
 def train_alone(manifest: RunManifest, seconds: float) -> float:
     """Train for `WARM_UP_S`, then for `seconds`. Returns the tokens per second of the latter."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from noloco_p2p.io.data.threaded_batches import make_batches
+    from noloco_p2p.lab.bench.baseline_replica import BaselineReplica
 
     torch.set_num_threads(1)
-    torch.manual_seed(manifest.seed)
-    inner = manifest.inner
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(manifest.model.family, **manifest.model.config))
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=inner.peak_learning_rate,
-        betas=(inner.beta1, inner.beta2),
-        eps=inner.eps,
-        weight_decay=inner.weight_decay,
-        fused=True,
-    )
-    data = itertools.cycle(asyncio.run(_first_batches(manifest)))
-
-    def inner_step() -> int:
-        """Take an inner step. Returns its number of tokens."""
-        counted = 0
-        for inputs_BT, targets_BT in itertools.islice(data, manifest.microbatches_per_step):
-            logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
-            summed = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-            summed.backward()  # type: ignore[no-untyped-call]
-            counted += targets_BT.numel()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(counted)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return counted
-
+    # The data stream depends on the seed and the peer; any name yields one like a node's.
+    with closing(make_batches(manifest, NodeConfig(), "baseline")) as batches, asyncio.Runner() as runner:
+        data = itertools.cycle([runner.run(batches.next()) for _ in range(BATCHES)])
+    model, steps = BaselineReplica(manifest, torch.device("cpu")), itertools.count(1)
     for limit_s in (WARM_UP_S, seconds):
         began, tokens, passed = time.perf_counter(), 0, 0.0
         while passed < limit_s:
-            tokens += inner_step()
+            tokens += model.inner_step(next(steps), [*itertools.islice(data, manifest.microbatches_per_step)])
             passed = time.perf_counter() - began
     return tokens / passed
-
-
-async def _first_batches(manifest: RunManifest) -> list[list["Tensor"]]:
-    """The first microbatches of the run's training data: inputs and targets, both B×T int64."""
-    import torch
-
-    from noloco_p2p.io.data.threaded_batches import make_batches
-
-    # The data stream depends on the seed and the peer; any name yields one like a node's.
-    batches = make_batches(manifest, NodeConfig(), "baseline")
-    read = [await batches.next() for _ in range(BATCHES)]
-    batches.close()
-    return [
-        [torch.frombuffer(bytearray(t.data), dtype=torch.int32).reshape(t.shape).long() for t in (b.inputs, b.targets)]
-        for b in read
-    ]
