@@ -212,7 +212,7 @@ def bench_links(
 
 def _names(option: str, text: str, known: Collection[str]) -> tuple[str, ...]:
     """Parse names separated by commas. Raises ConfigError if one is not known."""
-    found = tuple(text.split(","))
+    found = tuple(dict.fromkeys(text.split(",")))
     if not set(found) <= set(known):
         raise ConfigError(f"{option} {text}: name some of {', '.join(known)}")
     return found

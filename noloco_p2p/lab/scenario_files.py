@@ -7,7 +7,6 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,6 +25,8 @@ COSTS = {
     "outer_s": ("snapshot_s", "merge_s"),
 }
 """Key of `compute` → the keys in the JSON of `noloco bench stage` whose mean it is, for each stage."""
+StageCosts = Sequence[Mapping[str, float]]
+"""For each stage: seconds of its operations alone, as `noloco bench stage` names them."""
 
 
 def load(path: Path | None, sets: Sequence[str] = ()) -> Scenario:
@@ -73,11 +74,14 @@ def _add_measured(entries: list[SettingEntry], path: Path | None) -> None:
         entries[at + 1 : at + 1] = [SettingEntry(("compute", name), costs[name], str(source)) for name in costs]
 
 
+def compute_costs(stages: StageCosts) -> dict[str, list[float]]:
+    """The keys of `compute` for stages with these costs."""
+    return {name: [sum(one[p] for p in parts) / len(parts) for one in stages] for name, parts in COSTS.items()}
+
+
 def _measured(source: Path, place: str) -> Mapping[str, list[float]]:
     try:
-        found: Any = json.loads(source.read_text("utf-8"))
-        stages = found["stages_costs"]
-        return {name: [sum(one[p] for p in parts) / len(parts) for one in stages] for name, parts in COSTS.items()}
+        return compute_costs(json.loads(source.read_text("utf-8"))["stages_costs"])
     except OSError as error:
         raise ConfigError(f"{place}: {source} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

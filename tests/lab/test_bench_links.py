@@ -93,8 +93,8 @@ def test_figures_follow_from_the_counts_of_nodes_and_relay() -> None:
 
 
 def scenario_of(link: str, factor: float = 1.0, *sets: str) -> Scenario:
-    given = LinksPlan((), (), sets=sets).given("int8")
-    return links.scenario(given.manifest(), given.node(), LineSpec.parse(link), [COSTS] * 2, [factor] * 2)
+    plan = LinksPlan((), (), sets=sets).fleet("int8", Path("run")).plan
+    return links.scenario(plan, LineSpec.parse(link), [COSTS] * 2, [factor] * 2)
 
 
 def test_the_simulator_gets_the_run_and_the_line() -> None:

@@ -12,22 +12,22 @@ per stage.
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench.links_page import PAGE, add_gains, row_text, write_page
 from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, START_S, Fleet, InnerStepLine
 from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
 from noloco_p2p.lab.processes import workers
-from noloco_p2p.lab.scenario_files import COSTS
+from noloco_p2p.lab.scenario_files import StageCosts, compute_costs
 from noloco_p2p.launch.line_spec import LineSpec
 from noloco_p2p.launch.progress_line import ProgressLine
-from noloco_p2p.launch.settings import Overrides, read
+from noloco_p2p.launch.swarm_plan import SwarmPlan
 from noloco_p2p.sim import figures
 from noloco_p2p.sim.scenario import LocalSettings, RunSettings, Scenario
 from noloco_p2p.sim.simulation import build
@@ -42,25 +42,17 @@ WARM_STEPS = 6
 SIM_STEPS = 60
 WORK = ("microbatches", "inner_steps", "outer_rounds", "device_seconds")
 """Counters of a node. The last one is the time that the work counted by the first three takes."""
-StageCosts = list[dict[str, float]]
-"""For each stage: seconds of its operations alone on a core, as `noloco bench stage` names them, and `parameters`."""
 KINDS = ("activation", "gradient", "snapshot")
 MODEL = (
     "{hidden_size: 256, num_hidden_layers: %d, num_attention_heads: 1, num_key_value_heads: 1, head_dim: 8,"
     " intermediate_size: 8, vocab_size: 384, max_position_embeddings: 256, tie_word_embeddings: false}"
 )
-SETTINGS: dict[str, object] = {
-    "microbatch_size": 8,
-    "sequence_length": 256,
-    "microbatches_per_step": 8,
-    "outer.rule": "noloco",
-    "outer.inner_steps": 20,
-    "evaluation.every_steps": "null",
-    "evaluation.microbatches": 1,
-    "checkpoint.every_steps": "null",
-    "audit.weights": "false",
-    "steps": ENDLESS_STEPS,
-}
+SETTINGS = (
+    f"steps={ENDLESS_STEPS}",
+    *("microbatch_size=8", "sequence_length=256", "microbatches_per_step=8"),
+    *("outer.rule=noloco", "outer.inner_steps=20", "audit.weights=false"),
+    *("evaluation.every_steps=null", "evaluation.microbatches=1", "checkpoint.every_steps=null"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +72,16 @@ class LinksPlan:
     sets: tuple[str, ...] = ()
     """Settings of all nodes, `key=value`."""
 
-    def settings(self, codec: str) -> list[str]:
-        """Settings of the nodes."""
-        own = {"model.config": MODEL % self.shape[0], **SETTINGS, "wire.forward": codec, "wire.backward": codec}
-        return [*(f"{key}={value}" for key, value in own.items()), *self.sets]
-
-    def given(self, codec: str) -> Overrides:
-        """The same with the shape. Raises ConfigError if they are invalid."""
-        shape = (f"stages={self.shape[0]}", f"start_replicas={self.shape[1]}")
-        return read(None, {}, (*shape, *self.settings(codec)))
+    def fleet(self, codec: str, run_dir: Path, link: str | None = None) -> Fleet:
+        """A swarm with this codec. Raises ConfigError or LocalError as a Fleet does."""
+        wire = (f"wire.forward={codec}", f"wire.backward={codec}", f"audit.dir={run_dir / 'audit'}")
+        model = f"model.config={MODEL % self.shape[0]}"
+        return Fleet(run_dir, self.shape, (model, *SETTINGS, *wire, *self.sets), link)
 
     def check(self) -> None:
         """Raises ConfigError or LocalError if a swarm cannot have these settings, or if the machine has no room."""
         for codec in self.codecs:
-            Fleet(self.out, self.shape, self.settings(codec))
+            self.fleet(codec, self.out)
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
@@ -112,18 +100,18 @@ def run(plan: LinksPlan, line: ProgressLine) -> dict[str, Any]:
 
     Raises ConfigError if settings are invalid, and LocalError if a swarm fails or the page cannot be written.
     """
-    runs = {codec: (given.manifest(), given.node()) for codec in plan.codecs for given in [plan.given(codec)]}
     nodes, cases = "x".join(map(str, plan.shape)), list[dict[str, Any]]()
-    whole = len(runs) * len(plan.rates) * len(plan.delays)
-    for codec, (manifest, local) in runs.items():
+    whole = len(plan.codecs) * len(plan.rates) * len(plan.delays)
+    for codec in plan.codecs:
+        swarm = plan.fleet(codec, plan.out).plan
         with workers(1, OMP_NUM_THREADS="1") as pool:
-            stages = pool.submit(measure_stages, manifest).result()
+            stages = pool.submit(measure_stages, swarm.manifest).result()
         for rate, delay in product(plan.rates, plan.delays):
             line.tell(f"{len(cases)} of {whole} cases", len(cases) / whole)
             link = f"{rate:g}mbit,{delay:g}ms"
             real = measure(plan, codec, link)
             factors = device_factors(real.pop("work"), stages)
-            simulated = simulate(scenario(manifest, local, LineSpec.parse(link), stages, factors))
+            simulated = simulate(scenario(swarm, LineSpec.parse(link), stages, factors))
             off = {f"{name}_off": simulated[name] / real[name] - 1 for name in ("tokens", "bytes")}
             found = {"real": real, "simulated": simulated, "device_factor": factors, **off}
             cases.append({"mbit_per_s": rate, "delay_ms": delay, "codec": codec, **found})
@@ -152,19 +140,19 @@ DEFINITIONS = {
 
 def measure(plan: LinksPlan, codec: str, link: str) -> dict[str, Any]:
     """Measure a real swarm behind lines in its steady state. Raises LocalError if it does not get there."""
-    with tempfile.TemporaryDirectory(prefix="noloco-links-") as scratch:
-        run_dir = Path(scratch) / "run"
-        sets = (*plan.settings(codec), f"audit.dir={run_dir / 'audit'}")
-        with Fleet(run_dir, plan.shape, sets, link) as fleet:
-            assert fleet.relay is not None
-            fleet.start()
-            fleet.wait(lambda: _steps(fleet) >= WARM_STEPS, f"{WARM_STEPS} inner steps behind {link}", START_S)
-            carried, nodes = fleet.relay.counts(), sample_nodes(fleet)  # on a busy machine this takes seconds
-            began, until = time.time(), time.monotonic() + plan.seconds
-            fleet.wait(lambda: time.monotonic() >= until, "the measurement", plan.seconds + START_S)
-            now, ended = fleet.relay.counts(), sample_nodes(fleet)
-            lines = [line for line in fleet.first_stage_lines() if line.at >= began]
-            return real_figures(lines, (nodes, ended), (carried, now), LineSpec.parse(link))
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco-links-") as scratch,
+        plan.fleet(codec, Path(scratch) / "run", link) as fleet,
+    ):
+        assert fleet.relay is not None
+        fleet.start()
+        fleet.wait(lambda: _steps(fleet) >= WARM_STEPS, f"{WARM_STEPS} inner steps behind {link}", START_S)
+        carried, nodes = fleet.relay.counts(), sample_nodes(fleet)  # on a busy machine this takes seconds
+        began, until = time.time(), time.monotonic() + plan.seconds
+        fleet.wait(lambda: time.monotonic() >= until, "the measurement", plan.seconds + START_S)
+        now, ended = fleet.relay.counts(), sample_nodes(fleet)
+        lines = [line for line in fleet.first_stage_lines() if line.at >= began]
+        return real_figures(lines, (nodes, ended), (carried, now), LineSpec.parse(link))
 
 
 def _steps(fleet: Fleet) -> int:
@@ -182,24 +170,20 @@ def real_figures(
     """Figures from stage 0's inner steps and the counters of nodes and relay before and after. Raises LocalError."""
     begin, end = nodes
     tokens_per_s = rate_of(lines)
-    names = sorted(begin)
-    seconds = min(end[name].metrics.at - begin[name].metrics.at for name in names)
+    seconds = min(end[name].metrics.at - begin[name].metrics.at for name in begin)
 
-    def grown(name: str, metric: str, **labels: str) -> float:
-        return end[name].metrics.total(metric, **labels) - begin[name].metrics.total(metric, **labels)
+    def grown(names: Iterable[str], metric: str, **labels: str) -> float:
+        return sum(
+            end[name].metrics.total(metric, **labels) - begin[name].metrics.total(metric, **labels) for name in names
+        )
 
-    kinds = {kind: sum(grown(name, "bytes_total", direction="out", kind=kind) for name in names) for kind in KINDS}
+    kinds = {kind: grown(begin, "bytes_total", direction="out", kind=kind) for kind in KINDS}
     if not any(kinds.values()):
         raise LocalError("nothing was sent during the measurement: give more --nodes or --seconds")
-    work = [
-        {
-            metric: sum(grown(name, f"{metric}_total") for name in names if name.startswith(f"{stage}-"))
-            for metric in WORK
-        }
-        for stage in range(1 + max(int(name.partition("-")[0]) for name in names))
-    ]
+    by_stage = [[*names] for _, names in groupby(begin, lambda name: name.partition("-")[0])]
+    work = [{metric: grown(names, f"{metric}_total") for metric in WORK} for names in by_stage]
     before, after = (counts["lines"] for counts in carried)
-    moved = {(name, way): after[name][way] - before[name][way] for name in names for way in ("sent", "received")}
+    moved = {(name, way): after[name][way] - before[name][way] for name in begin for way in ("sent", "received")}
     rates = {"sent": spec.up_bytes_per_s, "received": spec.down_bytes_per_s}
     sent = sum(count for (_, way), count in moved.items() if way == "sent")
     return {
@@ -257,18 +241,11 @@ def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> l
     return factors
 
 
-def scenario(
-    manifest: RunManifest, local: NodeConfig, line: LineSpec, stages: StageCosts, factors: Sequence[float]
-) -> Scenario:
+def scenario(plan: SwarmPlan, line: LineSpec, stages: StageCosts, factors: Sequence[float]) -> Scenario:
     """The same swarm as a scenario. The device seconds of each stage are `factors` times those measured alone."""
+    manifest = plan.manifest
     run = manifest.model_dump(mode="json", include=set(RunSettings.model_fields))
-    costs = {
-        name: [
-            sum(each[part] for part in parts) / len(parts) * factor
-            for each, factor in zip(stages, factors, strict=True)
-        ]
-        for name, parts in COSTS.items()
-    }
+    slowed = [{name: cost * by for name, cost in each.items()} for each, by in zip(stages, factors, strict=True)]
     config = manifest.model.config
     workload = manifest.model_dump(mode="json", include={"microbatch_size", "sequence_length", "wire"}) | {
         "hidden_size": config["hidden_size"],
@@ -279,9 +256,9 @@ def scenario(
         "name": "links",
         "replicas": [manifest.start_replicas] * manifest.stages,
         "run": {**run, "steps": SIM_STEPS},
-        "node": local.model_dump(mode="json", include=set(LocalSettings.model_fields)),
+        "node": plan.local.model_dump(mode="json", include=set(LocalSettings.model_fields)),
         "workload": workload,
-        "compute": costs,
+        "compute": compute_costs(slowed),
         "network": {"link": {"latency_s": line.latency_s}, "access": access, "spread": line.spread},
     }
     return Scenario.model_validate_json(json.dumps(values), strict=True)

@@ -102,10 +102,10 @@ class Fleet:
         self, run_dir: Path, shape: tuple[int, int], settings: Sequence[str] = (), link: str | None = None
     ) -> None:
         own = (f"stages={shape[0]}", f"start_replicas={shape[1]}")
-        self._plan = make_plan(read(None, {}, (*own, *settings)), None)
-        if (self._plan.manifest.stages, self._plan.manifest.start_replicas) != shape:
+        self.plan = make_plan(read(None, {}, (*own, *settings)), None)
+        if (self.plan.manifest.stages, self.plan.manifest.start_replicas) != shape:
             raise ConfigError("--set stages, --set start_replicas: give --nodes instead")
-        foreseen.check_swarm(self._plan.manifest, self._plan.local, run_dir, lambda _: None)
+        foreseen.check_swarm(self.plan.manifest, self.plan.local, run_dir, lambda _: None)
         self.run_dir = run_dir
         self.stages = shape[0]
         places = (FleetNode(run_dir, stage, replica) for stage, replica in product(*map(range, shape)))
@@ -122,8 +122,8 @@ class Fleet:
 
     def __enter__(self) -> "Fleet":
         (self.run_dir / "audit").mkdir(parents=True, exist_ok=True)
-        self._plan.write(self.run_dir)
-        self._server.start(self._plan.environment(max(1, cpu_seconds.cores() // len(self.nodes))))
+        self.plan.write(self.run_dir)
+        self._server.start(self.plan.environment(max(1, cpu_seconds.cores() // len(self.nodes))))
         if self.relay is not None:
             self.relay.start(self.nodes.values())
         return self
@@ -157,7 +157,7 @@ class Fleet:
         others.sort(key=lambda other: other.stopped_until is not None)
         known = [one for one in (other.endpoints for other in others) if one is not None][:JOINED]
         joins = [part for one in known for part in ("--join", one.join[0])]
-        node.start(self._server, [*self._plan.arguments(self.run_dir), *joins])
+        node.start(self._server, [*self.plan.arguments(self.run_dir), *joins])
         node.started_at = node.progressed_at = time.time()
         node.trains, node.killed, node.stopped_until, node.restart_at = False, False, None, None
 
