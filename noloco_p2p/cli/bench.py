@@ -141,9 +141,9 @@ def bench_flood(
     """Measure what flooding one node costs the swarm. Kinds: connections, handshakes, calls, slow bodies."""
     from noloco_p2p.lab.bench import flood, floods
 
-    plan = flood.FloodPlan(_names("--kinds", kinds, floods.KINDS), pairs, seconds)
-    least_s = 2 * pairs * len(plan.kinds) * (seconds + flood.SETTLE_S)
-    _report(f"floods of a 2 x 2 swarm: {kinds}", lambda _: flood.run(plan), as_json, least_s)
+    named = _names("--kinds", kinds, floods.KINDS)
+    least_s = 2 * pairs * len(named) * (seconds + flood.SETTLE_S)
+    _report(f"floods of a 2 x 2 swarm: {kinds}", lambda _: flood.run(named, pairs, seconds), as_json, least_s)
 
 
 @bench.command("churn")

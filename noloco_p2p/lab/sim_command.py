@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.lab import scenario_files, sim_output
@@ -222,19 +222,11 @@ def _described(run: SimRun) -> "list[RenderableType]":
 # --- the same run twice -----------------------------------------------------------------------------------------------
 
 
-class TraceDifference(NamedTuple):
-    """The first event in which two runs differ."""
-
-    event: int
-    """Its index, from 0."""
-    first: str | None
-    """The line of the first run; None if it had ended."""
-    second: str | None
-
-
-def first_difference(first: Sequence[str], second: Sequence[str]) -> TraceDifference | None:
-    """The first difference between two traces; None if they are equal."""
-    return next((TraceDifference(i, a, b) for i, (a, b) in enumerate(zip_longest(first, second)) if a != b), None)
+def first_difference(first: Sequence[str], second: Sequence[str]) -> dict[str, Any] | None:
+    """The first `event`, counted from 0, in which two traces differ, and its line in each: None where the run had
+    ended. None if the traces are equal."""
+    pairs = enumerate(zip_longest(first, second))
+    return next(({"event": i, "first": a, "second": b} for i, (a, b) in pairs if a != b), None)
 
 
 def _twice(request: SimRequest, options: SimOptions) -> int:
@@ -246,12 +238,12 @@ def _twice(request: SimRequest, options: SimOptions) -> int:
     found, events, trace_hash = first_difference(first.lines, second.lines), len(first.lines), hash_of(first.lines)
     if options.as_json:
         head = {"equal": found is None, "events": events, "trace_hash": trace_hash}
-        print(json.dumps({**head, "first_difference": found and found._asdict()}))
+        print(json.dumps({**head, "first_difference": found}))
     elif found is None:
         print(f"equal: {events:,} events in both runs, trace_hash {trace_hash}")
     else:
-        print(f"the runs differ from event {found.event:,} on:")
-        print(f"  first:  {found.first or 'has ended'}\n  second: {found.second or 'has ended'}")
+        print(f"the runs differ from event {found['event']:,} on:")
+        print(f"  first:  {found['first'] or 'has ended'}\n  second: {found['second'] or 'has ended'}")
     return max(_exit_code(first), OK if found is None else FAILED)
 
 

@@ -20,7 +20,7 @@ from unsteady import Deadly, Unsteady
 from noloco_p2p.cli.main import app
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab import sim_command
-from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, TraceDifference, first_difference, run_sim
+from noloco_p2p.lab.sim_command import SimOptions, SimRequest, SimRun, first_difference, run_sim
 from noloco_p2p.launch import progress_line
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.faults import FaultySwarm
@@ -222,9 +222,9 @@ def test_a_worker_that_dies_is_reported_and_leaves_no_other_behind() -> None:
 
 def test_the_first_difference_between_two_traces() -> None:
     assert first_difference(["a", "b"], ["a", "b"]) is None
-    assert first_difference(["a", "b", "d"], ["a", "c", "d"]) == TraceDifference(1, "b", "c")
-    assert first_difference(["a"], ["a", "b"]) == TraceDifference(1, None, "b")
-    assert first_difference(["a", "b"], ["a"]) == TraceDifference(1, "b", None)
+    assert first_difference(["a", "b", "d"], ["a", "c", "d"]) == {"event": 1, "first": "b", "second": "c"}
+    assert first_difference(["a"], ["a", "b"]) == {"event": 1, "first": None, "second": "b"}
+    assert first_difference(["a", "b"], ["a"]) == {"event": 1, "first": "b", "second": None}
 
 
 def test_two_runs_of_one_seed_are_reported_as_equal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +30,11 @@ TICK_S = 0.01
 PAGE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class FloodPlan:
-    """What to measure."""
-
-    kinds: tuple[str, ...]
-    pairs: int
-    """Number of windows with the flood, each followed by one without."""
-    seconds: float
-    """Length of a window, seconds."""
-
-
-def run(plan: FloodPlan) -> dict[str, Any]:
-    """Measure, and return the figures. Raises LocalError if the swarm fails."""
+def run(kinds: Sequence[str], pairs: int, seconds: float) -> dict[str, Any]:
+    """Measure, and return the figures: for each kind `pairs` windows of `seconds` with the flood, each followed by one
+    without. Raises LocalError if the swarm fails."""
     with pipeline.steady_swarm(pipeline.MICROBATCHES) as fleet:
-        found = {kind: _compare(fleet, kind, plan) for kind in plan.kinds}
+        found = {kind: _compare(fleet, kind, pairs, seconds) for kind in kinds}
     worst = min(one["ratio"] for one in found.values())
     return {"bench": "flood", "ratio": worst, "target": TARGET, **found, "definitions": DEFINITIONS}
 
@@ -62,17 +51,17 @@ DEFINITIONS = {
 }
 
 
-def _compare(fleet: Fleet, kind: str, plan: FloodPlan) -> dict[str, Any]:
+def _compare(fleet: Fleet, kind: str, pairs: int, seconds: float) -> dict[str, Any]:
     victim = fleet.nodes[VICTIM].endpoints
     assert victim is not None, "a steady swarm can be reached"
     with DIRECT.open(victim.metrics.removesuffix(METRICS_PATH) + "/status", timeout=PAGE_S) as page:
         [address, *_] = json.load(page)["addresses"]
     flooded, quiet = list[dict[str, float]](), list[dict[str, float]]()
-    for _ in range(plan.pairs):
+    for _ in range(pairs):
         with peer_process(floods.attack, kind, address, victim.peer_id, victim.run_id) as pid:
-            flooded.append(_window(fleet, victim, plan.seconds, pid))
+            flooded.append(_window(fleet, victim, seconds, pid))
         with peer_process(_take, flooded[-1]["attacker_cores"]) as pid:
-            quiet.append(_window(fleet, victim, plan.seconds, pid))
+            quiet.append(_window(fleet, victim, seconds, pid))
     ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in zip(flooded, quiet, strict=True)]
     figures = {name: {"flooded": [w[name] for w in flooded], "quiet": [w[name] for w in quiet]} for name in quiet[0]}
     return {"ratio": statistics.median(ratios), "ratios": ratios, **figures}

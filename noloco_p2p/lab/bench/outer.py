@@ -45,20 +45,11 @@ def replica(size: str, seed: int) -> OuterState:
     return weights
 
 
-def specs(weights: OuterState) -> tuple[TensorSpec, ...]:
-    """What is transferred: only u, because the sample sent with it is negligible."""
-    return (TensorSpec("vector", "float32", (weights.count,)),)
-
-
-def snapshot(weights: OuterState) -> Snapshot:
-    """The snapshot of the far process."""
-    return Snapshot(PEER, 1, 10, (host_tensor.from_torch("vector", weights.freeze()[0]),))
-
-
 async def serve(ready: Callable[[int], None], size: str) -> None:
     """The far process: serves its snapshot of round 1 and reports its port."""
     transport = make_transport(FAR)
-    await transport.serve(BenchPeer(snapshot(replica(size, 1))))
+    vector = host_tensor.from_torch("vector", replica(size, 1).freeze()[0])
+    await transport.serve(BenchPeer(Snapshot(PEER, 1, 10, (vector,))))
     ready(transport.port)
     await asyncio.Event().wait()
 
@@ -67,6 +58,8 @@ async def rounds(size: str, port: int, line: ProgressLine) -> dict[str, Any]:
     """Medians of ROUNDS outer rounds after one warm-up round, then the bytes of one pull."""
     mine = make_transport(NEAR)
     weights = replica(size, 2)
+    # Only u is transferred, because the sample sent with it is negligible.
+    spec = TensorSpec("vector", "float32", (weights.count,))
     far = Advert(PEER, RUN, 1, (f"127.0.0.1:{port}",))
     watch = Stopwatch()
     for number in range(ROUNDS + 1):
@@ -75,24 +68,23 @@ async def rounds(size: str, port: int, line: ProgressLine) -> dict[str, Any]:
             with watch.timed("freeze"):
                 vector, frozen = weights.freeze()
             with watch.timed("pull"):
-                theirs = await mine.fetch_snapshot(far, REQUEST, WAIT_S, specs(weights))
+                theirs = await mine.fetch_snapshot(far, REQUEST, WAIT_S, (spec,))
             with watch.timed("merge"):
                 weights.merge([vector, host_tensor.to_torch(theirs.tensors[0])], 0, frozen, 0.0)
     await mine.close()
-    moved = await bytes_of_a_pull(port, specs(weights))
-    least = sum(spec.nbytes for spec in specs(weights))
+    moved = await bytes_of_a_pull(port, spec)
     medians = {f"{name}_s": watch.median_s(name) for name in ("freeze", "pull", "merge", "round")}
     return {
         "parameters": weights.count,
         **medians,
         "bytes": moved,
-        "least_bytes": least,
-        "ratio": moved / least,
-        "pull_mib_per_s": least / 2**20 / medians["pull_s"],
+        "least_bytes": spec.nbytes,
+        "ratio": moved / spec.nbytes,
+        "pull_mib_per_s": spec.nbytes / 2**20 / medians["pull_s"],
     }
 
 
-async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
+async def bytes_of_a_pull(port: int, spec: TensorSpec) -> int:
     """Bytes on the connection for one pull, in both directions and including its set-up, counted by a forwarder."""
     moved, ended = 0, asyncio.Event()
 
@@ -108,7 +100,7 @@ async def bytes_of_a_pull(port: int, specs: tuple[TensorSpec, ...]) -> int:
     async with await asyncio.start_server(forward, "127.0.0.1", 0) as server:
         near = make_transport(NEAR)
         counted = Advert(PEER, RUN, 1, (f"127.0.0.1:{server.sockets[0].getsockname()[1]}",))
-        await near.fetch_snapshot(counted, REQUEST, WAIT_S, specs)
+        await near.fetch_snapshot(counted, REQUEST, WAIT_S, (spec,))
         await near.close()
         await asyncio.wait_for(ended.wait(), WAIT_S)
     return moved
