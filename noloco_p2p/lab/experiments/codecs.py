@@ -78,13 +78,13 @@ def measure(case: Case) -> Figures:
     if "outer_codec" in case.settings:
         return outer_codecs.measure(case)
     wire, settings = WireCase(*(case.settings[name] for name in WireCase._fields)), case.settings
-    steps, hidden_size = settings["steps"], settings["hidden_size"]
+    hidden_size = settings["hidden_size"]
     changes: dict[str, object] = {} if wire.family == "llama" else {"model": _gpt2(hidden_size)}
     manifest = small_manifest(
         hidden_size,
         LAYERS,
-        steps=steps,
-        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
+        steps=settings["steps"],
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE},
         outer={"pairing": "none"},
         wire={"forward": wire.forward, "backward": wire.backward},
         **changes,

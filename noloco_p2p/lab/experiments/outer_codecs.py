@@ -41,13 +41,13 @@ def measure(case: Case) -> Figures:
     """Train one case: its loss, the spread of its replicas, and the size of a pull."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
-    one, steps = OuterCase(*(case.settings[name] for name in OuterCase._fields)), case.settings["steps"]
+    one = OuterCase(*(case.settings[name] for name in OuterCase._fields))
     manifest = small_manifest(
         case.settings["hidden_size"],
         LAYERS,
         microbatch_size=4,
-        steps=steps,
-        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
+        steps=case.settings["steps"],
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE},
         outer={"inner_steps": INNER_STEPS, "pairing": one.pairing, "codec": one.outer_codec},
         evaluation={"microbatches": 32},
     )

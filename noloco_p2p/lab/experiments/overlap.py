@@ -17,13 +17,13 @@ outer rounds average away shows: a delay costs more than it does when weights ha
 from collections import Counter
 from typing import NamedTuple
 
+from noloco_p2p.lab.experiments import staleness
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results
-from noloco_p2p.lab.experiments.staleness import PEAK_LEARNING_RATE, SIZES
-from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 
+SIZES, PEAK_LEARNING_RATE = staleness.SIZES, staleness.PEAK_LEARNING_RATE
 DELAYS = (1, 5, 10)
 COSTS = Costs()
 STEP_S = COSTS.forward_s + COSTS.backward_s + COSTS.inner_step_s
@@ -57,21 +57,13 @@ def measure(case: Case) -> Figures:
     """Train one variant."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
-    settings = case.settings
-    kind, delay, m, steps = (settings[name] for name in ("kind", "delay", "inner_steps", "steps"))
+    kind, delay, m, steps = (case.settings[name] for name in ("kind", "delay", "inner_steps", "steps"))
     overlap = kind == "overlap"
     steps = steps * m // (m + delay) if kind == "waits" else steps
-    outer = {"inner_steps": m, "overlap": overlap, "pairing": "none" if kind == "none" else "matched"}
-    manifest = one_layer_manifest(
-        settings,
-        steps=steps,
-        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
-        outer=outer,
-        evaluation={"microbatches": settings["held_out_microbatches"]},
-    )
+    outer = {"overlap": overlap, "pairing": "none" if kind == "none" else "matched"}
     # A pull is a round trip; it ends in the middle of the inner step before the boundary at which it is merged.
     link = Link(latency_s=(delay - 0.4) * STEP_S / 2) if overlap else Link()
-    trained = train(TrainingPlan(manifest, (settings["replicas"],), settings["seed"], link=link, costs=COSTS))
+    trained = train(staleness.plan_of(case.settings, steps, outer, link=link, costs=COSTS))
     figures = trained.figures("validation_loss", "merged_loss", "delays")
     return figures | {"loss": figures.pop("validation_loss"), "steps_taken": steps}
 

@@ -28,7 +28,7 @@ deviation mean nothing.
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
 from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table
@@ -71,22 +71,26 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
+def plan_of(settings: Mapping[str, Any], steps: int, outer: Mapping[str, object], **world: Any) -> TrainingPlan:
+    """A run of this many steps for a case with SIZES; `world`: other fields of the plan."""
+    factors = {"alpha": ALPHA, "beta": BETA, "gamma": GAMMA, "inner_steps": settings["inner_steps"]}
+    manifest = one_layer_manifest(
+        settings,
+        steps=steps,
+        inner={"peak_learning_rate": PEAK_LEARNING_RATE},
+        outer={**factors, **outer},
+        evaluation={"microbatches": settings["held_out_microbatches"]},
+    )
+    return TrainingPlan(manifest, (settings["replicas"],), settings["seed"], **world)
+
+
 def measure(case: Case) -> Figures:
     """Train one variant: losses at the end, the spread by round, the rounds by result."""
     from noloco_p2p.lab.experiments.real_swarm import train
 
-    settings = case.settings
-    pairing, replicas, seed, steps = (settings[name] for name in ("pairing", "replicas", "seed", "steps"))
-    manifest = one_layer_manifest(
-        settings,
-        steps=steps,
-        inner={"peak_learning_rate": PEAK_LEARNING_RATE, "warmup_steps": steps // 10},
-        outer={"alpha": ALPHA, "beta": BETA, "gamma": GAMMA}
-        | {"inner_steps": settings["inner_steps"], "pairing": pairing},
-        evaluation={"microbatches": settings["held_out_microbatches"]},
-    )
-    stale, lost = settings["stale_rounds"], settings["lost"]
-    trained = train(TrainingPlan(manifest, (replicas,), seed, stale_rounds=stale, lost_partner=lost))
+    one = case.settings
+    losses = {"stale_rounds": one["stale_rounds"], "lost_partner": one["lost"]}
+    trained = train(plan_of(one, one["steps"], {"pairing": one["pairing"]}, **losses))
     figures = trained.figures("validation_loss", "merged_loss", "rounds")
     return figures | {"loss": figures.pop("validation_loss"), "spreads": [spread.std for spread in trained.spreads]}
 

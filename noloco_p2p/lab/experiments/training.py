@@ -133,16 +133,16 @@ def small_manifest(hidden_size: int, layers: int, **changes: object) -> RunManif
     }
     fields = RunManifest(stages=1).model_dump() | {"model": {"family": "llama", "config": model}}
     fields |= {"sequence_length": 64, "microbatch_size": 8, "microbatches_per_step": 1, "routing": "balanced"}
-    fields |= {"inner": {"optimizer": "adamw"}, "outer": {"rule": "noloco", "overlap": False}}  # the rest: defaults
+    # The rest are defaults, but for a warm-up of a tenth of the steps, at which its length is capped.
+    fields |= {"inner": {"optimizer": "adamw", "warmup_steps": 10**6}, "outer": {"rule": "noloco", "overlap": False}}
     for name, value in [("evaluation", {"every_steps": None, "microbatches": 16}), *changes.items()]:
         fields[name] = {**fields[name], **value} if isinstance(value, Mapping) else value
     return RunManifest.model_validate(fields)
 
 
 def sized_manifest(settings: Mapping[str, Any], inner: Mapping[str, Any], **changes: object) -> RunManifest:
-    """`small_manifest` for a case with `hidden`, `layers` and `steps`: four samples in a microbatch, and a warm-up of a
-    tenth of the steps, because its length is capped at that (METHOD.md, "Inner step")."""
-    size = {"microbatch_size": 4, "steps": settings["steps"], "inner": {"warmup_steps": 10**6, **inner}}
+    """`small_manifest` for a case with `hidden`, `layers` and `steps`: four samples in a microbatch."""
+    size = {"microbatch_size": 4, "steps": settings["steps"], "inner": inner}
     return small_manifest(settings["hidden"], settings["layers"], **size, **changes)
 
 
