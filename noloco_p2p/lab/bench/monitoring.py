@@ -9,6 +9,8 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,8 @@ def _window(fleet: Fleet, seconds: float, *, read: bool) -> float:
 def _read(urls: list[str], every_s: float, ended: threading.Event) -> None:
     while not ended.is_set():
         for url in urls:
-            with DIRECT.open(url, timeout=TIMEOUT_S) as answer:
+            # As Prometheus and `noloco top`: a page that fails is read again at the next turn.
+            with suppress(OSError, HTTPException), DIRECT.open(url, timeout=TIMEOUT_S) as answer:
                 answer.read()
         ended.wait(every_s)
 
