@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import NO_JSON, ConfigError
 from noloco_p2p.launch.named_configs import SCENARIOS, named
 from noloco_p2p.launch.settings import in_words, over_defaults, refuse, where
 from noloco_p2p.launch.yaml_entries import Key, KnownKeys, SettingEntry, read_entries
@@ -84,5 +84,5 @@ def _measured(source: Path, place: str) -> Mapping[str, list[float]]:
         return compute_costs(json.loads(source.read_text("utf-8"))["stages_costs"])
     except OSError as error:
         raise ConfigError(f"{place}: {source} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (*NO_JSON, KeyError, TypeError) as error:
         raise ConfigError(f"{place}: {source} is not what `noloco bench stage --json` writes") from error

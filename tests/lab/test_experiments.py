@@ -130,7 +130,7 @@ def test_another_experiments_directory_is_refused() -> None:
     _run(TOY, quick=True)
     with pytest.raises(ConfigError, match="quick run of toy"):
         _run(TOY)
-    for text in ("no JSON", "[]", '"text"', '{"experiment": "toy", "quick": false}'):
+    for text in ("no JSON", "[" * 100_000, "[]", '"text"', '{"experiment": "toy", "quick": false}'):
         Path("out", "results.json").write_text(text)
         with pytest.raises(ConfigError, match="not a results file"):
             _run(TOY)

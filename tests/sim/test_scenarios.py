@@ -249,9 +249,12 @@ def test_costs_can_come_from_a_measurement(tmp_path: Path) -> None:
         (0.5,) * 2,
     )
     assert load(tmp_path / "mine.yaml", ["compute.measured=null"]).compute == Scenario().compute
-    (tmp_path / "bench.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"mine.yaml:2: .*bench.json is not what `noloco bench stage --json` writes"):
-        load(tmp_path / "mine.yaml")
+    for text in ("{}", "[" * 100_000):
+        (tmp_path / "bench.json").write_text(text)
+        with pytest.raises(
+            ConfigError, match=r"mine.yaml:2: .*bench.json is not what `noloco bench stage --json` writes"
+        ):
+            load(tmp_path / "mine.yaml")
 
 
 # --- swarms from scenarios ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import noloco_p2p
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import NO_JSON, ConfigError
 from noloco_p2p.humanize import plural
 from noloco_p2p.io.durable_files import writing
 from noloco_p2p.lab.experiments.results import charts, markdown
@@ -106,7 +106,7 @@ class ResultsFile:
             old = json.loads(self.path.read_text())
             name, quick, code = old["experiment"], old["quick"], old["code"]
             kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (*NO_JSON, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path} is not a results file of noloco; give another --out") from error
         if (name, quick) != (self.experiment.name, self.quick):
             raise ConfigError(f"{self.path} is from a {'quick' if quick else 'full'} run of {name}; give another --out")
