@@ -211,8 +211,8 @@ def test_every_experiment_has_unique_case_names_and_states_its_limits(name: str)
         cases = experiment.cases(quick)
         assert len({case.name for case in cases}) == len(cases) > 0
         json.dumps([dict(case.settings) for case in cases], allow_nan=False)
-    assert experiment.text.question.endswith("?")
-    assert min(len(experiment.text.setting), len(experiment.text.limits)) > 100
+    assert experiment.question.endswith("?")
+    assert min(len(experiment.setting), len(experiment.limits)) > 100
 
 
 def test_the_command_lists_the_experiments_and_refuses_another_name() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from noloco_p2p.lab.experiments.spec import Block, Case, Experiment, Figures, ReportText, Results, Table
+from noloco_p2p.lab.experiments.spec import Block, Case, Experiment, Figures, Results, Table
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
 MARKS = Path("marks")
@@ -45,8 +45,7 @@ def report(results: Results) -> list[Block]:
     ]
 
 
-TEXT = ReportText("What is n²?", "Small numbers.", "Large numbers.")
-TOY = Experiment("toy", TEXT, cases, measure, report)
+TOY = Experiment("toy", "What is n²?", "Small numbers.", "Large numbers.", cases, measure, report)
 FOLLOWED = replace(TOY, further=further)
 FAILING = replace(TOY, measure=fails_at_two)
 NOT_FINITE = replace(TOY, measure=not_finite)

@@ -8,7 +8,7 @@ models that the measurements are compared with. The other modules are the experi
 import importlib
 
 from noloco_p2p.errors import ConfigError
-from noloco_p2p.lab.experiments.spec import Experiment, describe
+from noloco_p2p.lab.experiments.spec import Experiment
 
 EXPERIMENTS = {
     "latency": ("latency", "time of a synchronisation: pair pull against tree, ring and butterfly all-reduce"),
@@ -32,6 +32,4 @@ def find(name: str) -> Experiment:
     """The experiment with this name. Raises ConfigError if there is none."""
     if name not in EXPERIMENTS:
         raise ConfigError(f"there is no experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
-    module = vars(importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}"))
-    functions = {key: module[key] for key in ("cases", "measure", "report", "further") if key in module}
-    return Experiment(name, describe(module), **functions)
+    return Experiment.of(name, vars(importlib.import_module(f"{__name__}.{EXPERIMENTS[name][0]}")))

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import outer_codecs
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table, value_range
-from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table, seeded
 from noloco_p2p.lab.experiments.training import BYTE_VOCABULARY, TrainingPlan, small_manifest
 
 LAYERS, PEAK_LEARNING_RATE, SEEDS = 4, 3e-3, 3
@@ -64,11 +64,8 @@ def cases(quick: bool) -> list[Case]:
     codecs += [] if quick else [("bfloat16", "bfloat16"), ("int4", BASE), (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 400}
     wires = [WireCase(family, stages, *codec) for stages in STAGES for family in FAMILIES for codec in codecs]
-    return [
-        Case.named("{family} {stages} {forward} {backward} s{seed}", **wire._asdict(), seed=seed, **sizes)
-        for wire in wires
-        for seed in range(SEEDS)
-    ] + outer_codecs.cases(quick)
+    own = seeded("{family} {stages} {forward} {backward} s{seed}", wires, range(SEEDS), **sizes)
+    return own + outer_codecs.cases(quick)
 
 
 def measure(case: Case) -> Figures:

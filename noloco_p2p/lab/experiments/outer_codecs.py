@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from noloco_p2p.core.lattice_format import chunk_count
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results, seeded
 from noloco_p2p.lab.experiments.training import TrainingPlan, small_manifest
 
 REPLICAS, LAYERS, INNER_STEPS, PEAK_LEARNING_RATE, SEEDS = 8, 2, 10, 5e-3, 3
@@ -30,11 +30,7 @@ def cases(quick: bool) -> list[Case]:
     outer = [OuterCase("matched", codec) for codec in (BASE, "bfloat16", "int8", "int4")]
     outer += [] if quick else [OuterCase("random", codec) for codec in (BASE, "int4")]
     sizes = {"hidden_size": 64, "steps": 100} if quick else {"hidden_size": 128, "steps": 200}
-    return [
-        Case.named("outer {pairing} {outer_codec} s{seed}", **one._asdict(), seed=seed, **sizes)
-        for one in outer
-        for seed in range(SEEDS)
-    ]
+    return seeded("outer {pairing} {outer_codec} s{seed}", outer, range(SEEDS), **sizes)
 
 
 def measure(case: Case) -> Figures:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import staleness
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results, seeded
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 
@@ -46,11 +46,7 @@ def cases(quick: bool) -> list[Case]:
     """Every variant with every seed."""
     variants = [BASELINE, *(DelayVariant("overlap", delay) for delay in DELAYS)]
     variants += [*(DelayVariant("waits", delay) for delay in DELAYS), DelayVariant("none", 0)]
-    return [
-        Case.named("{kind} {delay} s{seed}", **variant._asdict(), seed=seed, **SIZES)
-        for variant in variants
-        for seed in range(1 if quick else 3)
-    ]
+    return seeded("{kind} {delay} s{seed}", variants, range(1 if quick else 3), **SIZES)
 
 
 def measure(case: Case) -> Figures:

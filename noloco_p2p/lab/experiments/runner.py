@@ -177,8 +177,8 @@ def _report(file: ResultsFile) -> Path:
         f" time on {os.cpu_count()} cores. To repeat: `noloco experiment {experiment.name}"
         f"{' --quick' if file.quick else ''}`. Code: `{file.code[:12]}`."
     )
-    head = [f"# {experiment.name}", experiment.text.question, f"**{answer}**", *([quick] if file.quick else [])]
-    head += ["## Setting", experiment.text.setting, "## Results"]
-    tail = ["## What this does not show", experiment.text.limits, "## Runs", made]
+    head = [f"# {experiment.name}", experiment.question, f"**{answer}**", *([quick] if file.quick else [])]
+    head += ["## Setting", experiment.setting, "## Results"]
+    tail = ["## What this does not show", experiment.limits, "## Runs", made]
     (out / REPORT).write_text(markdown([*head, *blocks, *tail]), "utf-8")
     return out / REPORT

@@ -11,10 +11,10 @@ Optional: `further`, cases that depend on the results so far.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from noloco_p2p.observe.plotting.plots import Chart
 
@@ -53,6 +53,11 @@ class Case:
         return cls(name.format_map(settings), settings)
 
 
+def seeded(name: str, variants: Iterable[NamedTuple], seeds: Iterable[int], **settings: Any) -> list[Case]:
+    """A case for each variant, whose fields are settings, with each seed."""
+    return [Case.named(name, **one._asdict(), seed=seed, **settings) for one in variants for seed in seeds]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """One case and its figures."""
@@ -72,22 +77,15 @@ Results = Sequence[Result]
 
 
 @dataclass(frozen=True, slots=True)
-class ReportText:
-    """The text of a report before and after the findings, in Markdown."""
-
-    question: str
-    setting: str
-    """What is held fixed and what is varied."""
-    limits: str
-    """What the results do not show."""
-
-
-@dataclass(frozen=True, slots=True)
 class Experiment:
     """A question, and everything needed to answer it."""
 
     name: str
-    text: ReportText
+    question: str
+    setting: str
+    """What is held fixed and what is varied, in Markdown."""
+    limits: str
+    """What the results do not show, in Markdown."""
     cases: Callable[[bool], list[Case]]
     """The cases, or with True those of `--quick`. Putting long cases first makes the best use of the processes."""
     measure: Callable[[Case], Figures]
@@ -99,12 +97,13 @@ class Experiment:
     further: Callable[[bool, Results], list[Case]] = lambda quick, results: []
     """Cases that depend on the results so far. It is called again until it returns no new ones."""
 
-
-def describe(module: Mapping[str, Any]) -> ReportText:
-    """The report text from the docstring of an experiment's module, given its `globals()`."""
-    question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
-    setting, limits = setting.split("\n\nLimits: ")
-    return ReportText(" ".join(question.split()), setting, limits.strip())
+    @classmethod
+    def of(cls, name: str, module: Mapping[str, Any]) -> Self:
+        """The experiment that a module is, given what it defines."""
+        question, setting = str(module["__doc__"]).format_map(module).split("\n\n", 1)
+        setting, limits = setting.split("\n\nLimits: ")
+        functions = {key: module[key] for key in ("cases", "measure", "report", "further") if key in module}
+        return cls(name, " ".join(question.split()), setting, limits.strip(), **functions)
 
 
 def published() -> dict[str, Any]:

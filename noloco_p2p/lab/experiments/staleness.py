@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
-from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table
+from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table, seeded
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
 
@@ -64,11 +64,8 @@ def cases(quick: bool) -> list[Case]:
     if not quick:
         variants = [Variant(pairing, stale) for pairing in PAIRINGS for stale in STALE_ROUNDS]
         variants += [Variant(pairing, 0, lost) for pairing in PAIRINGS for lost in LOST]
-    return [
-        Case.named("{pairing} stale{stale_rounds} lost{lost:g} s{seed}", **variant._asdict(), seed=seed, **SIZES)
-        for variant in [*variants, APART]
-        for seed in range(1 if quick else 3)
-    ]
+    name, seeds = "{pairing} stale{stale_rounds} lost{lost:g} s{seed}", range(1 if quick else 3)
+    return seeded(name, [*variants, APART], seeds, **SIZES)
 
 
 def plan_of(settings: Mapping[str, Any], steps: int, outer: Mapping[str, object], **world: Any) -> TrainingPlan:
