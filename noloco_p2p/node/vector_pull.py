@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from noloco_p2p.core.messages import Advert, PeerId
-from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, Snapshot, SnapshotRequest
+from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
 from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.node.state import NodeState
@@ -54,11 +54,15 @@ class VectorPuller:
         dropped the round before all chunks had arrived, and otherwise the errors of Transport.fetch_snapshot. `idle`:
         nothing waits for the result.
         """
-        node, found, stale = self._node, None, self._node.manifest.outer.max_stale_rounds
-        request = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice)
+        node, found, outer = self._node, None, self._node.manifest.outer
+        request, stale = SnapshotRequest(node.index, mine.round, wait_s, lattice=mine.lattice), outer.max_stale_rounds
         nbytes = asked_again = 0
         while True:
-            theirs = await self._ask(peer, request, mine.round, idle)
+            expected, limit_s = node.stage.state.answer(request.lattice), request.wait_s + outer.deadline_s
+            with node.waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(mine.round), idle=idle):
+                theirs = await self._transport.fetch_snapshot(peer, request, outer.deadline_s, expected)
+            if theirs.peer != peer.peer_id:
+                raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
             if theirs.fresh_round != mine.fresh_round:
                 raise Declined(f"its weights began at round {theirs.fresh_round}, not {mine.fresh_round}")
             if abs(theirs.round - (request.round or 0)) > stale:
@@ -67,25 +71,10 @@ class VectorPuller:
             with node.waits.waiting("decoded snapshot", Resource.DEVICE, why=ForRound(mine.round), idle=idle):
                 found = await node.stage.decode(mine, request, theirs, found)
             if found.missing is None:
-                self._report(found)
+                if found.verdict:
+                    node.distrust(found.verdict, peer=found.peer, round=found.round)
+                if found.verdict == "refused":
+                    raise Violation(f"the vector of {found.peer} is too far from this replica's to be merged")
                 return Pull("", (found,), nbytes, asked_again)
             request, stale = replace(request, round=found.round, wait_s=0.0, lattice=found.missing), 0
             asked_again += len(found.missing.bounds)
-
-    def _report(self, found: PartnerVector) -> None:
-        """Report a vector that will not be merged as it is. Raises Violation if it is refused altogether."""
-        if found.verdict:
-            self._node.distrust(found.verdict, peer=found.peer, round=found.round)
-        if found.verdict == "refused":
-            raise Violation(f"the vector of {found.peer} is too far from this replica's to be merged")
-
-    async def _ask(self, peer: Advert, request: SnapshotRequest, round: int, idle: bool) -> Snapshot:
-        """The peer's answer to one request. Raises the errors of Transport.fetch_snapshot, and Violation for the
-        snapshot of another replica."""
-        deadline_s, expected = self._node.manifest.outer.deadline_s, self._node.stage.state.answer(request.lattice)
-        limit_s = request.wait_s + deadline_s
-        with self._node.waits.waiting("snapshot", peer.peer_id, limit_s, ForRound(round), idle=idle):
-            theirs = await self._transport.fetch_snapshot(peer, request, deadline_s, expected)
-        if theirs.peer != peer.peer_id:
-            raise Violation(f"{peer.peer_id} sent the snapshot of {theirs.peer}")
-        return theirs

@@ -5,9 +5,10 @@ splices the stream with another one.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack, closing, suppress
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, LocalError, PeerError, Unreachable
@@ -28,6 +29,13 @@ without calls after 3 minutes."""
 END_S = 10.0
 """How long the end of a stream may take what was passed on before the other end stopped, seconds."""
 _TEXT_LIMIT = 200
+
+
+async def cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def say(stream: Stream, text: str) -> None:
@@ -72,9 +80,7 @@ async def splice(one: Stream, other: Stream, pace: Callable[[int], Awaitable[obj
             async with idle:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        await cancelled(ways)
         for stream in (one, other):
             stream.writer.close()
             loop.call_later(END_S, stream.writer.transport.abort)  # it may not take what is left
@@ -128,9 +134,7 @@ class Streams:
 
     async def close(self) -> None:
         """End all streams."""
-        for task in self._carrying:
-            task.cancel()
-        await asyncio.gather(*self._carrying, return_exceptions=True)
+        await cancelled(self._carrying)
 
     async def _opened(self, address: str, peer: PeerId) -> Stream:
         relay = relay_of(address)

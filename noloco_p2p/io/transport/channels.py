@@ -20,6 +20,7 @@ from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.reach import RELAY, is_private
+from noloco_p2p.io.dht.streams import cancelled
 from noloco_p2p.io.transport.peer_links import Links, target
 
 CHANNELS_PER_PEER = 2
@@ -182,10 +183,7 @@ class ChannelPool:
         """Cancel all calls and close every connection."""
         self._closed = True
         self._links.cut()
-        opening = list(self._opening.values())
-        for task in opening:
-            task.cancel()
-        await asyncio.gather(*opening, return_exceptions=True)
+        await cancelled(self._opening.values())
         self._kept.clear()
         for channel in list(self._open):
             self._close(channel)
@@ -274,12 +272,10 @@ async def connect(channel: Any, seconds: float) -> str | None:
     """Waits until the channel is connected. Returns None, or the reason why it is not."""
     try:
         async with asyncio.timeout(seconds):
-            state = channel.get_state(try_to_connect=True)
-            while state is not grpc.ChannelConnectivity.READY:
+            while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
                 if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
                     return "nothing accepts connections there, or it is not the expected node of this run"
                 await channel.wait_for_state_change(state)
-                state = channel.get_state(try_to_connect=True)
     except TimeoutError:
         return f"no answer within {seconds:.1f} s"
     return None

@@ -2,13 +2,14 @@
 that carry parts of it over further connections."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
 from noloco_p2p.errors import Busy, Unreachable, Violation
+from noloco_p2p.io.dht.streams import cancelled
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import Read, Write
 from noloco_p2p.io.transport.frame_codec import is_filler, unpacked
@@ -52,6 +53,8 @@ class Collected(Generic[T]):
         self._answered = asyncio.Event()
         """Something has arrived over the first call: a grant, or the first message."""
         self._replying = replying
+        self._write: Any = None
+        """Writes to the first call, if there is anything to write before the reply."""
         self._unopened = 0
         """Stripes whose connection could not be opened."""
 
@@ -78,16 +81,13 @@ class Collected(Generic[T]):
                     for task in filter(done.__contains__, tasks):
                         task.result()  # The first call goes first: its error says why the stripes ended.
         finally:
-            await _cancelled(tasks)
+            await cancelled(tasks)
         if self._reply is None:
             raise Violation("the reply ended early")
         return self._reply
 
     async def _carry(self, write: Write) -> None:
-        """Write to a stripe what precedes the reply: here nothing."""
-
-    async def _carry_alone(self) -> None:
-        """Write the same to the first call, because no stripe could be opened."""
+        """Write to a stripe, or to the first call if none could be opened, what precedes the reply: here nothing."""
 
     async def _stripe(self, stripe: AbstractAsyncContextManager[Duplex]) -> None:
         """Carry a part over a further connection, or nothing if it cannot be opened. If it is lost later, all ends."""
@@ -105,7 +105,7 @@ class Collected(Generic[T]):
                 await self._answered.wait()
                 raise
             if self._unopened == len(self._stripes):
-                await self._carry_alone()
+                await self._carry(self._write)
 
     async def _receive_stripe(self, read: Read) -> None:
         """Receive from a stripe: possibly filler, then a part of the reply after its first message."""
@@ -219,7 +219,6 @@ class SentActivation(Collected[T]):
         """The body is sent without waiting for its grant, and the grant has not arrived yet."""
         self._messages: Iterator[bytes] = iter(())
         """The rest of the body."""
-        self._write: Write | None = None
         self._writing = 0
         """How many calls are writing a message of the body."""
         self._may_go = asyncio.Event()
@@ -240,7 +239,7 @@ class SentActivation(Collected[T]):
             return await self.whole(read)
         finally:
             call.cancel()
-            await _cancelled(sending)
+            await cancelled(sending)
 
     async def _granted(self, read: Read) -> int | None:
         """The grant's `message_bytes`, or None if a reply came first. Raises Busy if another replica was faster."""
@@ -281,16 +280,6 @@ class SentActivation(Collected[T]):
             self._writing -= 1
         if not self._writing:
             self._sent.set()
-
-    async def _carry_alone(self) -> None:
-        assert self._write is not None
-        await self._carry(self._write)
-
-
-async def _cancelled(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _some(message: T) -> T:

@@ -11,6 +11,7 @@ from functools import partial
 from noloco_p2p.core.line_rate import PART_BYTES
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.errors import PeerError
+from noloco_p2p.io.dht.streams import cancelled
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import PeerChannel
@@ -43,10 +44,7 @@ class Warming:
 
     async def close(self) -> None:
         """Stop sending filler at once."""
-        tasks = list(self._under_way.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._under_way.values())
 
     async def _warm(self, peer: Advert, nbytes: int, filler: Callable[[], int]) -> None:
         id, line = peer.peer_id, self._line

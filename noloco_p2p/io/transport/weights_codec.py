@@ -94,16 +94,11 @@ class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
     def request(self, stripe: int) -> pb.SnapshotRequest:
         """See `WeightsReader`; there is only one request."""
         r = self._request
-        bounds, chunks = (r.lattice.bounds, r.lattice.some) if r.lattice else (None, ())
-        return pb.SnapshotRequest(
-            round=r.round,
-            wait_s=r.wait_s,
-            stage=r.stage,
-            weights=r.weights,
-            bounds=bounds,
-            chunks=chunks,
-            stripe=stripe,
-        )
+        sent = pb.SnapshotRequest(round=r.round, wait_s=r.wait_s, stage=r.stage, weights=r.weights, stripe=stripe)
+        if r.lattice is not None:
+            sent.bounds = r.lattice.bounds
+            sent.chunks.extend(r.lattice.some)
+        return sent
 
     def _begin(self, message: pb.SnapshotMessage) -> tuple[TensorSpec, ...]:
         self._head = header = message.header
