@@ -15,6 +15,9 @@ RESERVE_S = 20.0
 """How far a caller may fall behind with bytes that are due, seconds: enough for a message of 1 MiB at 0.5 Mbit/s."""
 STATE_RESERVE_S = 60.0
 """The same for a state, whose bytes are due at an even rate until its deadline."""
+RESTART = 0.05
+"""Share of its reserve that a peer has again once everything that it owed has been given up: a second, in which what it
+sends next can begin to arrive and to earn time."""
 MIN_BYTES_PER_S = 8192.0
 """A slower transfer uses up its reserve, and is then aborted."""
 LONGEST_REQUEST = 1 << 20
@@ -70,6 +73,8 @@ class Patience:
         finally:
             self._settle(came_s)
             self._waits.discard(timeout)
+            if timeout.expired() and not self._waits:
+                self._left_s = RESTART * self._reserve_s
             for other in self._waits if came_s else ():
                 if not other.expired():
                     other.reschedule(self._at + self._left_s)

@@ -59,7 +59,7 @@ from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.io.transport.servicer import GrpcServicer
-from noloco_p2p.io.transport.slow_transfers import MIN_BYTES_PER_S, RESERVE_S, Patience, Unread
+from noloco_p2p.io.transport.slow_transfers import MIN_BYTES_PER_S, RESERVE_S, RESTART, Patience, Silent, Unread
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes, to_stripe
 from noloco_p2p.ports import Body
 from noloco_p2p.sim import virtual_time
@@ -579,6 +579,26 @@ def test_a_body_may_wait_for_earlier_bodies_of_its_own_caller_only() -> None:
         assert now() == pytest.approx(60.0)
 
     virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_a_caller_that_has_been_silent_is_served_again_while_an_earlier_activation_is_still_here() -> None:
+    """All of its later bodies used to fail at once, for as long as it had any activation here."""
+
+    async def scenario() -> None:
+        here, caller, now = Callers(), Caller("h", "A"), asyncio.get_running_loop().time
+        with here.sending(caller) as patience:
+            lost = [asyncio.create_task(patience.wait(after(2 * RESERVE_S, 0))) for _ in range(3)]
+            await asyncio.wait(lost)
+            assert now() == pytest.approx(RESERVE_S)
+            with pytest.raises(Unreachable):
+                await patience.wait(after(RESERVE_S, 0))
+            assert now() == pytest.approx((1 + RESTART) * RESERVE_S), "one that stays silent holds a place for a second"
+            await patience.wait(after(RESTART * RESERVE_S / 2, 1 << 20))
+            await patience.wait(after(RESERVE_S / 2, 0))
+            assert [type(one.exception()) for one in lost] == [Silent] * 3
+        assert not here._held
+
+    virtual_time.run(scenario(), limit_s=100)
 
 
 def test_delays_by_this_node_do_not_count() -> None:
