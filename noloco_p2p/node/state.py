@@ -41,7 +41,7 @@ class NodeState:
         self.telemetry = telemetry
         self.waits = Waits(config.limits.microbatch_deadline_s)
         self.rng: Random = generator(manifest.seed, "node", advert.peer_id)
-        self.inner_steps = 0
+        self.inner_steps, self.taken_over = 0, 0  # the latter: how often other weights have replaced its own
         self.routes: dict[MicrobatchId, tuple[PeerId | None, PeerId | None]] = {}
         """Each microbatch counted in this step → the peer that sent it, and the peer that served it next."""
         self.drain_by: float | None = None  # while draining: when it stops offering microbatches, on the loop's clock
@@ -228,7 +228,7 @@ class NodeState:
 
     def go_on_at(self, step: float, inner_steps: int, partner_from_round: int) -> None:
         """Set the clock to that of newly adopted weights. Partners may pull from `partner_from_round` on."""
-        self.inner_steps = inner_steps
+        self.inner_steps, self.taken_over = inner_steps, self.taken_over + 1
         self.update(step=min(float(self.manifest.steps), max(0.0, step)), partner_from_round=partner_from_round)
 
     def finish_inner_step(self, result: StepResult, clocks: Iterable[float], line: MeasuredLine) -> None:

@@ -28,6 +28,8 @@ class _Copy:
     """This replica's clock when the copy was requested."""
     round: int
     """Its newest outer round at that time."""
+    weights: int
+    """How often this replica had taken over weights by then."""
     task: asyncio.Task[ReplicaState]
     users: int = 0
     drop: asyncio.TimerHandle | None = None
@@ -101,15 +103,15 @@ class StateDonor:
         return self._begin(caller)
 
     def _is_fresh(self, copy: _Copy) -> bool:
-        """Whether a copy is at most STALE_INTERVALS old, by its clock and by its round: a replica that was out of reach
-        takes over the others' clock first. Under a rule that takes from all replicas it must be of the newest round:
-        otherwise a newcomer would lack what the others have merged since, and have to copy again. Rules of gradients
-        are exempt, because gradients are kept longer."""
+        """Whether a copy is of the weights that this replica trains now, and at most STALE_INTERVALS old, by its clock
+        and by its round: a replica that was out of reach takes over the others' clock first. Under a rule that takes
+        from all replicas it must be of the newest round: otherwise a newcomer would lack what the others have merged
+        since, and have to copy again. Rules of gradients are exempt, because gradients are kept longer."""
         outer, advert = self._node.manifest.outer, self._node.advert
         newest = outer.update.common and not outer.update.gradients
         if advert.outer_round - copy.round > (0 if newest else STALE_INTERVALS):
             return False
-        return advert.step - copy.step <= STALE_INTERVALS * outer.inner_steps
+        return copy.weights == self._node.taken_over and advert.step - copy.step <= STALE_INTERVALS * outer.inner_steps
 
     def _begin(self, caller: PeerId) -> _Copy:
         node = self._node
@@ -118,7 +120,7 @@ class StateDonor:
         number = generator(node.manifest.seed, *purpose).getrandbits(64)
         node.event("info", message=f"freezing its state at step {node.step} for {caller}")
         task = asyncio.get_running_loop().create_task(self._capture(number), name=f"donor {node.me}")
-        copy = _Copy(number, node.advert.step, node.advert.outer_round, task)
+        copy = _Copy(number, node.advert.step, node.advert.outer_round, node.taken_over, task)
         self._copies.append(copy)
         return copy
 

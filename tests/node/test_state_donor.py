@@ -158,6 +158,22 @@ def test_a_copy_from_before_rounds_that_the_clock_has_jumped_over_is_not_for_new
     at(scenario)
 
 
+def test_a_copy_of_weights_that_were_replaced_is_not_for_new_callers() -> None:
+    """A replica that copies an earlier lineage, or one from which it differs, may be at the same round before and after
+    it: newcomers would decline its old copy, or differ as well."""
+
+    async def scenario(place: Place) -> None:
+        old, advert = await place.ask(), place.node.advert
+        reading = asyncio.create_task(place.ask(old.number, reads_s=5.0))
+        place.node.go_on_at(advert.step, place.node.inner_steps, advert.outer_round + 2)
+        fresh = await place.ask()
+        assert (fresh.round, fresh.step) == (old.round, old.step)
+        assert fresh.number != old.number
+        assert await reading is old
+
+    at(scenario)
+
+
 def test_there_are_never_more_than_two_copies() -> None:
     async def scenario(place: Place) -> None:
         states = []
