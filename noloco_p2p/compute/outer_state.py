@@ -148,8 +148,8 @@ class OuterState:
 
     def adopt(self, weights: Tensor) -> None:
         """Start from another replica's θ_f (ARCHITECTURE.md, "Joining"), which has been checked."""
-        for name, theta in self.by_name(weights.to(self._dtype)).items():
-            self._set(name, self.rule.start(theta.clone()), theta)
+        for name, theta in self.by_name(weights).items():
+            self._set(name, self.rule.start(theta.to(self._dtype, copy=True)), theta)
         self._forget_others()
 
     def capture(self) -> dict[str, ByName]:

@@ -14,7 +14,7 @@ from noloco_p2p.compute.dct_tiles import SparseVector
 from noloco_p2p.compute.lattice_codec import LatticeCodec, PairDither
 from noloco_p2p.compute.lattice_pull import LatticePull
 from noloco_p2p.compute.outer_state import OuterState
-from noloco_p2p.compute.partner_guard import PartnerGuard
+from noloco_p2p.compute.partner_guard import CHUNK, PartnerGuard
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
@@ -171,12 +171,15 @@ def _as_type(values: HostTensor, dtype: str) -> HostTensor:
 def _own_plus_difference(own: HostTensor, sent: HostTensor) -> HostTensor:
     """û_j of a vector in a plain codec: this replica's own plus the difference of the two as they travel.
 
-    METHOD.md, "Codecs of outer rounds".
+    METHOD.md, "Codecs of outer rounds". Takes memory for the result only.
     """
     if sent.dtype == own.dtype:
         return sent
     u, sent_u = host_tensor.to_torch(own), host_tensor.to_torch(sent)
-    return host_tensor.from_torch(own.name, u + (sent_u.to(u.dtype) - u.to(sent_u.dtype).to(u.dtype)))
+    found = sent_u.to(u.dtype)
+    for theirs, mine in zip(torch.split(found, CHUNK), torch.split(u, CHUNK), strict=True):
+        theirs.sub_(mine.to(sent_u.dtype)).add_(mine)
+    return host_tensor.from_torch(own.name, found)
 
 
 def _bounds(frozen: FrozenRound) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from stages import make_batch, make_label, make_manifest, make_stages, microbatch, run_microbatch
 from torch import Tensor
 
-from noloco_p2p.compute import host_tensor, lattice_pull
+from noloco_p2p.compute import host_tensor, lattice_pull, partner_guard, snapshot_codec
 from noloco_p2p.compute.stage import TorchStage
 from noloco_p2p.core.lattice_format import BOUND_ZERO, CHUNK, LATTICE_BITS, MIN_BOUND, PLAIN, LatticeRequest, OuterCodec
 from noloco_p2p.core.messages import HostTensor
@@ -92,6 +92,15 @@ def test_a_pair_pulls_and_merges_round_after_round(codec: str) -> None:
     for stage in (pair[0], new):
         stage.adopt(pair[1].encode(after[1], other_weights, "a"))
     assert pair[0].snapshot(5, 50) == new.snapshot(5, 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_vector_that_came_as_bfloat16_is_added_up_part_by_part_to_the_same_bits(dtype: torch.dtype) -> None:
+    u, sent = torch.randn(2, 2 * partner_guard.CHUNK + 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    sent = sent.bfloat16()
+    mine, theirs = host_tensor.from_torch("vector", u), host_tensor.from_torch("vector", sent)
+    found = host_tensor.to_torch(snapshot_codec._own_plus_difference(mine, theirs))
+    assert torch.equal(found, u + (sent.to(dtype) - u.bfloat16().to(dtype)))
 
 
 @pytest.mark.parametrize("codec", LATTICES)
