@@ -8,7 +8,7 @@ connections they may arrive in any order. What arrives is not trusted: anything 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
@@ -31,8 +31,8 @@ leaves a few dozen, as many as are in flight on the slowest connection."""
 MAX_DIMENSIONS = 8
 MAX_NAME_CHARACTERS = 512
 
-Digest = Callable[[memoryview | bytes], int]
-"""A function that returns a 64-bit digest of bytes."""
+Hasher = Callable[[memoryview | bytes], Any]
+"""A function that begins a 64-bit digest with these bytes; `update` adds more, and `intdigest` returns it."""
 Allocate = Callable[[int], memoryview]
 """A function that returns a writable, flat buffer of this many bytes, with arbitrary content."""
 
@@ -97,12 +97,12 @@ def _cut(stream: Iterable[Frame], most_bytes: int) -> Iterator[Frame]:
             yield frame
 
 
-def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], digest: Digest) -> int:
+def combined_digest(specs: Sequence[TensorSpec], digests: Sequence[int], hasher: Hasher) -> int:
     """One digest over names, element types, shapes and contents: equal activations have equal digests."""
     parts = [
         f"{s.name}\0{s.dtype}\0{','.join(map(str, s.shape))}\0{d:016x}\n" for s, d in zip(specs, digests, strict=True)
     ]
-    return digest("".join(parts).encode())
+    return int(hasher("".join(parts).encode()).intdigest())
 
 
 def total_bytes(specs: Sequence[TensorSpec], max_bytes: int) -> int:
@@ -139,6 +139,8 @@ class _Part:
     data: memoryview | None = None
     runs: list[tuple[int, int]] = field(default_factory=list)
     """(begin, end) of each run of bytes that has arrived, in order, with a gap between any two."""
+    hash: Any = None
+    """Of the bytes up to the first gap, from the first chunk on."""
     end: End | None = None
     digest: int | None = None
     """Of the complete tensor; None until it is complete."""
@@ -152,10 +154,10 @@ class Assembler:
     accepts nothing more until `rewind`.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], digest: Digest, allocate: Allocate) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], hasher: Hasher, allocate: Allocate) -> None:
         """The declared tensors have been checked, with `total_bytes` or `check_same`."""
         self._specs = tuple(specs)
-        self._digest = digest
+        self._hasher = hasher
         self._allocate = allocate
         self._parts = [_Part() for _ in specs]
         self._due = len(self._parts)
@@ -200,7 +202,7 @@ class Assembler:
             if not self.complete:
                 raise Violation(f"the stream is truncated: {self._due} of {len(self._specs)} tensors are incomplete")
             digests = [part.digest or 0 for part in self._parts]
-            if digest is not None and combined_digest(self._specs, digests, self._digest) != digest:
+            if digest is not None and combined_digest(self._specs, digests, self._hasher) != digest:
                 raise Violation("the tensors do not match the digest that was declared for them")
             return tuple(
                 HostTensor(*spec, part.data or self._allocate(0))
@@ -245,11 +247,13 @@ class Assembler:
         if len(runs) > MAX_RUNS:
             raise Violation(f"the chunks of {spec.name!r} arrive in more than {MAX_RUNS} separate pieces")
         if part.data is None:
-            part.data = self._allocate(spec.nbytes)
+            part.data, part.hash = self._allocate(spec.nbytes), self._hasher(b"")
         part.data[begin:end] = chunk.data
+        if first == runs[0][0] == 0:
+            part.hash.update(part.data[begin : runs[0][1]])
 
     def _close(self, spec: TensorSpec, part: _Part, end: End) -> None:
-        part.digest = self._digest(part.data or b"")
+        part.digest = (part.hash or self._hasher(b"")).intdigest()
         if part.digest != end.digest:
             raise Violation(f"the bytes of {spec.name!r} do not match the digest that was sent with them")
         self._due -= 1

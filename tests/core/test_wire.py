@@ -17,9 +17,22 @@ from noloco_p2p.core.wire import MAX_RUNS, Assembler, Chunk, End, Frame
 from noloco_p2p.errors import Violation
 
 
-def digest(data: memoryview | bytes) -> int:
+def digest(data: memoryview | bytes | bytearray) -> int:
     """A 64-bit digest made with the standard library."""
     return zlib.crc32(data) << 32 | zlib.adler32(data)
+
+
+class Hash:
+    """The same digest, of bytes that come one after the other."""
+
+    def __init__(self, data: memoryview | bytes) -> None:
+        self._data = bytearray(data)
+
+    def update(self, data: memoryview) -> None:
+        self._data += data
+
+    def intdigest(self) -> int:
+        return digest(self._data)
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], seed: int = 0) -> HostTensor:
@@ -36,7 +49,7 @@ def stream(tensors: list[HostTensor]) -> list[Frame]:
 
 
 def assemble(specs: list[TensorSpec], frames: list[Frame], total: int | None = None) -> tuple[HostTensor, ...]:
-    assembler = Assembler(specs, digest, buffer)
+    assembler = Assembler(specs, Hash, buffer)
     for frame in frames:
         assembler.feed(frame)
     return assembler.finish(total)
@@ -57,7 +70,7 @@ long_tensors = [
 @given(some_tensors)
 def test_round_trip_over_element_types_and_shapes(tensors: list[HostTensor]) -> None:
     specs = [t.spec for t in tensors]
-    total = wire.combined_digest(specs, [digest(t.data) for t in tensors], digest)
+    total = wire.combined_digest(specs, [digest(t.data) for t in tensors], Hash)
     received = assemble(specs, [frame for pack in wire.group_frames(stream(tensors)) for frame in pack], total)
     assert [t.spec for t in received] == specs
     assert [bytes(t.data) for t in received] == [bytes(t.data) for t in tensors]
@@ -117,7 +130,7 @@ def test_frames_in_any_order_are_reassembled_and_a_stream_resumes(
 ) -> None:
     """Everything after the place from which the stream is requested again arrives twice."""
     sent = [tensor(f"t{i}", "uint8", (size,), seed=i) for i, size in enumerate(sizes)]
-    order, into = cut(stream(sent)), Assembler([one.spec for one in sent], digest, buffer)
+    order, into = cut(stream(sent)), Assembler([one.spec for one in sent], Hash, buffer)
     rng.shuffle(order)
     came = data.draw(st.integers(0, len(order)))
     for number, frame in enumerate(order):
@@ -136,13 +149,32 @@ def test_frames_in_any_order_are_reassembled_and_a_stream_resumes(
     for frame in again:
         assert into.place >= (first, offset)
         into.feed(frame)
-    got = into.finish(wire.combined_digest([one.spec for one in sent], digests, digest))
+    got = into.finish(wire.combined_digest([one.spec for one in sent], digests, Hash))
     assert [(one.spec, bytes(one.data)) for one in got] == [(one.spec, bytes(one.data)) for one in sent]
+
+
+def test_a_digest_grows_as_the_chunks_arrive_and_leave_no_gap() -> None:
+    """That of a whole vector would stop the event loop for as long as it takes."""
+    added = list[int]()
+
+    class Noted(Hash):
+        def update(self, data: memoryview) -> None:
+            added.append(len(data))
+            super().update(data)
+
+    data = bytes(range(40))
+    into = Assembler([TensorSpec("t", "uint8", (40,))], Noted, buffer)
+    for at, sizes in (10, []), (0, [20]), (30, [20]), (20, [20, 20]):
+        into.feed(Chunk(0, at, data[at : at + 10]))
+        assert added == sizes
+    into.feed(End(0, 40, digest(data)))
+    assert added == [20, 20]
+    assert bytes(into.finish()[0].data) == data
 
 
 def test_a_discarded_stream_may_begin_anew() -> None:
     sent = [tensor(f"t{i}", "uint8", (100,), seed=i) for i in range(3)]
-    into = Assembler([one.spec for one in sent], digest, buffer)
+    into = Assembler([one.spec for one in sent], Hash, buffer)
     for frame in stream(sent)[:3]:
         into.feed(frame)
     into.discard()
@@ -197,14 +229,14 @@ def test_each_fault_is_named(frames: list[Frame], message: str) -> None:
 
 def test_the_digest_over_all_binds_contents_names_types_and_shapes() -> None:
     specs = [HIDDEN, HIDDEN._replace(name="targets")]
-    total = wire.combined_digest(specs, [1, 2], digest)
+    total = wire.combined_digest(specs, [1, 2], Hash)
     others = [
-        wire.combined_digest(specs, [2, 1], digest),
-        wire.combined_digest(specs[::-1], [1, 2], digest),
-        wire.combined_digest([HIDDEN._replace(shape=(3, 2)), specs[1]], [1, 2], digest),
-        wire.combined_digest([HIDDEN._replace(dtype="int32"), specs[1]], [1, 2], digest),
+        wire.combined_digest(specs, [2, 1], Hash),
+        wire.combined_digest(specs[::-1], [1, 2], Hash),
+        wire.combined_digest([HIDDEN._replace(shape=(3, 2)), specs[1]], [1, 2], Hash),
+        wire.combined_digest([HIDDEN._replace(dtype="int32"), specs[1]], [1, 2], Hash),
     ]
-    assert total == wire.combined_digest(tuple(specs), (1, 2), digest)
+    assert total == wire.combined_digest(tuple(specs), (1, 2), Hash)
     assert total not in others
     with pytest.raises(Violation, match="declared for them"):
         assemble([HIDDEN], GOOD, total=total)
@@ -255,7 +287,7 @@ Tracked.__hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def test_gaps_are_bounded() -> None:
-    into = Assembler([TensorSpec("t", "uint8", (4 * MAX_RUNS,))], digest, buffer)
+    into = Assembler([TensorSpec("t", "uint8", (4 * MAX_RUNS,))], Hash, buffer)
     for number in range(MAX_RUNS):
         into.feed(Chunk(0, 2 * number, b"x"))
     with pytest.raises(Violation, match="separate pieces"):
@@ -267,7 +299,7 @@ def test_gaps_are_bounded() -> None:
 def test_memory_of_a_tensor_is_taken_at_its_first_chunk() -> None:
     memory = Memory()
     tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
-    assembler = Assembler([t.spec for t in tensors], digest, memory)
+    assembler = Assembler([t.spec for t in tensors], Hash, memory)
     assert memory.taken == []
     frames = stream(tensors)
     for frame, taken in zip(frames, ([10], [10], [10, 20], [10, 20]), strict=True):
@@ -283,7 +315,7 @@ def test_memory_of_a_tensor_is_taken_at_its_first_chunk() -> None:
 def test_a_violation_frees_all_buffers_while_the_assembler_lives(bad: Frame | None) -> None:
     memory = Memory()
     tensors = [tensor("a", "uint8", (10,)), tensor("b", "uint8", (20,))]
-    assembler = Assembler([t.spec for t in tensors], digest, memory)
+    assembler = Assembler([t.spec for t in tensors], Hash, memory)
     for frame in stream(tensors)[:3]:
         assembler.feed(frame)
     assert len(memory.alive) == 2

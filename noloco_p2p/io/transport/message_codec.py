@@ -53,7 +53,8 @@ Streamed = TypeVar("Streamed", pb.ActivationMessage, pb.Reply, pb.SnapshotMessag
 """The messages that carry frames."""
 
 digest: Callable[[memoryview | bytes], int] = xxhash.xxh3_64_intdigest
-"""64-bit xxh3: 1.8 ms for 64 MiB."""
+hasher = xxhash.xxh3_64
+"""64-bit xxh3 (1.8 ms for 64 MiB), and the same of bytes that come one after the other (`wire.Hasher`)."""
 
 
 def allocate(length: int) -> memoryview:
@@ -63,7 +64,7 @@ def allocate(length: int) -> memoryview:
 
 def assembler(specs: tuple[TensorSpec, ...]) -> wire.Assembler:
     """An assembler for these tensors, which have already been checked."""
-    return wire.Assembler(specs, digest, allocate)
+    return wire.Assembler(specs, hasher, allocate)
 
 
 def to_refusal(error: NolocoError) -> pb.Refusal:
@@ -165,7 +166,7 @@ def _head_and_frames(activation: Activation) -> tuple[pb.ActivationMessage, Iter
         stage=header.stage,
         time_left_s=header.time_left_s,
         specs=[to_spec(spec) for spec in specs],
-        digest=wire.combined_digest(specs, digests, digest),
+        digest=wire.combined_digest(specs, digests, hasher),
         patient=header.patient,
         label=header.label,
         avoid=header.avoid,

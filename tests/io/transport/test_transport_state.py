@@ -1,6 +1,6 @@
 """A replica's state over gRPC: bit for bit, or an error and no state."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import nan
 
@@ -30,18 +30,16 @@ def test_a_state_arrives_bit_for_bit() -> None:
 
 
 def test_a_flipped_bit_is_a_violation_and_everything_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, original = watched_buffers(monkeypatch), wire.frames
+    made, original = watched_buffers(monkeypatch), weights_codec._frames
 
-    def flipped(
-        tensors: Iterable[HostTensor], digests: Iterable[int], *, first: int = 0, offset: int = 0
-    ) -> Iterator[wire.Frame]:
-        for frame in original(tensors, digests, first=first, offset=offset):
+    def flipped(tensors: tuple[HostTensor, ...], first: int, offset: int) -> Iterator[wire.Frame]:
+        for frame in original(tensors, first, offset):
             if isinstance(frame, wire.Chunk) and frame.tensor == 5:
                 yield frame._replace(data=bytes([frame.data[0] ^ 16]) + bytes(frame.data[1:]))
             else:
                 yield frame
 
-    monkeypatch.setattr(wire, "frames", flipped)
+    monkeypatch.setattr(weights_codec, "_frames", flipped)
 
     async def scenario() -> None:
         donor = Donor()
