@@ -58,19 +58,18 @@ class MemberRecords:
         return admitted and not self.revoked.names(peer_id, self._checked(certificate.encode()).issuer)
 
     def read(self, records: Sequence["AdvertRecord"], met: Mapping[PeerId, JoinAddress]) -> list["AdvertRecord"]:
-        """The records of a reading, with revoked peers in state `left`. Notes which peers admit others, and which have
-        a newer list of those revoked. `met`: where others' daemons are, if this node may dial them."""
-        known = {peer: record for record in records if (peer := record.advert.peer_id) in met}
-        self.ahead = [met[peer] for peer, record in known.items() if record.revoked > self.revoked.held.number]
-        self.issuers |= {peer: met[peer] for peer, record in known.items() if self._issuer(record) == peer}
+        """The records of a reading, with revoked peers in state `left`. Notes who admitted each peer, which of them
+        admit others, and which have a newer list of those revoked. `met`: where others' daemons are, if this node may
+        dial them."""
+        self.revoked.admitted_by = issuers = {one.advert.peer_id: self._issuer(one) for one in records}
+        self.issuers |= {peer: met[peer] for peer, issuer in issuers.items() if issuer == peer and peer in met}
+        ahead = [one.advert.peer_id for one in records if one.revoked > self.revoked.held.number]
+        self.ahead = [met[peer] for peer in ahead if peer in met]
+        gone = {peer for peer, issuer in issuers.items() if not issuer or self.revoked.names(peer, issuer)}
         return [
-            replace(record, advert=replace(record.advert, state="left", step=0.0)) if self._is_gone(record) else record
-            for record in records
+            replace(one, advert=replace(one.advert, state="left", step=0.0)) if one.advert.peer_id in gone else one
+            for one in records
         ]
-
-    def _is_gone(self, record: "AdvertRecord") -> bool:
-        issuer = self._issuer(record)
-        return issuer is None or self.revoked.names(record.advert.peer_id, issuer)
 
     def _issuer(self, record: "AdvertRecord") -> PeerId | None:
         with suppress(Violation):

@@ -10,7 +10,7 @@ import logging
 import random
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,8 @@ class Revocations:
         self._trust, self._path = trust, path
         self.held, self._peers = DenyList(), frozenset[PeerId]()
         """The current list, whose number is 0 if it is empty, and the peers on it."""
+        self.admitted_by: Mapping[PeerId, PeerId | None] = {}
+        """The issuer of each member, as far as its record was there at the last reading of the directory."""
         self._is_stored = True
         """Whether the adopted list has been written to the file."""
         self._listeners: list[Callable[[], object]] = []

@@ -96,12 +96,13 @@ class Links:
             raise Violation("the origin's signature of this microbatch has expired")
 
     def calling(self, peer: PeerId, closed: Callable[[], bool] = lambda: False) -> AbstractAsyncContextManager[None]:
-        """A context for a call to `peer`. Raises Unreachable inside it as soon as the peer is revoked.
+        """A context for a call to `peer`. Raises Unreachable inside it as soon as the peer, or its issuer, is revoked.
 
         Also ends at a `cut` after this node has `closed`, because gRPC leaves a call waiting if its first message has
         not been sent.
         """
-        return self._until(lambda: closed() or self._credentials.revoked.names(peer))
+        revoked = self._credentials.revoked
+        return self._until(lambda: closed() or revoked.names(peer, revoked.admitted_by.get(peer) or peer))
 
     def called(self, context: Any) -> AbstractAsyncContextManager[None]:
         """A context for an incoming call, which ends as soon as its caller is revoked."""

@@ -127,6 +127,7 @@ def test_records_of_a_revoked_peer_count_as_left_and_are_later_refused(club: Clu
     shown = AdvertRecord(advert(peer_id=gone.peer_id), NOW, (), club.chain(gone.peer_id).decode())
     assert mine.validate(stored)
     assert records.read([shown], {}) == [shown]
+    assert records.revoked.admitted_by == {gone.peer_id: peer_id_of(public(club.door))}
     assert records.revoked.adopt(club.revoking(int(NOW), named))
     assert [(one.advert.state, one.advert.step) for one in records.read([shown], {})] == [("left", 0.0)]
     # The record may have been stored earlier. If it were refused, a reader would lose the whole answer that holds it.

@@ -173,7 +173,8 @@ async def two(club: Club, node: Node) -> AsyncIterator[tuple[Credentials, Creden
 
 
 @pytest.mark.parametrize(
-    ("at", "who"), [("the server", "the peer"), ("the server", "its issuer"), ("the caller", "the peer")]
+    ("at", "who"),
+    [(at, who) for at in ("the server", "the caller") for who in ("the peer", "its issuer")],
 )
 def test_a_call_in_progress_ends_when_the_other_end_is_revoked(tmp_path: Path, at: str, who: str) -> None:
     club, node = Club(tmp_path), Node(hang)
@@ -189,6 +190,7 @@ def test_a_call_in_progress_ends_when_the_other_end_is_revoked(tmp_path: Path, a
             await soon(node.entered.wait())
             believer, other = (server, caller) if at == "the server" else (caller, server)
             named = other.peer_id if who == "the peer" else peer_id_of(public(club.door))
+            caller.revoked.admitted_by = {server.peer_id: peer_id_of(public(club.door))}  # as its record says
             assert believer.revoked.adopt(club.revoking(1, named))
             with pytest.raises(Unreachable, match="revoked"):
                 await soon(call)
