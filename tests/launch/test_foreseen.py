@@ -49,7 +49,7 @@ MISTAKES = [
     (NODE, f"--join /ip4/127.0.0.1/tcp/1/p2p/{PEER} --set device=cuda:99", "cuda:99 not found"),
     (SWARM, "--set data.kind=text --set data_files=[{tmp}/*.txt]", "no data file matches {tmp}/*.txt"),
     (SWARM, "--set data.kind=text", "this kind of data needs data_files"),
-    (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: it needs one piece to train on"),
+    (SWARM, "--set data.kind=text --set data_files=[{tmp}/small]", "too small: it needs a piece to train on"),
     (SWARM, "--set data_files=[{tmp}/small]", "data.kind 'stdlib' reads Python's own library; set data.kind: text"),
     (
         SWARM,
