@@ -66,10 +66,6 @@ class _Pair(NamedTuple):
         peers = tuple(route[hop] for route in self.routes if len(route) > hop)
         return peers if len(set(peers)) == 2 else ()
 
-    def before(self, hop: int, peer: PeerId) -> PeerId | None:
-        """The replica that called `peer` at this hop; None if the origin did."""
-        return self.routes[self.at(hop).index(peer)][hop - 1] if hop else None
-
 
 class GradientPairs:
     """The pairs that one node has seen. Nobody else knows `secret`, so nobody can foresee which data is sent twice;
@@ -113,6 +109,6 @@ class GradientPairs:
         count, usual = len(held) + sum(not pair.outlier for pair, _ in mine), (1 + sum(rest)) / (2 + len(rest))
         chance = comb(count, len(held)) * usual ** len(held)
         # After stage 1, the hop before names the replica: one liar there could name any.
-        by = {pair.before(hop, peer) for pair, _ in held}
+        by = {route[hop - 1] for pair, _ in held for route in pair.routes if route[hop] == peer}
         enough = len(held) >= max(FEWEST, SHARE * count) and len({other for _, other in held}) >= OTHERS
         return enough and (hop == 0 or len(by) >= OTHERS) and chance <= CHANCE
