@@ -109,7 +109,6 @@ class OuterState:
         for one in theirs:
             if one.apart:
                 self._pairs.observe(one.apart, self.learning_rate)
-            if one.sizes:
                 self._sizes.observe(one.sizes, self.learning_rate)
             if self._distances is not None and one.distances is not None:
                 self._distances.observe(host_tensor.to_torch(one.distances))
