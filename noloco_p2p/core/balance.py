@@ -52,13 +52,9 @@ def _measured(advert: Advert) -> bool:
     return isfinite(advert.microbatches_per_s) and advert.microbatches_per_s > 0
 
 
-def _sum(values: Iterable[float]) -> float:
-    """The same in every version of Python: `sum` rounds differently from 3.12 on."""
-    return reduce(add, values, 0.0)
-
-
 def _mean(values: Sequence[float], otherwise: float) -> float:
-    return _sum(values) / len(values) if values else otherwise
+    """The same in every version of Python: `sum` rounds differently from 3.12 on."""
+    return reduce(add, values) / len(values) if values else otherwise
 
 
 def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
@@ -69,7 +65,7 @@ def capacities(adverts: Iterable[Advert], stages: int) -> StageCapacities:
     for stage in range(stages):
         here = [a for a in counted if a.stage == stage]
         expected = _mean([a.microbatches_per_s for a in here if _measured(a)], overall)
-        of_stage.append(_sum(a.microbatches_per_s if _measured(a) else expected for a in here))
+        of_stage.append(len(here) * expected)
         replicas.append(len(here))
         one_more.append(expected)
     return StageCapacities(tuple(of_stage), tuple(replicas), tuple(one_more))
