@@ -41,7 +41,7 @@ class PartnerGuard:
         radii = known if all(known) else self._filled_in(known, own)
         apart = self._distances(own, found)
         factors = guard.factors(apart, radii)
-        clips = factors is None or min(factors) < 1
+        clips = factors is None or min(factors) < 1 or inf in radii
         # Out of all proportion to this replica's own vector?
         far = clips and hypot(*apart) > guard.FURTHEST * hypot(*self._distances(own, None))
         if factors is None or far:

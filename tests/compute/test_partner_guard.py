@@ -214,6 +214,22 @@ def test_a_group_of_unknown_usual_distance_is_judged_by_its_norm_and_the_others_
     assert (found.verdict, found.apart) == ("clipped", (theirs.apart[0], *radii[1:]))
 
 
+@pytest.mark.parametrize(("change", "verdict"), [(0.01, ""), (1e30, "refused")])
+def test_a_group_that_is_zero_hides_nothing_out_of_all_proportion(change: float, verdict: str) -> None:
+    """Some families begin with zeros, and a newcomer may reach its first round before it has served a microbatch."""
+    stage, other = replicas("gossip", "me", "other")
+    mine, _ = pulled(stage, other, 1)
+    size = next(iter(stage.parameters.values())).numel()
+    own, sent = values(mine).clone(), values(mine).clone()
+    own[:size], sent[:size] = 0.0, change
+    mine = replace(mine, vector=host_tensor.from_torch("vector", own))
+    _, theirs = pulled(stage, other, 1)
+    found = PartnerGuard(stage._outer.parameters, 1).judge(
+        mine, replace(theirs, vector=host_tensor.from_torch("vector", sent))
+    )
+    assert found.verdict == verdict
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_vector_with_the_other_sign_is_refused_from_the_first_round_on(rule: str) -> None:
     stage, other = replicas(rule, "me", "other")
