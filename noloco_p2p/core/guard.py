@@ -99,8 +99,8 @@ def factors(distances: Sequence[float], radii: Sequence[float]) -> tuple[float, 
     An infinite radius means that it is unknown: the group is not clipped.
     """
     pairs = list(zip(distances, radii, strict=True))
-    known = [(distance, radius) for distance, radius in pairs if radius < inf]
-    far, usual = (hypot(*values) for values in zip(*known, strict=True)) if known else (0.0, 0.0)
+    known = [pair for pair in pairs if pair[1] < inf]
+    far, usual = (hypot(*(pair[which] for pair in known)) for which in (0, 1))
     if far > REFUSED * usual or not all(map(isfinite, distances)):
         return None
     return tuple(1.0 if distance <= radius else radius / distance for distance, radius in pairs)

@@ -59,6 +59,7 @@ def test_a_far_vector_is_clipped_to_the_radius_and_one_much_too_far_is_refused()
     for distances, radii in (((9 * REFUSED, 1.0), (1.0, inf)), ((1.0, inf), (1.0, inf)), ((1.0, nan), (1.0, inf))):
         assert factors(distances, radii) is None, "an unknown radius hides nothing"
     assert factors((1.0, 9.0), (2.0, inf)) == (1.0, 1.0)
+    assert factors((9.0,), (inf,)) == (1.0,)
 
 
 def test_a_single_value_is_limited_where_the_usual_size_is_known() -> None:
@@ -96,16 +97,17 @@ def test_groups(name: str, shape: tuple[int, ...], expected: str) -> None:
     assert group(TensorSpec(name, "float32", shape)) == expected
 
 
-def test_a_gradient_is_clipped_to_a_multiple_of_the_median_norm() -> None:
+@pytest.mark.parametrize("unit", [1.0, 2.0**-20])
+def test_a_gradient_is_clipped_to_a_multiple_of_the_median_norm(unit: float) -> None:
     clip = NormClip()
-    assert [clip.factor(1e6)] + [clip.factor(2.0) for _ in range(NORMS_KEPT)] == [1.0] * (NORMS_KEPT + 1)
-    assert clip.factor(LARGEST_NORM * 2) == 1.0
-    assert clip.factor(LARGEST_NORM * 8) == 0.25
+    assert [clip.factor(1e6)] + [clip.factor(2 * unit) for _ in range(NORMS_KEPT)] == [1.0] * (NORMS_KEPT + 1)
+    assert clip.factor(LARGEST_NORM * 2 * unit) == 1.0
+    assert clip.factor(LARGEST_NORM * 8 * unit) == 0.25
     for _ in range(NORMS_KEPT // 3):
         clip.factor(1e9)
     for _ in range(NORMS_KEPT):
         clip.factor(0.0)
-    assert clip.factor(LARGEST_NORM * 2) == 1.0, "neither a few large ones nor any number of zeros move the median"
+    assert clip.factor(LARGEST_NORM * 2 * unit) == 1.0, "neither a few large ones nor any zeros move the median"
 
 
 def test_norms_that_all_grow_are_followed() -> None:
