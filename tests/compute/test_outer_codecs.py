@@ -41,6 +41,7 @@ def pull(mine: TorchStage, frozen: FrozenRound, other: TorchStage, others: Froze
         asked += 1
         if found.missing is None:
             return found, asked
+        assert (found.apart, found.verdict) == ((), ""), "the guard judges only a whole vector"
         request = replace(request, lattice=found.missing)
 
 
@@ -101,6 +102,19 @@ def test_a_vector_that_came_as_bfloat16_is_added_up_part_by_part_to_the_same_bit
     mine, theirs = host_tensor.from_torch("vector", u), host_tensor.from_torch("vector", sent)
     found = host_tensor.to_torch(snapshot_codec._own_plus_difference(mine, theirs))
     assert torch.equal(found, u + (sent.to(dtype) - u.bfloat16().to(dtype)))
+
+
+@pytest.mark.parametrize("codec", LATTICES)
+def test_what_the_guard_has_clipped_or_taken_as_it_is_tells_less_about_how_far_others_are(codec: str) -> None:
+    mine, other = (make_replica(peer, codec, seed=seed) for seed, peer in enumerate(("a", "b")))
+    frozen = mine.snapshot(1, 10)
+    found, _ = pull(mine, frozen, other, other.snapshot(1, 10))
+    clipped = replace(found, distances=None, verdict="clipped")
+    for one in (replace(found, apart=(), sizes=(), verdict="outlier"), clipped, found, found):
+        assert mine.snapshot(2, 20).limits == ()
+        mine.merge(frozen, [one])
+    after = mine.snapshot(2, 20)
+    assert len(after.limits) == len(after.radii) == len(found.apart) == len(found.sizes) > 0
 
 
 @pytest.mark.parametrize("codec", LATTICES)

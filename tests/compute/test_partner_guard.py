@@ -123,8 +123,10 @@ def test_both_single_values_and_whole_groups_may_be_too_far() -> None:
     unlimited = values(pulled(stage, other, 9)[1]) + 0.005 - values(mine)
     sent = host_tensor.from_torch("vector", values(mine) + unlimited)
     mine = replace(mine, limits=(0.004,) * len(mine.radii))
-    found = PartnerGuard(stage._outer.parameters, 1).judge(mine, replace(theirs, vector=sent, distances=sent))
+    judge = PartnerGuard(stage._outer.parameters, 1)
+    found = judge.judge(mine, replace(theirs, vector=sent, distances=sent))
     assert found.apart == pytest.approx(mine.radii)
+    assert judge._distances(values(mine), values(found)) == pytest.approx(mine.radii), "and no nearer"
     at = 0
     for factor, limit, theta in zip(found.factors, found.limits, stage.parameters.values(), strict=True):
         one = slice(at, at + theta.numel())
@@ -209,9 +211,33 @@ def test_a_group_of_unknown_usual_distance_is_judged_by_its_norm_and_the_others_
     acquainted(stage, other)
     mine, theirs = pulled(stage, other, 9)
     assert min(theirs.apart) > 0
-    radii = (0.0, *(distance / 2 for distance in theirs.apart[1:]))
+    radii = (0.0, *(0.9 * distance for distance in theirs.apart[1:]))
     found = PartnerGuard(stage._outer.parameters, 1).judge(replace(mine, radii=radii), theirs)
     assert (found.verdict, found.apart) == ("clipped", (theirs.apart[0], *radii[1:]))
+
+
+def test_a_group_without_any_usual_distance_is_clipped_to_half_of_its_norm() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    mine, theirs = pulled(stage, other, 1)
+    assert mine.radii == ()
+    judge = PartnerGuard(stage._outer.parameters, 1)
+    norms = judge._distances(values(mine), None)
+    found = judge.judge(mine, replace(theirs, vector=host_tensor.from_torch("vector", 2.25 * values(mine))))
+    assert found.verdict == "clipped"
+    assert found.apart == pytest.approx([guard.UNKNOWN * norm for norm in norms])
+    assert torch.allclose(values(found), (1 + guard.UNKNOWN) * values(mine))
+
+
+def test_a_usual_distance_is_accepted_however_short_the_own_vector_is_and_so_is_none() -> None:
+    stage, other = replicas("noloco", "me", "other")
+    mine, theirs = pulled(stage, other, 1)
+    theirs = replace(theirs, distances=host_tensor.from_torch("distances", torch.zeros(1)))
+    judge = PartnerGuard(stage._outer.parameters, 1)
+    distances = judge._distances(values(mine), 3 * values(mine))
+    far = replace(theirs, vector=host_tensor.from_torch("vector", 3 * values(mine)))
+    assert judge.judge(replace(mine, radii=distances), far).verdict == ""
+    same = judge.judge(mine, replace(theirs, vector=mine.vector))
+    assert (same.verdict, sum(same.apart), sum(same.sizes)) == ("", 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("change", "verdict"), [(0.01, ""), (1e30, "refused")])

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 from soak import soak
@@ -117,6 +118,12 @@ def test_only_those_that_work_at_a_stage_count() -> None:
     fast = [advert("p", 1, "paused"), advert("q", -1, "starting"), advert("r", 2)]
     found = capacities([*trainers("ab", "x"), *(replace(one, microbatches_per_s=9.0) for one in fast)], 2)
     assert found == StageCapacities((2.0, 1.0), (2, 1), (1.0, 1.0))
+
+
+def test_a_replica_without_a_speed_counts_as_the_mean_of_its_stage_else_of_all() -> None:
+    speeds = {"a": 2.0, "b": 4.0, "c": inf, "x": 12.0, "z": nan}
+    nodes = [replace(one, microbatches_per_s=speeds[one.peer_id]) for one in trainers("abc", "x", "z", "")]
+    assert capacities(nodes, 4) == StageCapacities((9.0, 12.0, 6.0, 0.0), (3, 1, 1, 0), (3.0, 12.0, 6.0, 6.0))
 
 
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:

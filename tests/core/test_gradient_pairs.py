@@ -128,6 +128,27 @@ def test_the_pairs_of_a_replica_that_dissents_are_forgotten() -> None:
     assert sum(map(audit.repeats, ids)) < 1.1 * EARLY * len(ids) < SUSPICIOUS * len(ids)
 
 
+def test_outliers_with_a_replica_that_agrees_with_nobody_do_not_make_outliers_usual() -> None:
+    audit = GradientPairs(0)
+    for one, other in combinations("abcdefgh", 2):
+        audit.observe((one,), (other,), 0.1)
+    for honest in "ab" * 20:
+        assert audit.observe(("alone",), (honest,), sqrt(2)) == (True, None)
+    assert [audit.observe(("liar",), (honest,), sqrt(2))[1] for honest in "cdef"] == [None, None, None, "liar"]
+
+
+def test_a_pair_shows_nothing_where_one_replica_served_both_or_a_route_ends() -> None:
+    """A liar in stage 2 agrees with itself, and one in stage 1 may leave out who served it."""
+    audit, others = GradientPairs(0), [(f"a{at}", f"b{at}") for at in range(8)]
+    for one, other in combinations(others, 2):
+        audit.observe(one, other, 0.1)
+    for at in range(40):
+        assert audit.observe(("a0", "liar"), ("a1", "liar"), 0.1) == (False, None)
+        assert audit.observe(("a0", "b0"), (f"a{1 + at % 7}",), sqrt(2) * (at % 16 == 0))[1] is None
+    found = [audit.observe((f"a{at}", "liar"), others[at + 1], sqrt(2))[1] for at in range(4)]
+    assert found == [None, None, None, "liar"]
+
+
 def test_one_of_eight_is_found_after_some_twenty_pairs() -> None:
     after = sorted(judged(8, 1, seed)["p0"] for seed in SEEDS)
     assert after[len(after) // 2] <= 20
@@ -178,6 +199,7 @@ def test_one_in_a_hundred_is_sent_twice_and_more_at_first_and_after_an_outlier()
 
 def test_which_data_is_sent_twice_depends_on_the_secret_and_the_id() -> None:
     ids = [MicrobatchId(peer, start, number) for peer in "ab" for start in (1, 2) for number in range(2000)]
+    assert not any(map(GradientPairs(None).repeats, ids))
     drawn = {secret: [one for one in ids if GradientPairs(secret).repeats(one)] for secret in (1, 2)}
     assert drawn[1] == [one for one in ids if GradientPairs(1).repeats(one)] != drawn[2]
     assert len(Counter(one[:2] for one in drawn[1])) == 4

@@ -233,10 +233,14 @@ def test_a_failed_peer_that_has_changed_its_state_since_is_used_at_once() -> Non
     members.answered("a")
     for now in (5.0, 10.0, 15.0, 20.0):
         members.failed("a", now=now)
+    read(members, [advert("a", state="syncing"), advert("b")], now=20.5)
+    assert used(members, now=20.5) == ["b"], "its state is the same"
     read(members, [advert("a", announced_at=18.0), advert("b")], now=21)
     assert used(members, now=21) == ["b"], "this advert is older than the last failure"
     read(members, [advert("a", state="waiting"), advert("b")], now=22)
     assert used(members, now=22) == ["a", "b"], "it has a new process"
+    members.failed("a", now=23.0)
+    assert used(members, now=24.0) == ["a", "b"], "which has failed once"
 
 
 def test_a_stage_is_deserted_when_nobody_is_there_or_nobody_answers() -> None:

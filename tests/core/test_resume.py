@@ -11,6 +11,7 @@ from noloco_p2p.core.resume import (
     RestoreSource,
     common_round,
     deciding,
+    guards_ahead,
     lacking,
     restore_sources,
     run_has_begun,
@@ -100,19 +101,23 @@ def test_a_lost_stage_resumes_from_the_newest_weights_that_anybody_has() -> None
     ]
     own = kinds(restore_sources(ME, [*OTHERS, *guards], held(1, 17, 19), STAGES))
     assert own == [("shard", 19), ("guardian", "g"), ("guardian", "f"), ("shard", 17), ("fresh", "")], "it has Adam too"
-    mine = Holding(1, 20, 205)
-    assert kinds(restore_sources(ME, [*OTHERS, *guards], (), STAGES, mine))[0] == ("guardian", 20)
+    for mine in (Holding(1, 20, 205), *held(1, 19)):
+        first = restore_sources(ME, [*OTHERS, *guards], (), STAGES, mine)[0]
+        assert (first.peer, first.holding) == (None, mine), "of equal ones its own need not travel"
 
 
 def test_a_lost_stage_resumes_from_the_weights_that_have_trained_for_most_rounds() -> None:
     """A newcomer began afresh at round 15 while the guardian of the others was out of reach, and was lost in turn."""
-    elder = advert("a", 0, round=20, holds=held(1, 14))
+    old = (Holding(1, 14, 140, 2),)
+    elder = advert("a", 0, round=20, holds=old)
     younger = advert("g", 2, round=20, holds=(Holding(1, 19, 190, 15),))
     others = [elder, younger]
     assert kinds(restore_sources(ME, others, (), STAGES))[:2] == [("guardian", "a"), ("guardian", "g")]
     own = [Holding(1, 20, 200, 15)]
     assert kinds(restore_sources(ME, others, own, STAGES))[0] == ("guardian", "a")
-    mate = advert("b", 1, "waiting", holds=held(1, 14))
+    as_old = advert("c", 2, round=20, holds=(Holding(1, 20, 200, 8),))
+    assert kinds(restore_sources(ME, [as_old, elder], (), STAGES))[0] == ("guardian", "a"), "the earlier of two as old"
+    mate = advert("b", 1, "waiting", holds=old)
     assert kinds(restore_sources(ME, [mate, younger], own, STAGES)) == [("wait", "")]
     assert kinds(restore_sources(ME, [replace(mate, holds=tuple(own)), elder], (), STAGES))[0] == ("guardian", "a")
 
@@ -173,6 +178,28 @@ def test_a_mate_in_a_state_without_weights_of_its_own_is_not_waited_for_whatever
         assert [kind for kind, _ in found] == ["fresh"]
 
 
+@pytest.mark.parametrize(("state", "round", "kind"), [
+    ("draining", 1, "wait"),
+    ("syncing", 1, "wait"),
+    ("syncing", 0, "fresh"),
+])  # fmt: skip
+def test_a_mate_that_leaves_or_stood_still_is_waited_for_if_it_has_weights(state: str, round: int, kind: str) -> None:
+    assert restore_sources(ME, [*OTHERS, advert("b", 1, state, round)], [], STAGES)[0].kind == kind
+
+
+@pytest.mark.parametrize(("holding", "ahead"), [
+    (Holding(1, 30 + NEAR_ROUNDS, 300, 20), False),
+    (Holding(1, 31 + NEAR_ROUNDS, 310, 20), True),
+    (Holding(1, 99, 990, 95), False),
+    (Holding(0, 99, 990), False),
+])  # fmt: skip
+def test_guardians_are_ahead_of_a_replica_if_their_weights_have_trained_for_more_rounds(
+    holding: Holding, ahead: bool
+) -> None:
+    me, guard = replace(advert("me", 1, round=15), fresh_round=5), advert("g", 2, round=99, holds=(holding,))
+    assert kinds(guards_ahead(me, [*OTHERS, guard])) == [("guardian", "g")] * ahead
+
+
 def test_a_node_without_weights_waits_for_a_mate_that_has_them() -> None:
     mate = advert("b", 1, "waiting", holds=held(1, 8, 9))
     rest = [advert("a", 0, "waiting", holds=held(0, 9)), advert("z", 2, "waiting", holds=held(2, 9))]
@@ -209,6 +236,11 @@ def test_the_nodes_with_the_newest_weights_must_answer_before_a_lost_stage_resum
     assert deciding(ME, [], [*older, *OTHERS, *mates], STAGES) == [OTHERS[0], *newest]
     known = advert("x", 0, round=21)
     assert deciding(ME, [known], [*older, *OTHERS, *mates], STAGES) == newest, "nobody of stage 0 can change anything"
+    young, afresh = advert("m", 1, "waiting", holds=(Holding(1, 99, 990, 95),)), replace(known, fresh_round=20)
+    found = deciding(ME, [], [*older, *OTHERS, afresh, young, *mates], STAGES)
+    assert found == [*mates[1:], afresh, OTHERS[1]], (
+        "the oldest weights of its own stage, and the last rounds of others"
+    )
 
 
 def test_fresh_weights_are_the_last_resort() -> None:
