@@ -62,6 +62,8 @@ async def eclipsed(home: Path, liars: int) -> AsyncIterator[tuple[Node, Node]]:
 def test_linked_peers_are_found_even_if_a_search_asks_only_liars(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hivemind.dht.routing import DHTID
+
     monkeypatch.setattr(dht_node, "NEIGHBOURS", 5)
     monkeypatch.setattr(dht_node, "WAIT_TIMEOUT_S", 30.0)  # otherwise an honest node would replace a slow liar
     monkeypatch.setattr(hivemind_directory, "REJOIN_PERIOD_S", 3600.0)  # the test rejoins explicitly
@@ -70,9 +72,12 @@ def test_linked_peers_are_found_even_if_a_search_asks_only_liars(
         async with eclipsed(tmp_path, 5) as (a, b):
             for one in (a, b):
                 await one.directory.announce(one.advert(), TTL_S)
-            assert [advert.peer_id for advert in await b.directory.peers()] == [b.libp2p.peer_id]
-            await b.directory.rejoin()
             everybody = sorted([a.libp2p.peer_id, b.libp2p.peer_id])
+            table = b.directory._node.protocol.routing_table
+            nearest = table.get_nearest_neighbors(DHTID.generate(stage_key(RUN, 0)), dht_node.NEIGHBOURS)
+            assert len(nearest) == 5
+            assert a.libp2p.peer_id not in [peer_id.to_base58() for _, peer_id in nearest]
+            await b.directory.rejoin()
             assert [advert.peer_id for advert in await b.directory.peers()] == everybody
 
     run(scenario)
