@@ -106,7 +106,7 @@ class OuterRounds:
         if opened is not None:
             done = max(done, opened.mine.round)
         due = schedule.due_round(node.step, outer.inner_steps, done, node.manifest.steps)
-        begins, going_on = not (outer.overlap and node.draining), None
+        begins, going_on = not node.draining, None
         if opened is not None and (due is not None or opened.pull.done()):
             useful = due is not None and due - opened.pulled_in <= outer.max_stale_rounds
             if begins and useful and not (self._rule.common or opened.pull.done()):

@@ -25,6 +25,13 @@ def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: 
     assert broken(swarm) is None
 
 
+def test_replicas_that_add_up_gradients_write_checkpoints() -> None:
+    plan = plan_of((2, 2), every_steps=4, steps=12, outer={"rule": "sync", "inner_steps": 1, "deadline_s": 3.0})
+    outcome = check(FaultySwarm(plan))
+    for peer in outcome.nodes:
+        assert [event.number("round") for event in outcome.trace.of("checkpoint", peer)] == [4, 8, 12], peer
+
+
 @pytest.mark.parametrize("later_s", [4.0, 5.0])
 def test_a_newcomer_does_not_get_the_copy_that_was_made_for_another_one_a_round_ago(later_s: float) -> None:
     """With that copy it could not take part in the rounds since, would differ from the others, and would copy again."""

@@ -104,6 +104,13 @@ def test_only_few_replicas_are_guarded_and_only_where_there_are_rounds(
     assert sorted(found) == stages
 
 
+def test_without_outer_rounds_a_last_replica_that_leaves_waits_for_no_guardian() -> None:
+    swarm = SimSwarm(plan_for((2, 1), steps=60, pairing="none"))
+    swarm.at(3.0, lambda: swarm.drain("s1r0"))
+    swarm.at(6.0, lambda: swarm.start(1, 1))
+    assert swarm.run(limit_s=200, tolerate=True).nodes["s1r0"].ended_at_s == pytest.approx(3.0, abs=1.5)
+
+
 def test_both_last_replicas_die_at_once_and_their_stage_goes_on_from_a_guardian() -> None:
     swarm = SimSwarm(plan_for((2, 2, 2), steps=60))
     seen: list[tuple[int, list[int]]] = []

@@ -1,8 +1,10 @@
 """Nodes that may be used only at certain hours, under virtual time. A run begins when clocks show midnight."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from elastic import config_for, manifest_for
@@ -10,13 +12,15 @@ from lawful import check
 from soak import soak
 
 from noloco_p2p.core.guardians import holders
-from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.core.messages import Advert, Batch, PeerId
+from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import StepLabel, StepResult
 from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.recording import RecordingStage
+from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, peer_id
 
 LOOK_S = 6.0
@@ -119,11 +123,19 @@ def test_the_last_replica_of_a_stage_says_so_and_leaves_its_weights_with_guardia
     assert [h.get("source") for h in outcome.trace.of("resumed", "s1r1")] == ["guardian"]
 
 
-def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited() -> None:
+def test_the_last_replica_of_a_stage_comes_back_to_a_swarm_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled: list[float] = []
+    fetch = SimTransport.fetch_snapshot
+
+    async def noted(self: SimTransport, peer: Advert, request: SnapshotRequest, *rest: Any) -> Snapshot:
+        if request.stage == 1 and request.weights is not None:
+            pulled.append(asyncio.get_running_loop().time())
+        return await fetch(self, peer, request, *rest)
+
+    monkeypatch.setattr(SimTransport, "fetch_snapshot", noted)
     outcome = check(ByTheClock((2, 1, 2), {"s1r0": "00:00-00:01 00:10-23:00"}, steps=100))
     assert {process.step for process in outcome.processes} == {100.0}
-    pulled = [h for h in outcome.trace.of("guarded") if h.get("stage") == 1 and 60.0 < h.at_s < 600.0]
-    assert 1 <= len(pulled) <= 4, "guardians pull the last weights once"
+    assert 1 <= len([at_s for at_s in pulled if 60.0 < at_s < 600.0]) <= 4, "guardians pull the last weights once"
     assert len(steps_between(outcome, "s0r0", 60.0 + 2 * LOOK_S, 600.0)) == 0
 
 

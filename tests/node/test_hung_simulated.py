@@ -151,6 +151,24 @@ def test_an_evaluation_goes_round_a_replica_whose_losses_make_no_sense_or_that_i
         assert swarm.process(origin).node.state.evaluated_s < within_s, origin
 
 
+def test_a_node_that_is_told_to_leave_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The microbatches of a step are given half of `drain_s`; an evaluation is not."""
+    asked: list[float] = []
+
+    async def refused(self: SimTransport, peer: Advert, activation: Activation, claim: Claim) -> LossSum:
+        if not asked:
+            swarm.drain("s0r0")
+        asked.append(asyncio.get_running_loop().time())
+        raise Busy("always")
+
+    monkeypatch.setattr(SimTransport, "evaluate", refused)
+    swarm = SimSwarm(plan_of((1, 2), "random", 1))
+    for peer in ("s1r0", "s1r1"):
+        swarm.at(20.0, partial(swarm.drain, peer))
+    swarm.run(limit_s=100, tolerate=True)
+    assert asked[-1] < asked[0] + 0.2
+
+
 @pytest.mark.parametrize(
     ("fault", "routing", "replicas"),
     [

@@ -117,6 +117,14 @@ def test_a_node_that_leaves_merges_alone_and_saves_that(mid: float) -> None:
     assert outcome.trace.of("checkpoint", WHO)[-1].number("round") >= 2
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_node_that_leaves_begins_no_round(overlap: bool) -> None:
+    due_s = frozen_at(rounds(check(FaultySwarm(plan(overlap=overlap))), "s0r0")[1])
+    outcome = check(FaultySwarm(plan(overlap=overlap), (Fault(due_s - 0.1, "leave", ("s0r0",), 60.0),)))
+    assert outcome.trace.of("inner_step", "s0r0")[-1].at_s > due_s - 0.1
+    assert [event.number("round") for event in rounds(outcome, "s0r0")] == [1]
+
+
 def test_a_crash_takes_the_round_with_it(mid: float) -> None:
     outcome = disturbed(mid, Fault(mid, "bounce", (WHO,), 0.5))
     (came,) = outcome.trace.of("resumed", WHO)
