@@ -6,7 +6,7 @@ header goes first, and the tensors follow once the peer has granted them a place
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -153,7 +153,8 @@ class GrpcTransport:
         reader, wait_s = weights_codec.SnapshotReader(request, expected), request.wait_s
         limits_s = wait_s + deadline_s, wait_s + SILENCE_S, deadline_s
         due = slow_transfers.steady_reading(expected, deadline_s) if request.weights else lambda read: read
-        snapshot, took_s = await self._fetch(peer, reader, expected, limits_s, due)
+        with closing(reader):
+            snapshot, took_s = await self._fetch(peer, reader, expected, limits_s, due)
         return replace(snapshot, took_s=took_s)
 
     async def fetch_state(self, peer: Advert, deadline_s: float, expected: tuple[TensorSpec, ...]) -> ReplicaState:
@@ -165,21 +166,18 @@ class GrpcTransport:
         give_up_at, futile = clock() + deadline_s, 0
         reader = weights_codec.StateReader(peer, expected)
         due = slow_transfers.steady_reading(expected, deadline_s)
-        try:
+        with closing(reader):
             while True:
                 place = reader.place
                 try:
                     limits_s = give_up_at - clock(), CAPTURE_S if place is None else SILENCE_S, None
                     return (await self._fetch(peer, reader, expected, limits_s, due))[0]
-                except slow_transfers.Silent:
-                    raise
-                except Unreachable:
+                except Unreachable as error:
                     futile = 0 if reader.place != place else futile + 1
-                    if reader.place is None or futile == RESUMES or clock() + RESUME_PAUSE_S >= give_up_at:
+                    late = isinstance(error, slow_transfers.Silent) or clock() + RESUME_PAUSE_S >= give_up_at
+                    if late or reader.place is None or futile == RESUMES:
                         raise
                     await asyncio.sleep(RESUME_PAUSE_S)
-        finally:
-            reader.discard()
 
     async def _fetch(
         self,

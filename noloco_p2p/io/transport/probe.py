@@ -22,8 +22,7 @@ async def probe(address: str, peer_id: PeerId, links: Links, timeout_s: float, r
         return str(error)
     try:
         async with asyncio.timeout(timeout_s):
-            reason = await connect(channel, timeout_s)
-            if reason is not None:
+            if (reason := await connect(channel, timeout_s)) is not None:
                 return reason
             call = NodeStub(channel).Describe(pb.DescribeRequest(), timeout=timeout_s, metadata=callers.metadata())
             give_up_at = asyncio.get_running_loop().time() + timeout_s

@@ -1,5 +1,6 @@
 """The gRPC server: binds the port, and maps each call of proto/noloco.proto to the method that answers it."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
@@ -107,6 +108,9 @@ def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awa
             caller = Caller.of(context, servicer.links.own())
             with servicer.callers.holding(CALLS, caller):
                 await servicer.callers.until_over(connection_of(context), unless_cut)
+        except asyncio.CancelledError as error:
+            # Through its frames, the task would keep what was to be sent until the next garbage collection.
+            raise error.with_traceback(None) from None
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be read")
         except Busy as error:

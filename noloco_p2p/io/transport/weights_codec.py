@@ -86,6 +86,11 @@ class WeightsReader(ReplyReader[ReplyMessage, V]):
         """The request of the next call, whose reply is fed from its beginning; `stripe`: the number of its stripes."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Free what has arrived, although a cancelled task still refers to it until the next garbage collection."""
+        if self._assembler is not None:
+            self._assembler.discard()
+
 
 class SnapshotReader(WeightsReader[pb.SnapshotMessage, Snapshot]):
     """Assembles a snapshot with exactly the `expected` tensors."""
@@ -150,11 +155,6 @@ class StateReader(WeightsReader[pb.StateMessage, ReplicaState]):
         tensor, offset = self._assembler.place
         resume = pb.StateRequest.Resume(number=self._head.number, tensor=tensor, offset=offset)
         return pb.StateRequest(resume=resume, stripe=stripe)
-
-    def discard(self) -> None:
-        """Free what has arrived."""
-        if self._assembler is not None:
-            self._assembler.discard()
 
     def _begin(self, message: pb.StateMessage) -> tuple[TensorSpec, ...]:
         """Checks and keeps the first header; those of later calls must equal it."""

@@ -1,6 +1,8 @@
 """Snapshots over gRPC: the expected tensors, bit for bit, or an error and no tensors."""
 
 import asyncio
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -14,7 +16,7 @@ from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
-from noloco_p2p.io.transport import channels, grpc_transport, servicer, weights_codec
+from noloco_p2p.io.transport import channels, grpc_transport, message_codec, servicer, weights_codec
 
 TENSORS = (
     tensor("slow/embed", "float32", (384, 1024), seed=1),
@@ -45,6 +47,43 @@ class Shelf:
     async def get(self, request: SnapshotRequest) -> Snapshot:
         self.asked.append(request)
         return self.snapshot
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    """Only what nothing refers to is freed, as in a large process between two garbage collections."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_cancelled_pull_frees_at_once_what_has_arrived_and_what_was_to_be_sent(
+    monkeypatch: pytest.MonkeyPatch, without_collection: None
+) -> None:
+    """A cancelled task refers to its own frames: gigabytes stayed at both ends until the next garbage collection."""
+    made, specs = watched_buffers(monkeypatch), tuple(one.spec for one in BIG)
+
+    async def freeze(request: SnapshotRequest) -> Snapshot:
+        return replace(SNAPSHOT, tensors=tuple(HostTensor(*one, message_codec.allocate(one.nbytes)) for one in specs))
+
+    async def scenario() -> None:
+        async with pair(Node(hang, freeze)) as both:
+            pull = asyncio.create_task(both.a.fetch_snapshot(both.peer, SnapshotRequest(1, 4), 60.0, specs))
+            while len(made) <= len(specs):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            pull.cancel()
+            await asyncio.wait([pull])
+            assert pull.cancelled()
+            assert all(one() is None for one in made[len(specs) :])
+
+            async def all_are_free() -> None:
+                while any(one() is not None for one in made):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+            await soon(all_are_free())
+
+    run(scenario())
 
 
 def test_a_snapshot_arrives_bit_for_bit() -> None:
