@@ -277,8 +277,8 @@ class Members:
 
     def last_sign(self, peer: PeerId) -> float | None:
         """When a peer was last known to be alive, by its advert or a microbatch; None if the peer is unknown."""
-        advert, heard = self._adverts.get(peer), self._heard.get(peer)
-        return None if advert is None else max(advert.announced_at, heard[2] if heard else advert.announced_at)
+        advert = self._adverts.get(peer)
+        return None if advert is None else max(advert.announced_at, self.heard_at(peer))
 
     def step_of(self, peer: PeerId) -> float | None:
         """The highest known step of a peer; None if the peer is unknown."""
