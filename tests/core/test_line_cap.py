@@ -115,6 +115,17 @@ def test_gradients_go_first_and_of_a_kind_the_oldest() -> None:
     ]
 
 
+def test_a_kind_that_did_not_wait_is_owed_nothing() -> None:
+    world = World()
+    for age in range(50):
+        world.ask(GRADIENT, age, 20_000)
+    world.until(2.0)
+    for kind in (OTHER, ACTIVATION, GRADIENT):
+        world.ask(kind, 0, 1000)
+    world.until(3.0)
+    assert [turn.precedence for _, turn in world.gone[-3:]] == [GRADIENT, ACTIVATION, OTHER]
+
+
 @given(st.lists(st.integers(5_000, 100_000), min_size=3, max_size=3), st.sets(st.sampled_from(Precedence), min_size=1))
 def test_no_kind_starves(sizes: list[int], kinds: set[Precedence]) -> None:
     check_that_none_starves(sizes, kinds)
