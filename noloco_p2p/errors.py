@@ -65,8 +65,8 @@ class Stalled(Declined):
 class Violation(PeerError):
     """What arrived is truncated, corrupt, of the wrong shape, of another run, or not finite.
 
-    `ours`: the peer says so of what *we* sent, and if that is true, another replica says so, too; otherwise the peer is
-    at fault.
+    `ours`: it is what the peer says of something that *we* sent, and another replica would say the same if it is true.
+    If not `ours`, the peer is at fault.
     """
 
     def __init__(self, message: str, *, ours: bool = False) -> None:
