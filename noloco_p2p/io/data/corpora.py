@@ -99,7 +99,7 @@ class FileCorpus:
             yield self._read(self.pieces[unit]) if take() else EMPTY
 
     def held_out(self) -> Iterator[TokenizedDocument]:
-        """The held-out pieces, sorted by relative path."""
+        """The held-out pieces, in their order."""
         return map(self._read, self.held_out_pieces)
 
     def _read(self, piece: FileSpan) -> TokenizedDocument:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
+from noloco_p2p.core.seeds import generator
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
@@ -102,6 +103,8 @@ def make_batches(
     of other data; LocalError for data that cannot be read. Training data is not read before the first `next`.
     """
     corpus = _corpus(manifest, node_config)
+    if isinstance(corpus, corpora.FileCorpus):  # whose first pieces are all of the first files
+        generator(manifest.seed, "data", "held out").shuffle(corpus.held_out_pieces)
     stream = SampleStream(corpus, manifest, peer_id)
     start = StreamPosition() if cursor is None else _place(cursor, corpus.units)
     return ThreadedBatches(stream, stream.validation(), start, corpus.units)

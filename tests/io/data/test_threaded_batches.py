@@ -200,6 +200,20 @@ def test_a_file_is_held_out_by_the_checksum_of_its_relative_path(tmp_path: Path)
     assert held_out
 
 
+def test_the_held_out_sample_is_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 64)
+    monkeypatch.setattr(samples, "VALIDATION_TOKENS", 1)
+    for letter in "ab":
+        (tmp_path / letter).write_text(letter * 64 * 3_000)  # 60 pieces of each are held out, and about 24 are read
+    settings = manifest("text", evaluation={"microbatches": 16})
+    found = b"".join(
+        values(batch)[1]
+        for batch in make_batches(settings, NodeConfig(data_files=(str(tmp_path / "*"),)), "").validation()
+    )
+    ids = np.frombuffer(found, np.int32)
+    assert 0.2 < np.mean(ids == ord("b") + 3) < 0.8
+
+
 def test_files_of_equal_names_in_several_folders_are_all_read(tmp_path: Path) -> None:
     for folder in "abc":
         (tmp_path / folder).mkdir()
