@@ -4,6 +4,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+from elastic import plan_of
+
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.intake import AttemptKey
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
@@ -11,22 +13,29 @@ from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
+from noloco_p2p.sim.faults import Fault, FaultySwarm
+
+
+def server_of_two_origins() -> MicrobatchServer:
+    """The later stage of a run under `balanced`, in a step that waits for two microbatches each of A and B."""
+    manifest = RunManifest(routing="balanced", microbatches_per_step=2)
+    me = Advert("me", manifest.run_id, 1, (), state="training")
+    node = NodeState(me, manifest, NodeConfig(), cast(Any, SimpleNamespace(event=lambda *_, **__: None)))
+    swarm = Membership(node)
+    swarm.read([Advert(peer, manifest.run_id, 0, (), state="training") for peer in ("A", "B")])
+    for peer in "AB":
+        swarm.members.answered(peer)
+    server = MicrobatchServer(node, swarm, cast(Any, None))
+    assert server.may_open()
+    server.open()
+    return server
 
 
 def test_an_origin_whose_microbatch_breaks_off_is_given_up_even_after_the_others() -> None:
     """One of two origins was silent; the other hung later, when all that was due had come. The step never ended."""
 
     async def scenario() -> None:
-        manifest = RunManifest(routing="balanced", microbatches_per_step=2)
-        me = Advert("me", manifest.run_id, 1, (), state="training")
-        node = NodeState(me, manifest, NodeConfig(), cast(Any, SimpleNamespace(event=lambda *_, **__: None)))
-        swarm = Membership(node)
-        swarm.read([Advert(peer, manifest.run_id, 0, (), state="training") for peer in ("A", "B")])
-        for peer in "AB":
-            swarm.members.answered(peer)
-        server = MicrobatchServer(node, swarm, cast(Any, None))
-        assert server.may_open()
-        server.open()
+        server = server_of_two_origins()
         of_b = [AttemptKey(MicrobatchId("B", 1, index), index) for index in range(2)]
         for index, key in enumerate(of_b):
             server.intake.offer(key, Origin("B", 0, index))
@@ -40,3 +49,40 @@ def test_an_origin_whose_microbatch_breaks_off_is_given_up_even_after_the_others
             await step
 
     virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_an_origin_that_sends_and_never_fills_its_slots_is_given_up() -> None:
+    """It held up the step for as long as it sent anything."""
+
+    async def scenario() -> None:
+        server = server_of_two_origins()
+        for index in range(2):
+            key = AttemptKey(MicrobatchId("B", 1, index), index)
+            server.intake.offer(key, Origin("B", 0, index))
+            server.intake.done(key, counted=True, reply=cast(Any, None))
+        step = asyncio.create_task(server.until_ready(lambda: False))
+        for _ in range(10):
+            await asyncio.sleep(100)
+            server._origins.heard(Origin("A", 0, 7))
+        assert not step.done(), "it may yet send what is missing"
+        for _ in range(40):
+            await asyncio.sleep(100)
+            server._origins.heard(Origin("A", 0, 7))
+        assert step.done()
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_an_origin_that_falls_silent_again_and_again_is_waited_for_less_and_less() -> None:
+    """One of three origins reached nobody for three seconds out of four: the others took 292 s."""
+    plan = plan_of((3, 3), routing="balanced", steps=150)
+
+    def others_took_s(faults: tuple[Fault, ...]) -> float:
+        outcome = FaultySwarm(plan, faults).run(limit_s=1000)
+        return max(
+            e.at_s for one in ("s0r0", "s0r1") for e in outcome.trace.of("state", one) if e.get("state") == "finished"
+        )
+
+    assert others_took_s(tuple(Fault(at_s, "mute", ("s0r2",), 3.0) for at_s in range(8, 600, 4))) < 2 * others_took_s(
+        ()
+    )

@@ -1,11 +1,30 @@
 """Which origins a replica waits for under `balanced`, where each of its slots in a step belongs to one origin."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from noloco_p2p.core.messages import Origin, PeerId
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
+
+LONGEST_STEP = 4.0
+"""How long a step waits for an origin that sends, but does not fill its slots, in units of the silence after which one
+that sends nothing is given up."""
+LONGEST_PAUSE = 32.0
+"""How long an origin that was given up again and again is not waited for, in the same unit. A lapse is forgotten as
+long after the end of its pause."""
+
+
+@dataclass(slots=True)
+class _Lapse:
+    """An origin that was given up. Times are on the loop's clock."""
+
+    pause_s: float
+    until: float
+    """When its pause ends."""
+    heard: bool = False
+    """Whether one of its microbatches has come since."""
 
 
 class Origins:
@@ -14,18 +33,20 @@ class Origins:
     def __init__(self, node: NodeState, swarm: Membership) -> None:
         self._node = node
         self._swarm = swarm
-        self._given_up: set[PeerId] = set()
+        self._lapses: dict[PeerId, _Lapse] = {}
 
     def heard(self, origin: Origin) -> None:
-        """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again."""
+        """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again, though at once
+        only if it has not been given up before."""
         self._swarm.heard(origin)
-        if origin.peer in self._given_up:
-            self._given_up.remove(origin.peer)
+        lapse = self._lapses.get(origin.peer)
+        if lapse is not None and not lapse.heard:
+            lapse.heard = True
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
-        """Give up, and return, the `missing` origins from which nothing has come for `silence_s`. Their slots in the
-        step that began at `began` are still empty.
+        """Give up, and return, the `missing` origins from which nothing has come for `silence_s`, or that have not
+        filled their slots for LONGEST_STEP times as long. The step began at `began`.
 
         An advert counts as a sign of life only if all origins are missing, because then all may be waiting for
         something else: an origin may be able to announce itself but to call nobody. One that is waiting or fetching its
@@ -33,18 +54,34 @@ class Origins:
         """
         members, now = self._swarm.members, self._node.now()
         all_wait = len(missing) == len(self._swarm.view.origins)
+        endless = not all_wait and now - began > LONGEST_STEP * silence_s
 
         def was_heard(origin: PeerId) -> bool:
             advert, at = members.get(origin), members.last_sign(origin) if all_wait else members.heard_at(origin)
             at_work = advert is not None and advert.state not in ("waiting", "syncing")
             return at_work and max(began, at or began) > now - silence_s
 
-        silent = [origin for origin in missing if not was_heard(origin)]
-        self._given_up = {*filter(members.get, self._given_up), *silent}
+        silent = [origin for origin in missing if endless or not was_heard(origin)]
+        longest_s = LONGEST_PAUSE * silence_s
+        self._lapses = {
+            peer: one for peer, one in self._lapses.items() if members.get(peer) and now < one.until + longest_s
+        }
+        for origin in silent:
+            last = self._lapses.get(origin)
+            pause_s = 0.0 if last is None else min(max(silence_s, 2 * last.pause_s), longest_s)
+            self._lapses[origin] = _Lapse(pause_s, now + pause_s)
         return silent
 
     def is_silent(self, origin: PeerId) -> bool:
         """Whether the origin was given up, and none of its microbatches has come since; or is doubted, and none ever
         came."""
-        members = self._swarm.members
-        return origin in self._given_up or (origin in members.doubted() and members.heard_at(origin) == -inf)
+        members, lapse = self._swarm.members, self._lapses.get(origin)
+        given_up = lapse is not None and not lapse.heard
+        return given_up or (origin in members.doubted() and members.heard_at(origin) == -inf)
+
+    def waits_for(self, origin: PeerId) -> bool:
+        """Whether the origin is not silent, and not in the pause that follows repeated lapses. Such pauses count only
+        while another origin is waited for."""
+        now, speaking = self._node.now(), [one for one in self._swarm.view.origins if not self.is_silent(one)]
+        regular = [one for one in speaking if one not in self._lapses or self._lapses[one].until <= now]
+        return origin in (regular or speaking)

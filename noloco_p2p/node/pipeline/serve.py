@@ -136,7 +136,7 @@ class MicrobatchServer:
         # An origin that pauses is not at work: nothing that it has started is still under way.
         at_work = advert is not None and advert.state in members.STAGE_0_AT_WORK | members.READY
         passed = reached is not None and int(reached) > self._node.step
-        return passed or not at_work or self._origins.is_silent(origin)
+        return passed or not at_work or not self._origins.waits_for(origin)
 
     async def propagate(self, caller: PeerId, header: Header, body: Body) -> Gradient:
         """See ports.Handler; the header has been checked."""
