@@ -73,6 +73,20 @@ def test_an_origin_that_sends_and_never_fills_its_slots_is_given_up() -> None:
     virtual_time.run(scenario(), limit_s=10_000)
 
 
+def test_an_origin_that_stays_silent_is_not_waited_for_again() -> None:
+    async def scenario() -> None:
+        origins, loop = server_of_two_origins()._origins, asyncio.get_running_loop()
+        await asyncio.sleep(100)
+        assert origins.give_up(["A"], began=0.0, silence_s=10.0) == ["A"]
+        await asyncio.sleep(1_000)
+        assert origins.give_up(["B"], began=loop.time(), silence_s=10.0) == []
+        assert [origins.waits_for(origin) for origin in "AB"] == [False, True]
+        origins.heard(Origin("A", 0, 0))
+        assert origins.waits_for("A")
+
+    virtual_time.run(scenario(), limit_s=10_000)
+
+
 def test_an_origin_that_falls_silent_again_and_again_is_waited_for_less_and_less() -> None:
     """One of three origins reached nobody for three seconds out of four: the others took 292 s."""
     plan = plan_of((3, 3), routing="balanced", steps=150)

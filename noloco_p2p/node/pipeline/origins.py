@@ -1,8 +1,8 @@
 """Which origins a replica waits for under `balanced`, where each of its slots in a step belongs to one origin."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from noloco_p2p.core.messages import Origin, PeerId
 from noloco_p2p.node.membership import Membership
@@ -16,15 +16,11 @@ LONGEST_PAUSE = 32.0
 long after the end of its pause."""
 
 
-@dataclass(slots=True)
-class _Lapse:
-    """An origin that was given up. Times are on the loop's clock."""
+class _Lapse(NamedTuple):
+    """An origin was given up `at` a time on the loop's clock, and is not waited for until its pause is over."""
 
+    at: float
     pause_s: float
-    until: float
-    """When its pause ends."""
-    heard: bool = False
-    """Whether one of its microbatches has come since."""
 
 
 class Origins:
@@ -39,9 +35,7 @@ class Origins:
         """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again, though at once
         only if it has not been given up before."""
         self._swarm.heard(origin)
-        lapse = self._lapses.get(origin.peer)
-        if lapse is not None and not lapse.heard:
-            lapse.heard = True
+        if origin.peer in self._lapses:
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
@@ -63,25 +57,24 @@ class Origins:
 
         silent = [origin for origin in missing if endless or not was_heard(origin)]
         longest_s = LONGEST_PAUSE * silence_s
-        self._lapses = {
-            peer: one for peer, one in self._lapses.items() if members.get(peer) and now < one.until + longest_s
-        }
+        recent = [peer for peer, one in self._lapses.items() if self.is_silent(peer) or now < sum(one) + longest_s]
+        lapses = {peer: self._lapses[peer] for peer in filter(members.get, recent)}
         for origin in silent:
-            last = self._lapses.get(origin)
-            pause_s = 0.0 if last is None else min(max(silence_s, 2 * last.pause_s), longest_s)
-            self._lapses[origin] = _Lapse(pause_s, now + pause_s)
+            again = min(max(silence_s, 2 * lapses[origin].pause_s), longest_s) if origin in lapses else 0.0
+            lapses[origin] = _Lapse(now, again)
+        self._lapses = lapses
         return silent
 
     def is_silent(self, origin: PeerId) -> bool:
         """Whether the origin was given up, and none of its microbatches has come since; or is doubted, and none ever
         came."""
         members, lapse = self._swarm.members, self._lapses.get(origin)
-        given_up = lapse is not None and not lapse.heard
+        given_up = lapse is not None and members.heard_at(origin) <= lapse.at
         return given_up or (origin in members.doubted() and members.heard_at(origin) == -inf)
 
     def waits_for(self, origin: PeerId) -> bool:
         """Whether the origin is not silent, and not in the pause that follows repeated lapses. Such pauses count only
         while another origin is waited for."""
         now, speaking = self._node.now(), [one for one in self._swarm.view.origins if not self.is_silent(one)]
-        regular = [one for one in speaking if one not in self._lapses or self._lapses[one].until <= now]
+        regular = [one for one in speaking if one not in self._lapses or sum(self._lapses[one]) <= now]
         return origin in (regular or speaking)
