@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import zstandard
+import pyarrow
 
 ROWS_OF_TEXT = ("jsonl", "csv", "parquet", "arrow", "zst")
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "bz2": bz2.compress,
     "xz": lzma.compress,
-    "zst": zstandard.compress,
+    "zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True),
 }
 
 
@@ -42,7 +42,7 @@ def write_rows(kind: str, folder: Path) -> tuple[str, ...]:
         if kind == "arrow":
             rows.save_to_disk(folder / str(part))
         elif kind == "zst":
-            packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
+            packed = PACKED["zst"]("\n".join(map(json.dumps, rows)).encode())
             (folder / f"{part}.jsonl.zst").write_bytes(packed)
         else:
             write: dict[str, Any] = {"csv": rows.to_csv, "jsonl": rows.to_json, "parquet": rows.to_parquet}

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from zstandard import ZstdError
 
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
@@ -83,7 +82,7 @@ def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except (*READ_ERRORS, ImportError, LZMAError, ZstdError) as error:
+    except (*READ_ERRORS, ImportError, LZMAError) as error:
         raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
 
 
@@ -158,7 +157,11 @@ def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) 
 def _library() -> Any:
     """The module `datasets`, whose cache exists. Raises LocalError."""
     import datasets
+    from fsspec.compression import register_compression
+    from pyarrow import CompressedInputStream
 
+    # What fsspec would use may end early without an error if the file is cut off.
+    register_compression("zstd", lambda file, mode: CompressedInputStream(file, "zstd"), "zst", force=True)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is raised as well, and says more
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
