@@ -26,7 +26,7 @@ from noloco_p2p.launch.node_process import NodeProcess, end_all
 from noloco_p2p.launch.relay_process import RelayProcess
 from noloco_p2p.launch.settings import Overrides
 from noloco_p2p.launch.stop_signals import stop_signals
-from noloco_p2p.launch.swarm_display import Display, current_row, deserted, row
+from noloco_p2p.launch.swarm_display import Display, current_row, row, warnings
 from noloco_p2p.launch.swarm_plan import ResumePoint, SwarmPlan
 from noloco_p2p.launch.swarm_summary import summarise, summary_lines
 
@@ -151,10 +151,10 @@ class LocalSwarm:
             self._display.show(list(map(current_row, self._nodes)), notes, doing)
 
     def _read(self, pool: Executor) -> list[str]:
-        """Read the nodes' metrics. Returns a line for each stage that has no replica."""
+        """Read the nodes' metrics. Returns a line for each thing that is wrong."""
         readings = list(pool.map(NodeProcess.read_metrics, self._nodes))
         self._has_stepped = self._has_stepped or any(row(node).get("inner step") for node in self._nodes)
-        return deserted(readings)
+        return warnings(readings)
 
     def _pauses(self) -> str:
         """A line that says until when all nodes pause, outside the hours they share; empty if they do not all pause."""

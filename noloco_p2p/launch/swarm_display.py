@@ -75,13 +75,17 @@ def current_row(node: NodeProcess) -> Row:
     return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": summary["final_loss"]}
 
 
-def deserted(readings: Iterable[MetricsReading | None]) -> list[str]:
-    """A line for each stage that has no replica according to any of the nodes."""
+def warnings(readings: Iterable[MetricsReading | None]) -> list[str]:
+    """A line for each stage that has no replica according to any of the nodes, and for each kind of trouble."""
     longest: dict[str, float] = {}
-    for reading in readings:
-        for stage, seconds in ({} if reading is None else reading.by("stage", "stage_deserted_seconds")).items():
+    troubled: Counter[str] = Counter()
+    for reading in filter(None, readings):
+        troubled.update(reading.by("name", "trouble").keys())
+        for stage, seconds in reading.by("stage", "stage_deserted_seconds").items():
             longest[stage] = max(seconds, longest.get(stage, 0.0))
-    return [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
+    lines = [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
+    where = {name: humanize.plural(nodes, "node") for name, nodes in sorted(troubled.items())}
+    return lines + [f"trouble ({name}) at {nodes}: see the logs" for name, nodes in where.items()]
 
 
 @contextmanager

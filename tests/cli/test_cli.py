@@ -23,7 +23,7 @@ from noloco_p2p.launch import cpu_seconds, progress_line, swarm_summary
 from noloco_p2p.launch.node_probe import MetricsReading, NodeEndpoints
 from noloco_p2p.launch.node_process import NodeProcess
 from noloco_p2p.launch.progress_line import ProgressLine
-from noloco_p2p.launch.swarm_display import COLUMNS, Display, current_row, deserted, row
+from noloco_p2p.launch.swarm_display import COLUMNS, Display, current_row, row, warnings
 
 HEAVY = ("torch", "transformers", "hivemind", "grpc", "datasets", "numpy", "pydantic", "yaml")
 
@@ -284,9 +284,9 @@ def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture
     def seen(*stages: tuple[str, float]) -> MetricsReading:
         return MetricsReading(0.0, tuple(("noloco_stage_deserted_seconds", {"stage": s}, value) for s, value in stages))
 
-    notes = deserted([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
+    notes = warnings([seen(("0", 0.0), ("1", 41.0)), None, seen(("0", 0.0), ("1", 42.2))])
     assert notes == ["stage 1 has had no replica for 42 s"]
-    assert deserted([seen(("0", 0.0))]) == []
+    assert warnings([seen(("0", 0.0))]) == []
     Display(1000, plain=True).show([line("0-0", 0), line("0-1", 0, "paused", 4, 3, 2.5, 1500.0, 3)], notes)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -294,6 +294,13 @@ def test_a_deserted_stage_is_named_below_the_nodes(capsys: pytest.CaptureFixture
         "0-1  paused  inner step 4  outer round 3  loss 2.500  tokens/s 1,500  peers 3",
         "stage 1 has had no replica for 42 s",
     ]
+
+
+def test_the_troubles_of_nodes_are_counted_below_them() -> None:
+    """A swarm none of whose checkpoints could be written said nothing before its end."""
+    full, fine = MetricsReading(0.0, (("noloco_trouble", {"name": "disk"}, 1.0),)), MetricsReading(0.0, ())
+    assert warnings([full, None, fine, full]) == ["trouble (disk) at 2 nodes: see the logs"]
+    assert warnings([fine]) == []
 
 
 def written(run_dir: Path, stage: int, replica: int, **figures: Any) -> NodeProcess:
