@@ -54,9 +54,9 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
     try:
         with contextlib.chdir(directory):
             found = simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=False)
+        return {task: _numbers(found["results"][task]) for task in tasks}  # a tag has no results, and a group no items
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{directory}: a task cannot be evaluated: {first_line(error)}") from error
-    return {task: _numbers(found["results"][task]) for task in tasks}
 
 
 def task_lines(figures: dict[str, dict[str, float]]) -> list[str]:

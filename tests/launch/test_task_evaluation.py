@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from checkpointed import exported, save_swarm, small_run
@@ -36,6 +39,27 @@ def test_missing_requirements_are_reported_in_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '.\[eval\]' in a checkout"):
         run_tasks(model, ["addition"], tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(("asked", "named"), [("a_tag", "'a_tag'"), ("a_group", "'sample_len'")])
+def test_the_name_of_several_tasks_is_an_error_in_one_line(
+    asked: str, named: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness lists them with the tasks, but has no results for a tag, and no number of items for a group."""
+    results = {"one": {"acc,none": 1.0, "sample_len": 2}, "a_group": {"acc,none": 1.0, "alias": "a_group"}}
+    members: dict[str, dict[str, object]] = {
+        "lm_eval": {"simple_evaluate": lambda *_, **__: {"results": results}},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": lambda *_, **__: None},
+        "lm_eval.tasks": {"TaskManager": lambda **_: SimpleNamespace(all_tasks=["one", "a_tag", "a_group"])},
+    }
+    for name, found in members.items():
+        module = ModuleType(name)
+        module.__dict__.update(found, __spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+    assert run_tasks(model, ["one"], tmp_path, device="cpu") == {"one": {"items": 2, "acc": 1.0}}
+    with pytest.raises(ConfigError, match=f"a task cannot be evaluated: {named}"):
+        run_tasks(model, ["one", asked], tmp_path, device="cpu")
 
 
 def test_each_metric_has_a_line() -> None:
