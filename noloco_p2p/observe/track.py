@@ -184,10 +184,10 @@ def tracked(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[N
     """
     tracking = Tracking(open_sink(to, run_dir, run_dir.name, config))
     print(f"track     {tracking.sink.how_to_view}", flush=True)
-    stop = threading.Event()
+    stop, failures = threading.Event(), list[LocalError]()
 
     def work() -> None:
-        with _reported():
+        with _reported(failures):
             asyncio.run(tracking.follow(partial(_of_directory, run_dir), stop, lambda _: None))
 
     thread = threading.Thread(target=work, name="track")
@@ -198,7 +198,7 @@ def tracked(to: Tracker, run_dir: Path, config: Mapping[str, Any]) -> Iterator[N
         stop.set()
         thread.join()
         summary = node_probe.read_json(run_dir / node_probe.SUMMARY) or {}
-        with _reported(), closing(tracking.sink):
+        with _reported(failures), closing(tracking.sink):
             if summary.get("completed"):
                 known = {name: float(summary[name]) for name in FINAL if summary.get(name) is not None}
                 known |= tracking.no_nodes | {"nodes/finished": len(summary["nodes"])}
@@ -251,9 +251,11 @@ async def _of_directory(run_dir: Path) -> list[Report]:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Report a sink that fails as one line, and carry on without it."""
+def _reported(failures: list[LocalError]) -> Iterator[None]:
+    """Report a sink that fails as one line, the first time, and carry on without it."""
     try:
         yield
     except LocalError as error:
-        print(f"tracking has ended: {error}", flush=True)
+        if not failures:
+            print(f"tracking has ended: {error}", flush=True)
+        failures.append(error)

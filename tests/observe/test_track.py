@@ -251,6 +251,25 @@ def test_a_failing_sink_ends_the_tracking_but_not_the_run(
     assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
 
 
+def test_a_sink_that_fails_while_the_swarm_runs_and_again_at_its_end_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise LocalError("the disk is full")
+
+    failed = threading.Event()
+
+    async def follow(*_: object) -> None:
+        failed.set()
+        full()
+
+    monkeypatch.setattr(track.Tracking, "follow", follow)
+    monkeypatch.setattr(track.EventFile, "close", full)
+    with track.tracked("tensorboard", tmp_path, {}):
+        assert failed.wait(60.0)
+    assert capsys.readouterr().out.splitlines()[1:] == ["tracking has ended: the disk is full"]
+
+
 class WandbError(Exception):
     """Stands in for wandb's own exception."""
 
