@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import resource
@@ -20,7 +21,9 @@ import pytest
 import uvloop
 from served_nodes import served_nodes
 
+from noloco_p2p.compute.factory import stage_sizes
 from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest, SecuritySettings
+from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.addresses import JoinAddress
@@ -395,6 +398,27 @@ def test_a_swarms_directory_says_where_its_data_is(tmp_path: Path, capsys: pytes
         run_doctor((), read(None, {}, sets), run, as_json=True)
         found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
         assert found["data"]["severity"] == severity, found["data"]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1_000])
+def test_the_checkpoints_of_all_nodes_must_fit_into_the_directory_of_a_swarm(
+    kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There seemed to be room if the checkpoints of one node fitted, and those there did not count."""
+    given = read(None, {}, ["stages=2", "start_replicas=4", "device=cpu", "checkpoint.keep=2"])
+    for stage, replica in itertools.product(range(2), range(4)):
+        home = tmp_path / f"{stage}-{replica}"
+        (home / "checkpoints" / "run-peer").mkdir(parents=True)
+        (home / "identity.key.lock").touch()
+        (home / "checkpoints" / "run-peer" / "stage-0-round-000001-0.safetensors").write_bytes(bytes(kept_bytes))
+        run_files.store_manifest(home, given.manifest())
+    (tmp_path / "swarm.json").touch()
+    parameters = sum(stage.parameters for stage in stage_sizes(given.manifest()))
+    wanted = 3 * 4 * parameters * len(given.manifest().state_kinds) * ITEM_BYTES["float32"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, wanted - 8 * 1_000))
+    run_doctor((), read(None, {}, ["device=cpu", "checkpoint.keep=2"]), tmp_path, as_json=True)
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["disk"]["severity"] == ("ok" if kept_bytes else "warning"), found["disk"]
 
 
 def test_a_malformed_join_address_is_refused_before_anything_starts(tmp_path: Path) -> None:

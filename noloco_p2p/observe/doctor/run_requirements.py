@@ -20,6 +20,7 @@ from noloco_p2p.core.block_format import wire_spec
 from noloco_p2p.core.messages import ITEM_BYTES, Advert
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, Unreachable
 from noloco_p2p.humanize import plural, short_id, size_text
+from noloco_p2p.launch import homes
 from noloco_p2p.observe.bandwidth_probe import LinkProbe
 from noloco_p2p.observe.doctor.doctor_report import BUSY, DoctorReport, in_time, or_error
 
@@ -83,8 +84,9 @@ class RunRequirements:
         if not self.runs_here:
             self.check_memory(stage)
         stages = range(self.manifest.stages) if stage is None else [stage]
-        item_bytes = ITEM_BYTES[self.manifest.compute_dtype]
-        self.check_disk(home, len(self.manifest.state_kinds) * item_bytes * max(parameters[index] for index in stages))
+        value_bytes = len(self.manifest.state_kinds) * ITEM_BYTES[self.manifest.compute_dtype]
+        of_swarm, all_nodes = homes.kind_of(home) is homes.Home.SWARM, self.manifest.start_replicas * sum(parameters)
+        self.check_disk(home, value_bytes * (all_nodes if of_swarm else max(parameters[index] for index in stages)))
         if 0 in stages and not self.runs_here:
             await self.check_data()
         return parameters
@@ -118,7 +120,7 @@ class RunRequirements:
             (self.report.warning if fit else self.report.error)("memory", reason, advice)
 
     def check_disk(self, home: Path, checkpoint_bytes: int) -> None:
-        """Check whether there is room for the checkpoints in the node's directory."""
+        """Check whether there is room for checkpoints in a directory: a node's, or in that of a swarm, all nodes'."""
         where = next(path for path in (home.absolute(), *home.absolute().parents) if path.is_dir())
         try:
             with tempfile.TemporaryFile(dir=where) as probe:
@@ -152,8 +154,7 @@ class RunRequirements:
         advice = "check data.* of the run, and data_files and tokenizer_dir of this node"
         late = "a node would wait for it too: use data on this machine (data_files)"
         if await self.report.attempt("data", doing, in_time(doing, DATA_S, self._open_data), advice, late):
-            kind = f"{data.kind} with tokenizer {data.tokenizer}"
-            self.report.ok("data", f"tokenizer and held-out data are available ({kind})")
+            self.report.ok("data", f"tokenizer ({data.tokenizer}) and held-out data ({data.kind}) are available")
 
     def _open_data(self) -> bool:
         from noloco_p2p.io.data.threaded_batches import make_batches
@@ -259,9 +260,9 @@ class RunRequirements:
 
 
 def _checkpoints_bytes(home: Path) -> int:
-    """Total size of the checkpoint files in a node's directory."""
+    """Total size of the checkpoint files in the directory of a node or a swarm."""
     found = 0
-    for path in home.glob("checkpoints/*/*"):
+    for path in (*home.glob("checkpoints/*/*"), *home.glob("*/checkpoints/*/*")):
         with suppress(OSError):
             found += path.stat().st_size
     return found
