@@ -179,8 +179,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
     if len(readers) > 1:
         raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name only one kind")
     reader = readers.pop()
-    options = {"data_files": files, "split": "train", "streaming": True}
-    options |= OPTIONS.get(reader, {})
+    options = {"data_files": files, "split": "train", "streaming": True, **OPTIONS.get(reader, {})}
     with _failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block

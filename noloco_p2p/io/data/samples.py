@@ -70,7 +70,7 @@ class SampleStream:
         documents, held = [], 0
         for document in self._corpus.held_out():
             documents.append(document)
-            held += len(document.ids)
+            held += len(document.ids) if document.mask is None else min(len(document.ids), length + 1)
             if held >= max(VALIDATION_TOKENS, 2 * wanted * length):
                 break
         pool = _cut(documents, length)
@@ -141,7 +141,7 @@ class SampleStream:
 def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
     """Samples of `length` + 1 ids: windows over the joined documents, or a padded sample of each masked document."""
     if any(document.mask is not None for document in documents):
-        return [sample for sample in _padded(documents, length) if sample.mask is not None and sample.mask[1:].any()]
+        return list(_padded(documents, length))
     joined = np.concatenate([EMPTY.ids, *(document.ids for document in documents)])
     if len(joined) <= length:
         return []
@@ -149,13 +149,11 @@ def _cut(documents: list[TokenizedDocument], length: int) -> Samples:
 
 
 def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[TokenizedDocument]:
-    """One sample per document; some may have no target."""
-    for document in documents:
-        n = min(len(document.ids), length + 1)
-        ids, mask = np.zeros(length + 1, np.int32), np.zeros(length + 1, np.uint8)
-        ids[:n] = document.ids[:n]
-        mask[:n] = 1 if document.mask is None else document.mask[:n]
-        yield TokenizedDocument(ids, mask)
+    """One sample per document that has a target."""
+    for ids, mask in documents:
+        if mask is not None and mask[1 : length + 1].any():
+            missing = max(0, length + 1 - len(ids))
+            yield TokenizedDocument(np.pad(ids[: length + 1], (0, missing)), np.pad(mask[: length + 1], (0, missing)))
 
 
 def _batch(rows: Samples) -> Batch:

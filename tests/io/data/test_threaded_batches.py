@@ -485,6 +485,18 @@ def test_parquet_with_unsuitable_columns_is_refused(
         make_batches(manifest("parquet"), NodeConfig(data_files=(str(tmp_path / "x.parquet"),)), "peer")
 
 
+def test_of_rows_longer_than_a_sample_as_many_are_held_out_as_the_run_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens were counted in full, though a sample has only the first of them: too few rows seemed enough."""
+    monkeypatch.setattr(samples, "VALIDATION_TOKENS", 1_000)
+    rows = [[n] * 400 for n in range(384)] * 2
+    path = tmp_path / "x.parquet"
+    datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 400] * len(rows)}).to_parquet(path)
+    batches = make_batches(manifest("parquet"), NodeConfig(data_files=(str(path),)), "peer")
+    assert len(list(batches.validation())) == manifest("parquet").evaluation.microbatches == 2
+
+
 def test_an_empty_parquet_file_among_others_is_skipped(tmp_path: Path) -> None:
     config = NodeConfig(data_files=write_rows("parquet", tmp_path))
     expected = [values(batch) for batch in make_batches(manifest("text"), config, "peer").validation()]
