@@ -25,11 +25,8 @@ from noloco_p2p.launch.export import REPLICAS, TOKENIZER, exported_tokenizer, re
 from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.swarm_summary import perplexity
 
-STDLIB = "stdlib"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Returned by decoders for an incomplete character, and for bytes that are not UTF-8."""
-
-Done = Callable[[], None]
 
 
 def run_eval(
@@ -114,7 +111,7 @@ def pieces(decode: Callable[[Sequence[int]], str], given: Sequence[int], ids: It
         yield decode(seen[since:])[len(decode(seen[since:said])) :]
 
 
-def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Done) -> tuple[float, int]:
+def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Callable[[], None]) -> tuple[float, int]:
     """(nats per token over all microbatches, number of tokens). Raises LocalError if the loss is not finite."""
     model = ExportedModel.load(directory, device)
     nats, tokens = 0.0, 0
@@ -137,7 +134,7 @@ def _batches(
     manifest: RunManifest, out: Path, data: Sequence[str], held_out: bool, microbatches: int | None
 ) -> tuple[Batch, ...]:
     """The microbatches to evaluate on. Raises ConfigError, LocalError."""
-    files = () if tuple(data) == (STDLIB,) else tuple(data)
+    files = () if tuple(data) == ("stdlib",) else tuple(data)
     if files and not held_out:
         return tuple(itertools.islice(_all_of(files, manifest, exported_tokenizer(manifest, out)), microbatches))
     used = manifest.data

@@ -84,8 +84,7 @@ def warnings(readings: Iterable[MetricsReading | None]) -> list[str]:
         for stage, seconds in reading.by("stage", "stage_deserted_seconds").items():
             longest[stage] = max(seconds, longest.get(stage, 0.0))
     lines = [f"stage {stage} has had no replica for {s:.0f} s" for stage, s in sorted(longest.items()) if s > 0]
-    where = {name: humanize.plural(nodes, "node") for name, nodes in sorted(troubled.items())}
-    return lines + [f"trouble ({name}) at {nodes}: see the logs" for name, nodes in where.items()]
+    return lines + [f"trouble ({t}) at {humanize.plural(n, 'node')}: see the logs" for t, n in sorted(troubled.items())]
 
 
 @contextmanager

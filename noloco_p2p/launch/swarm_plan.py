@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,13 +159,12 @@ def make_run_dir(name: str, directory: Path | None) -> Path:
             directory.mkdir(parents=True, exist_ok=True)
             return directory
         node_probe.HOME.mkdir(exist_ok=True)  # fails if it is a link to nothing, in which no number is ever free
-        n = 1
-        while True:
+        for n in count(1):
             with suppress(FileExistsError):
                 fresh = node_probe.HOME / f"{name}-{n}"
                 fresh.mkdir()
-                return fresh
-            n += 1
+                break
+        return fresh
     except OSError as error:
         raise LocalError(f"{error.filename} cannot be created: {error.strerror}") from error
 

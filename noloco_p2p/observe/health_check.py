@@ -24,16 +24,12 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
     ConfigError if `url` is not an address.
     """
     if url is None:
-        found = _newest(home) if directory is None else directory / ENDPOINTS
+        newest = max(home.glob(f"node-*/{ENDPOINTS}"), key=lambda path: path.stat().st_mtime, default=None)
+        found = newest if directory is None else directory / ENDPOINTS
         url = None if found is None else _address(found)
         if url is None:
             return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"
     return _answer(_checked(url))
-
-
-def _newest(home: Path) -> Path | None:
-    """The most recently written `endpoints.json`."""
-    return max(home.glob(f"node-*/{ENDPOINTS}"), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _address(endpoints: Path) -> str | None:
