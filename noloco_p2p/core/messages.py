@@ -6,7 +6,7 @@ Shape legend: B microbatch size, T sequence length, D hidden size.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1}
 """Bytes per element of each element type that may travel, by torch's name for it."""
@@ -208,7 +208,7 @@ class Checkpoint:
     state: ReplicaState
     cursor: Mapping[str, object] | None
     """`Batches.cursor` at stage 0, None at later stages."""
-    random_state: tuple[object, ...]
+    random_state: tuple[Any, ...]
     """`random.Random.getstate()` of the node's own generator."""
 
 

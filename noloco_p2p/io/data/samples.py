@@ -159,20 +159,15 @@ def _padded(documents: list[TokenizedDocument], length: int) -> Iterator[Tokeniz
 def _batch(rows: Samples) -> Batch:
     """A microbatch of B samples: the first T ids of each are inputs, the last T are targets."""
     ids = np.stack([row.ids for row in rows])
-    inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
+    inputs, targets_BT = _tensor("inputs", "int32", ids[:, :-1]), ids[:, 1:]
     masks = [row.mask for row in rows if row.mask is not None]
     if not masks:
-        return Batch(_tensor("inputs", "int32", inputs_BT), _tensor("targets", "int32", targets_BT))
+        return Batch(inputs, _tensor("targets", "int32", targets_BT))
     mask = np.stack(masks)
     targets_BT = np.where(mask[:, 1:] != 0, targets_BT, np.int32(IGNORED_TARGET))
-    return Batch(
-        _tensor("inputs", "int32", inputs_BT),
-        _tensor("targets", "int32", targets_BT),
-        _tensor("mask", "uint8", mask[:, :-1]),
-    )
+    return Batch(inputs, _tensor("targets", "int32", targets_BT), _tensor("mask", "uint8", mask[:, :-1]))
 
 
 def _tensor(name: str, dtype: str, values: Ids | Mask) -> HostTensor:
-    shape = tuple(int(n) for n in values.shape)
     little_endian = values.astype(values.dtype.newbyteorder("<"), copy=False)
-    return HostTensor(name, dtype, shape, memoryview(little_endian.tobytes()))
+    return HostTensor(name, dtype, values.shape, memoryview(little_endian.tobytes()))

@@ -69,8 +69,8 @@ class CheckpointManifest(BaseModel):
     tensors: tuple[TensorEntry, ...]
     """In the stage's order."""
     cursor: dict[str, object] | None
-    random_state: list[object]
-    """`random.Random.getstate()` with lists instead of tuples."""
+    random_state: tuple[int, tuple[int, ...], float | None]
+    """`random.Random.getstate()`."""
     origins: tuple[tuple[PeerId, int], ...]
     """(peer, incarnation) of the origins in the spent ids."""
     spent: tuple[tuple[int, int], ...]
@@ -155,7 +155,7 @@ def read_checkpoint(stored: CheckpointFiles) -> Checkpoint:
     state = ReplicaState(
         peer=m.peer_id, tensors=read_tensors(stored), spent=spent, returned_norms=m.returned_norms, **numbers
     )
-    return Checkpoint(state, m.cursor, tuple(_tupled(value) for value in m.random_state))
+    return Checkpoint(state, m.cursor, m.random_state)
 
 
 def _verified(values: npt.NDArray[np.generic], expected: TensorEntry) -> HostTensor:
@@ -222,10 +222,6 @@ def manifest_digest(content: dict[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _tupled(value: object) -> object:
-    return tuple(_tupled(one) for one in value) if isinstance(value, list) else value
-
-
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +261,7 @@ def _manifest(checkpoint: Checkpoint, run_id: str, peer_id: PeerId, saved: int, 
         file_bytes=file_bytes,
         tensors=tuple(TensorEntry(*tensor.spec, xxhash.xxh3_128_hexdigest(tensor.data)) for tensor in state.tensors),
         cursor=None if checkpoint.cursor is None else dict(checkpoint.cursor),
-        random_state=list(checkpoint.random_state),
+        random_state=checkpoint.random_state,
         origins=tuple(origins),
         spent=tuple((origins[one.peer, one.incarnation], one.counter) for one in state.spent),
         returned_norms=state.returned_norms,

@@ -75,8 +75,7 @@ class FileCheckpoints:
                 stored = checkpoint_format.write_checkpoint(
                     self._folder, checkpoint, self._run_id, self._peer_id, self._next_number()
                 )
-                place = stored.holding[:2]
-                others = [one for one in before if one.holding[:2] != place]
+                others = [one for one in before if one.holding[:2] != stored.holding[:2]]
                 self._sweep([*others, stored][-self._keep :])
             except (OSError, SafetensorError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
