@@ -54,11 +54,8 @@ class Exchanges:
 
     def proven(self, adverts: Iterable[Advert], states: Set[str], *, now: float) -> list[Advert]:
         """Those whose peers have answered, with the advertised stage and with one of these states."""
-        return [
-            a
-            for a in adverts
-            if (said := self.said(a.peer_id, now=now)) is not None and said.stage == a.stage and said.state in states
-        ]
+        answers = [(advert, self.said(advert.peer_id, now=now)) for advert in adverts]
+        return [a for a, said in answers if said is not None and said.stage == a.stage and said.state in states]
 
     def unknown(self, adverts: Iterable[Advert], *, now: float, since: float | None = None) -> list[Advert]:
         """Those whose peers have not been asked since `since`. By default: not within half of the time for which an
