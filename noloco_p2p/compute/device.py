@@ -96,10 +96,6 @@ class DeviceThread:
         for queued in waiting:
             _deliver(queued, None, LocalError(DEVICE_CLOSED))
 
-    def join(self) -> None:
-        """Wait until the thread has ended (after `close`)."""
-        self._thread.join()
-
     def _push(self, priority: int, work: Callable[[], Any], *rest: Any) -> bool:
         with self._wake:
             if self._closed:
@@ -119,6 +115,7 @@ class DeviceThread:
         _compute_in_batches()
         while (queued := self._next()) is not None:
             if queued.future is not None and queued.future.cancelled():
+                del queued  # waiting for the next call, this frame would keep the work (and weights) alive
                 continue
             result, error = None, None
             began_at = time.perf_counter()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
         gate.opened.set()
         await asyncio.gather(held, *tasks)
         device.close()
-        device.join()
+        device._thread.join()
         return order
 
     assert asyncio.run(run()) == ["b1", "b2", "f1", "f2", "e1", "e2"]
@@ -85,10 +86,34 @@ def test_cancelled_before_it_began_it_is_not_run() -> None:
         await held
         await device.call(FORWARD, lambda: ran.append("after"))
         device.close()
-        device.join()
+        device._thread.join()
         return ran
 
     assert asyncio.run(run()) == ["after"]
+
+
+def test_an_idle_device_keeps_nothing_of_a_cancelled_call() -> None:
+    """It may hold the weights of a whole stage."""
+
+    async def run() -> None:
+        device = DeviceThread("test")
+        gate = Gate(device)
+        held = await gate.hold()
+        weights, freed = {1.0}, threading.Event()
+        weakref.finalize(weights, freed.set)
+        task = asyncio.create_task(device.call(BACKWARD, partial(len, weights)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task, weights
+        gate.opened.set()
+        await held
+        assert await asyncio.to_thread(freed.wait, 10)
+        device.close()
+        device._thread.join()
+
+    asyncio.run(run())
 
 
 def test_cancelled_after_it_began_it_runs_to_its_end_and_the_result_is_handed_back() -> None:
@@ -103,7 +128,7 @@ def test_cancelled_after_it_began_it_runs_to_its_end_and_the_result_is_handed_ba
         gate.opened.set()
         device_result = await asyncio.wait_for(handed, 10)
         device.close()
-        device.join()
+        device._thread.join()
         return device_result
 
     assert asyncio.run(run()) == "held"
@@ -121,7 +146,7 @@ def test_a_result_that_comes_together_with_a_cancellation_is_handed_over() -> No
         with pytest.raises(asyncio.CancelledError):
             await held
         device.close()
-        device.join()
+        device._thread.join()
         return lost
 
     assert asyncio.run(run()) == ["held"]
@@ -156,7 +181,7 @@ def test_a_cancelled_call_that_has_nothing_to_hand_over_ends_quietly(fails: bool
         opened.set()
         await device.call(FORWARD, lambda: None)
         device.close()
-        device.join()
+        device._thread.join()
         return lost, errors
 
     assert asyncio.run(run()) == ([], [])
@@ -186,7 +211,7 @@ def test_failures_reach_the_waiter_and_the_thread_lives_on() -> None:
             assert caught.value.__cause__ is lack
         assert await device.call(FORWARD, lambda: 5) == 5
         device.close()
-        device.join()
+        device._thread.join()
 
     asyncio.run(run())
 
@@ -207,7 +232,7 @@ def test_close_ends_what_waits_and_refuses_what_comes() -> None:
         with pytest.raises(LocalError, match="closed"):
             await device.call(BACKWARD, lambda: 1)
         device.post(lambda: 1)
-        device.join()
+        device._thread.join()
 
     asyncio.run(run())
 
@@ -226,7 +251,7 @@ def test_close_ends_the_running_call_too_if_it_hangs() -> None:
             await held
         assert device.running_s() == 0.0
         gate.opened.set()
-        device.join()
+        device._thread.join()
 
     asyncio.run(run())
 
@@ -246,7 +271,7 @@ def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:
 
     assert asyncio.run(call()) == 7
     device.close()
-    device.join()
+    device._thread.join()
 
 
 def on_devices(stages: list[TorchStage]) -> list[DeviceStage]:
@@ -292,7 +317,7 @@ def test_busy_seconds_count_work_and_start_again() -> None:
         await device.call(FORWARD, lambda: time.sleep(0.2))
         busy = [(await stage.inner_step(make_label(step))).busy_s for step in (1, 2)]
         stage.close()
-        device.join()
+        device._thread.join()
         return busy
 
     first, second = asyncio.run(run())
@@ -324,7 +349,7 @@ def test_a_graph_whose_waiter_is_gone_is_freed() -> None:
         await device.call(EVALUATE, entered.is_set)
         assert await device.call(EVALUATE, lambda: dict(stage._graphs._open)) == {}
         wrapped.close()
-        device.join()
+        device._thread.join()
 
     asyncio.run(asyncio.wait_for(run(), 10))
 

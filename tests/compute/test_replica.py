@@ -278,7 +278,7 @@ def test_a_closed_stage_frees_its_memory_without_the_cycle_collector() -> None:
             wrapped.close()
             end.set()
             await asyncio.wait([waiting, in_hand])
-            device.join()
+            device._thread.join()
             assert isinstance(waiting.exception(), LocalError)
             del waiting
             assert all(one() is None for one in watched)
