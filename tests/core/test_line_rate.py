@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.line_rate import (
     ASKED_S,
+    CONNECTIONS,
     DOWN_SHARE,
     FAR_S,
+    FILLER_BYTES,
     MIN_ASKED,
     MIN_DOWN_S,
     MIN_MESSAGE_BYTES,
@@ -101,6 +103,20 @@ def test_the_systems_own_counts_replace_what_writes_suggest() -> None:
     assert (line.bytes_per_s, line.measured_at) == (RATE, 2.0)
 
 
+@pytest.mark.parametrize(("share", "rate"), [(0.2, 1e6), (0.75, 2e6), (0.85, 3e6), (1.0, 5e6)])
+def test_the_rate_is_a_quantile_of_the_parts_weighted_by_their_bytes(share: float, rate: float) -> None:
+    line = LineRate(share)
+    for each, nbytes in ((5e6, 10), (1e6, 30), (3e6, 10), (2e6, 50)):
+        line.counted(nbytes, nbytes / each, 1.0)
+    assert line.bytes_per_s == pytest.approx(rate)
+
+
+def test_a_transfer_that_took_no_time_on_the_clock_says_nothing() -> None:
+    line = LineRate(1.0)
+    line.ended(line.began(1.0), 1000, 1.0)
+    assert line.bytes_per_s is None
+
+
 def test_a_cap_bounds_the_measured_rate() -> None:
     line = MeasuredLine(most_up=1e6, most_down=3e6)
     for rate in (line.up, line.down):
@@ -171,7 +187,8 @@ def test_where_nothing_is_measured_a_body_is_announced_and_so_measured() -> None
     assert not asks(fast, 100_000)
     assert not asks(fast, 100_000, peer="stranger"), "as if it were near"
     assert asks(line_of(rate=1e6), 100_000, peer="stranger"), "0.1 s"
-    assert asks(fast, 100_000, 2.0 + STALE_S)
+    assert not asks(fast, 100_000, 1.0 + STALE_S)
+    assert asks(fast, 100_000, 1.1 + STALE_S)
 
 
 def test_a_round_trip_is_the_shortest_recent_one_and_peers_are_forgotten() -> None:
@@ -194,15 +211,16 @@ def test_places_are_asked_for_what_the_line_sends_soon() -> None:
     assert not fast.asks_for(50)
 
 
-def test_a_microbatch_takes_the_busier_direction() -> None:
+@pytest.mark.parametrize(("down", "first_s", "last_s", "middle_s"), [(4, 0.3, 0.2, 0.5), (0.25, 0.8, 1.2, 2.0)])
+def test_a_microbatch_takes_the_busier_direction(down: float, first_s: float, last_s: float, middle_s: float) -> None:
     line = line_of()
-    line.down.ended(line.down.began(0.0), 4 * RATE, 1.0)
+    line.down.ended(line.down.began(0.0), down * RATE, 1.0)
     for rate in (line.up, line.down):
         rate.carries("activation", 300_000)
         rate.carries("gradient", 200_000)
-    assert line.microbatch_s(first=True, last=False) == pytest.approx(0.3)
-    assert line.microbatch_s(first=False, last=True) == pytest.approx(0.2)
-    assert line.microbatch_s(first=False, last=False) == pytest.approx(0.5)
+    assert line.microbatch_s(first=True, last=False) == pytest.approx(first_s)
+    assert line.microbatch_s(first=False, last=True) == pytest.approx(last_s)
+    assert line.microbatch_s(first=False, last=False) == pytest.approx(middle_s)
     assert MeasuredLine().microbatch_s(first=False, last=False) == 0.0
 
 
@@ -258,6 +276,29 @@ def test_filler_takes_little_of_the_time_that_it_saves(
     line.down.ended(line.down.began(0.0), int(rate), 1.0)
     assert line.filler_bytes("B", much, comes=True, peers=peers) == expected
     assert line.filler_bytes("B", 1000) == 0, "one connection carries it in a round trip"
+
+
+def test_what_comes_from_a_peer_depends_on_the_line_down_and_not_on_what_the_peer_can_receive() -> None:
+    line, much = MeasuredLine(), 64 << 20
+    line.answered("B", 0.1)
+    line.up.ended(line.up.began(0.0), RATE, 1.0)
+    line.down.ended(line.down.began(0.0), 1000 * RATE, 1.0)
+    assert (line.connections("B", much), line.connections("B", much, comes=True)) == (2, CONNECTIONS)
+    assert (line.filler_bytes("B", much), line.filler_bytes("B", much, comes=True)) == FILLER_BYTES[::-1]
+    assert line.granted("B", much, MIN_MESSAGE_BYTES) == 1
+    assert line.connections("B", much, comes=True) == CONNECTIONS
+
+
+def test_of_too_many_peers_those_are_forgotten_that_were_not_used_for_longest() -> None:
+    line = MeasuredLine()
+    for peer in ("old", "used", *map(str, range(PEERS - 2)), "used", "new", "newest"):
+        line.answered(peer, 1.0)
+        line.granted(peer, 1, 100_000)
+        line.leaves(peer)
+    for kept in (line._round_trips, line._lines, line._leaving):
+        assert len(kept) == PEERS
+        assert kept.keys().isdisjoint({"old", "0"})
+        assert {"used", "1", "new", "newest"} <= kept.keys()
 
 
 def test_filler_before_a_short_body_is_short() -> None:
