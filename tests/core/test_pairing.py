@@ -65,6 +65,13 @@ def test_random_is_uniform_among_the_others() -> None:
     assert partner("random", 0, 0, ["b"], "b", rng) == (None, "nobody")
 
 
+def test_random_draws_from_the_sorted_ids_in_every_process() -> None:
+    """The order of a set of strings differs from process to process."""
+    others = [f"peer-{number}" for number in range(9)]
+    expected = random.Random(5).choice(others), "random"
+    assert partner("random", 0, 0, [*reversed(others), "me"], "me", random.Random(5)) == expected
+
+
 @given(seeds, peers, st.data())
 def test_two_hidden_replicas_meet_only_if_there_are_more_of_them_than_others(
     seed: int, members: list[str], data: st.DataObject

@@ -133,6 +133,16 @@ def test_candidates_are_uniform() -> None:
     assert all(abs(firsts[peer] - 1_200) < 120 for peer in usable)
 
 
+@pytest.mark.parametrize("policy", ["random", "weighted", "fixed"])
+def test_the_order_of_the_usable_changes_nothing(policy: str) -> None:
+    usable, origin = ["late", "other"], Origin("o0", 1, 0)
+    for seed in range(9):
+        one, other = (_hop(policy, origin, order, rng=random.Random(seed)) for order in (usable, usable[::-1]))
+        assert one == other
+        one_sets, other_sets = (candidate_sets(3, 1, order, random.Random(seed)) for order in (usable, usable[::-1]))
+        assert one_sets == other_sets
+
+
 def test_weighted_follows_the_odds_and_a_newcomer_counts_as_their_mean() -> None:
     rng, shares = random.Random(7), {"r0": 0.6, "r1": 0.3, "r2": 0.1}
     drawn = Counter(
@@ -160,6 +170,11 @@ def test_odds_are_a_distribution_whatever_is_claimed(claims: dict[str, float]) -
     believed = {peer: speed if speed in measured else usual for peer, speed in claims.items()}
     ratios = {peer: min(FASTEST, max(SLOWEST, speed / usual)) for peer, speed in believed.items()}
     assert found == pytest.approx({peer: ratio / sum(ratios.values()) for peer, ratio in ratios.items()})
+
+
+@pytest.mark.parametrize("claim", [math.inf, math.nan, 0.0, -1.0])
+def test_a_majority_of_impossible_claims_makes_no_other_replica_slow(claim: float) -> None:
+    assert odds({"r0": claim, "r1": claim, "r2": 5.0}) == pytest.approx(dict.fromkeys(_peers("r", 3), 1 / 3))
 
 
 @given(st.integers(2, 12), st.floats(1.0, 1e300))

@@ -120,6 +120,7 @@ def test_the_median_ignores_one_liar_among_three() -> None:
 def test_a_projection_is_bounded_and_believes_no_nonsense() -> None:
     assert project(10.0, 2.0, 3.0, 20.0) == 16.0
     assert project(10.0, 100.0, 3.0, 20.0) == 30.0
+    assert project(10.0, 0.5, 0.25, 20.0) == 10.125
     for age_s, speed in ((-1.0, 3.0), (2.0, -3.0), (2.0, math.nan), (math.nan, 3.0), (0.0, math.inf)):
         assert project(10.0, age_s, speed, 20.0) == 10.0
     assert project(10.0, 1.0, math.inf, 20.0) == 30.0
