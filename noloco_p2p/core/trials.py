@@ -58,7 +58,7 @@ class Trials:
         if found and (proven or self._spend(0.0) <= 0):
             return found
         fewest = min((self._rank(peer) for peer in trials if peer not in busy), default=0)
-        return [peer for peer in peers if peer not in trials or self._rank(peer) <= fewest]
+        return [peer for peer in peers if self._rank(peer) <= fewest]
 
     def _rank(self, peer: PeerId) -> int:
         return 0 if peer in self._served else self._failures.get(peer, 0)

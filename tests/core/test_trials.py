@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from noloco_p2p.core.timeouts import FEWEST
-from noloco_p2p.core.trials import SHARE, SPARE_SILENCES, Trials
+from noloco_p2p.core.trials import SHARE, SHORTEST_SILENCES, SPARE_SILENCES, Trials
 from noloco_p2p.errors import Busy, Declined, PeerError, Stalled, Unreachable, Violation
 
 PATIENCE_S = 2.0
@@ -79,6 +79,34 @@ def test_those_that_serve_are_chosen_once_time_has_been_lost_on_others() -> None
     assert caller.among("asx") == "asx"
 
 
+@pytest.mark.parametrize(
+    ("lost_s", "called", "left"), [(0.0, "abcdefghij", "sx"), (1.0, "abcd", "sx"), (1.0, "abcde", "s"), (1.0, "s", "sx")]
+)
+def test_trials_in_progress_hold_the_time_that_they_may_lose(lost_s: float, called: str, left: str) -> None:
+    """Once some has been lost. Otherwise a burst of calls would lose far more than there is."""
+    caller = Caller()
+    caller.call("s")
+    caller.call("y", Unreachable, lost_s)
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as calls:
+        for peer in called * 6 if called == "s" else called:
+            calls.enter_context(caller.trials.call(peer))
+        assert caller.among("sx") == left
+        raise KeyboardInterrupt
+    assert caller.among("sx") == "sx"
+
+
+def test_the_first_failure_of_a_peer_that_serves_is_not_charged_and_those_of_others_are_while_one_serves() -> None:
+    caller = Caller()
+    for peer in "sp":
+        caller.call(peer)
+    caller.call("p", Unreachable, 1000.0)
+    assert caller.among("spx") == "spx"
+    caller.call("p", Unreachable)
+    assert caller.trials.on_trial("p")
+    caller.call("y", Unreachable, 1000.0)
+    assert caller.among("sx") == "s"
+
+
 def test_an_outage_of_the_node_itself_is_not_charged() -> None:
     """While it was cut off, all its calls failed. When the line was back, it used the first that served, and no other
     for minutes."""
@@ -110,6 +138,13 @@ def test_a_trial_may_take_four_times_as_long_as_usual_and_longer_after_each_fail
         assert caller.call("s", took_s=10.0) is None
     outcomes = (Stalled, Busy, Stalled, None, Stalled, Stalled, Stalled)
     assert [caller.call("a", outcome) for outcome in outcomes] == [40.0, 80.0, 80.0, 160.0, 640.0, 640.0, 160.0]
+
+
+def test_a_trial_may_always_take_several_times_the_patience() -> None:
+    caller = Caller()
+    for _ in range(FEWEST):
+        caller.call("s", took_s=0.1)
+    assert caller.call("a") == SHORTEST_SILENCES * PATIENCE_S
 
 
 def test_a_peer_may_fail_for_days() -> None:
