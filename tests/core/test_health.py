@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 
 from noloco_p2p.core.health import problem, problem_line
-from noloco_p2p.core.messages import Advert
-from noloco_p2p.core.status import AnyReplica, ForMicrobatch, NodeFigures, Resource, SeenPeer, Status, Wait
+from noloco_p2p.core.messages import Advert, MicrobatchId
+from noloco_p2p.core.status import (
+    AnyReplica,
+    ForMicrobatch,
+    NodeFigures,
+    Resource,
+    SeenPeer,
+    Status,
+    Wait,
+    for_microbatch,
+)
 
 ME = Advert("12D3me", "run", 0, ("h:1",), state="training")
 OTHER = Advert("12D3other", "run", 1, ("h:2",), state="training")
@@ -26,6 +35,11 @@ WELL = Status(
     step_took_s=1.0,
     since_step_s=9.0,
 )
+
+
+@pytest.mark.parametrize(("incarnation", "held_out"), [(0, True), (7, False)])
+def test_a_microbatch_that_is_evaluated_is_called_held_out(incarnation: int, held_out: bool) -> None:
+    assert for_microbatch(MicrobatchId("12D3me", incarnation, 3)) == ForMicrobatch("12D3me", 3, held_out)
 
 
 def test_a_node_at_work_is_well() -> None:

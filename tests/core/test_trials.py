@@ -80,14 +80,15 @@ def test_those_that_serve_are_chosen_once_time_has_been_lost_on_others() -> None
 
 
 @pytest.mark.parametrize(
-    ("lost_s", "called", "left"), [(0.0, "abcdefghij", "sx"), (1.0, "abcd", "sx"), (1.0, "abcde", "s"), (1.0, "s", "sx")]
+    ("lost_s", "called", "left"),
+    [(0.0, "abcdefghij", "sx"), (1.0, "abcd", "sx"), (1.0, "abcde", "s"), (1.0, "s", "sx")],
 )
 def test_trials_in_progress_hold_the_time_that_they_may_lose(lost_s: float, called: str, left: str) -> None:
     """Once some has been lost. Otherwise a burst of calls would lose far more than there is."""
     caller = Caller()
     caller.call("s")
     caller.call("y", Unreachable, lost_s)
-    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as calls:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as calls:
         for peer in called * 6 if called == "s" else called:
             calls.enter_context(caller.trials.call(peer))
         assert caller.among("sx") == left
@@ -103,6 +104,8 @@ def test_the_first_failure_of_a_peer_that_serves_is_not_charged_and_those_of_oth
     assert caller.among("spx") == "spx"
     caller.call("p", Unreachable)
     assert caller.trials.on_trial("p")
+    caller.call("p", Unreachable, SPARE_SILENCES * PATIENCE_S)
+    assert caller.among("sx") == "sx", "it has served, so only a part of that counts"
     caller.call("y", Unreachable, 1000.0)
     assert caller.among("sx") == "s"
 
@@ -143,8 +146,12 @@ def test_a_trial_may_take_four_times_as_long_as_usual_and_longer_after_each_fail
 def test_a_trial_may_always_take_several_times_the_patience() -> None:
     caller = Caller()
     for _ in range(FEWEST):
+        with caller.trials.call("s", usual=False):
+            caller.now += 1000.0
+    assert caller.call("a") is None, "those were not usual calls"
+    for _ in range(FEWEST):
         caller.call("s", took_s=0.1)
-    assert caller.call("a") == SHORTEST_SILENCES * PATIENCE_S
+    assert caller.call("b") == SHORTEST_SILENCES * PATIENCE_S
 
 
 def test_a_peer_may_fail_for_days() -> None:
