@@ -79,9 +79,7 @@ class InnerOptimizer:
             moments = {self._mean_key(name): kinds["adam_mean"][name]}
             if name not in self.matrices:
                 moments["exp_avg_sq"] = kinds["adam_square"][name]
-            state = {
-                key: torch.empty_like(parameter, requires_grad=False).copy_(value) for key, value in moments.items()
-            }
+            state = {key: torch.empty_like(parameter).copy_(value) for key, value in moments.items()}
             if name not in self.matrices:
                 state["step"] = torch.full((), float(steps), dtype=torch.float32, device=parameter.device)
             self._optimizer_of(name).state[parameter] = state
@@ -95,6 +93,6 @@ class InnerOptimizer:
     def _moment(self, name: str, key: str) -> Tensor:
         parameter, states = self._parameters[name], self._optimizer_of(name).state
         if parameter not in states:
-            return torch.zeros_like(parameter, requires_grad=False)
+            return torch.zeros_like(parameter)
         moment: Tensor = states[parameter][key]
         return moment
