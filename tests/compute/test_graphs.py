@@ -64,7 +64,9 @@ def memory_of(device: str, *, keeps: bool = True, body_bytes: int = BODY_BYTES) 
     assert memory.places == (1 if keeps or body_bytes else None)
     with memory.measured():
         torch.ones(800, requires_grad=True).exp()
-    assert memory.graph_bytes == 3_200
+    with memory.measured():
+        torch.ones(10, requires_grad=True).exp()
+    assert memory.graph_bytes == 3_200, "only the first one is measured"
     return memory
 
 
@@ -187,7 +189,7 @@ def test_a_node_that_rebuilds_graphs_has_more_places(monkeypatch: pytest.MonkeyP
     kept, again = places
     assert kept is not None
     assert again is not None
-    assert again > 10 * kept
+    assert again > 10 * kept > 10
 
 
 # --- graphs that are rebuilt ------------------------------------------------------------------------------------------
