@@ -1,6 +1,6 @@
 """Converts `HostTensor` to torch and back. Values are flat, in C order, little endian."""
 
-from math import isfinite, isnan, nan, prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -67,8 +67,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if there is any NaN. One pass."""
+    """The largest magnitude; NaN if there is any NaN, because then both extremes are. One pass."""
     if tensor.numel() == 0:
         return 0.0
     least, most = (float(one) for one in torch.aminmax(tensor))
-    return nan if isnan(least) else max(-least, most)
+    return max(-least, most)
