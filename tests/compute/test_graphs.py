@@ -192,6 +192,21 @@ def test_a_node_that_rebuilds_graphs_has_more_places(monkeypatch: pytest.MonkeyP
     assert again > 10 * kept > 10
 
 
+@pytest.mark.parametrize(("index", "bodies"), [(0, 1), (1, 2), (2, 1)])
+def test_a_microbatch_holds_its_bodies_and_before_the_last_stage_its_graph(
+    monkeypatch: pytest.MonkeyPatch, index: int, bodies: int
+) -> None:
+    monkeypatch.setattr(graphs, "free_host_bytes", lambda: 1 << 30)
+    stages, is_open = make_stages(make_manifest(stages=3)), index < 2
+    run_microbatch(stages, make_batch(0), microbatch(0))
+    stage = stages[index]
+    graph_bytes, weight_bytes = stage.memory.graph_bytes, sum(one.nbytes for one in stage.parameters.values())
+    assert graph_bytes is not None
+    each = graph_bytes * is_open + stage.state.hidden.nbytes * bodies
+    free = (1 << 30) - graph_bytes - (STEP_COPIES + ROUND_COPIES) * weight_bytes
+    assert stage.places == is_open + int(SHARE * free) // each
+
+
 # --- graphs that are rebuilt ------------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,7 @@ def test_a_gradient_or_loss_that_is_not_finite_leaves_no_trace(tokens: int, valu
     reply = replace(zero_gradient(stages[1], tokens, value), loss_sum=loss_sum)
     given = stages[1].backward(graph, microbatch(2), reply)
     assert (given.finite, given.tokens, given.loss_sum, given.counted) == (False, 0, 0.0, True)
+    assert not stages[1]._graphs._open
     assert given.grad is not None
     assert not host_tensor.to_torch(given.grad).any()
     assert same(gradients(stages), before)
