@@ -241,7 +241,8 @@ def test_close_ends_the_running_call_too_if_it_hangs() -> None:
     """Whatever comes of the call later is dropped."""
 
     async def run() -> None:
-        device = DeviceThread("test")
+        device, errors = DeviceThread("test"), list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         assert device.running_s() == 0.0
         gate, before = Gate(device), time.perf_counter()
         held = await gate.hold()
@@ -252,6 +253,8 @@ def test_close_ends_the_running_call_too_if_it_hangs() -> None:
         assert device.running_s() == 0.0
         gate.opened.set()
         device._thread.join()
+        await asyncio.sleep(0)
+        assert errors == []
 
     asyncio.run(run())
 
