@@ -11,6 +11,7 @@ from noloco_p2p.core.line_rate import ASKED_S, MIN_ASKED, MeasuredLine
 from noloco_p2p.core.messages import MicrobatchId
 from noloco_p2p.node.pipeline.asking import Asking
 from noloco_p2p.node.waits import Waits
+from noloco_p2p.sim import virtual_time
 
 ID = MicrobatchId("a", 1, 1)
 
@@ -104,3 +105,34 @@ def test_a_body_that_waits_without_any_leaving_gives_up() -> None:
         assert not await of.until_may_ask(ID, 0.01)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_body_waits_on_while_those_before_it_are_sent() -> None:
+    """All of them together may take longer than a microbatch may go without progress."""
+
+    async def scenario() -> None:
+        of = asking(60.0)
+        lefts = [of.begin() for _ in range(MIN_ASKED + 3)]
+        waiting = asyncio.create_task(of.until_may_ask(ID, 10.0))
+        for left in lefts[:4]:
+            await asyncio.sleep(9.0)
+            assert not waiting.done()
+            left()
+        assert await waiting
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
+def test_a_body_that_waits_asks_when_the_node_leaves() -> None:
+    async def scenario() -> None:
+        node = Node()
+        of = asking(60.0, node)
+        for _ in range(MIN_ASKED):
+            of.begin()
+        waiting = asyncio.create_task(of.until_may_ask(ID, 10.0))
+        await asyncio.sleep(1.0)
+        node.draining = True
+        node.waits.pulse()
+        assert await waiting
+
+    virtual_time.run(scenario(), limit_s=100)

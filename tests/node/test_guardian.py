@@ -316,6 +316,22 @@ def test_a_leaving_ward_is_asked_until_its_final_snapshot_is_here() -> None:
     at(scenario)
 
 
+def test_a_paused_ward_is_asked_only_once_though_it_gives_no_newer_weights() -> None:
+    """It may be paused for the night, and a guardian asks one that leaves every two seconds."""
+
+    async def scenario(place: Place) -> None:
+        place.answers["w"] = snapshot("w", 3)
+        await place.sees(place.advert("w", WARD))
+        for _ in range(3):
+            await place.sees(place.advert("w", WARD, "paused"))
+            await asyncio.sleep(100.0)
+        assert place.asked == [("w", WARD, 3), ("w", WARD, 4)]
+        await place.sees(place.advert("w", WARD, "draining"))
+        assert place.asked[2:] == [("w", WARD, 4)]
+
+    at(scenario)
+
+
 def test_a_leaving_replica_is_asked_for_its_last_weights_though_one_that_has_died_is_listed_as_training() -> None:
     async def scenario(place: Place) -> None:
         place.answers["w"] = snapshot("w", 3)

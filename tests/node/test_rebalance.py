@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from elastic import COSTS, config_for, manifest_for, plan_of
 from lawful import check
 from soak import soak
 
+from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.messages import Activation, Advert, Holding, HostTensor, LossSum
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.core.timeouts import TRANSFER_DEADLINE_S
@@ -308,8 +309,10 @@ class Decisions:
         }
         self.silent: set[str] = set()
         self.stale: set[str] = set()
-        self.doubted: set[str] = set()
         """Peers whose last answer is from before the last reading."""
+        self.elsewhere: set[str] = set()
+        """Peers that answer that they hold another stage than they announced."""
+        self.doubted: set[str] = set()
         self.asked: list[list[str]] = []
         self.since: list[float] = []
         self.moves: list[int] = []
@@ -329,7 +332,7 @@ class Decisions:
         inquiry = SimpleNamespace(
             is_silent=self.silent.__contains__,
             ask=lambda adverts, _: self.asked.append([one.peer_id for one in adverts]),
-            answering=lambda adverts, _: [one for one in adverts if one.peer_id not in self.silent],
+            answering=self._answering,
             unknown=self._unknown,
         )
         members = SimpleNamespace(all=lambda: list(self.others.values()), doubted=lambda: self.doubted)
@@ -342,6 +345,10 @@ class Decisions:
     def _unknown(self, adverts: Sequence[Advert], since: float) -> list[Advert]:
         self.since.append(since)
         return [one for one in adverts if one.peer_id in self.stale]
+
+    def _answering(self, adverts: Sequence[Advert], states: Set[str]) -> list[Advert]:
+        here = [one for one in adverts if one.peer_id not in self.silent | self.elsewhere]
+        return [one for one in here if self.others[one.peer_id].state in states]
 
     def change(self, peer: str, **fields: Any) -> None:
         self.others[peer] = replace(self.others[peer], **fields)
@@ -364,7 +371,7 @@ def test_a_move_that_was_withdrawn_is_announced_for_two_readings_again() -> None
     decisions = Decisions()
     assert [decisions.reading()[0] for _ in range(2)] == [1, 1]
     decisions.change("e", microbatches_per_s=100.0)
-    assert decisions.reading() == (None, [])
+    assert [decisions.reading() for _ in range(4)] == [(None, [])] * 4
     decisions.change("e", microbatches_per_s=10.0)
     assert [decisions.reading() for _ in range(2)] == [(1, [])] * 2
     assert decisions.reading() == (1, [1])
@@ -372,10 +379,21 @@ def test_a_move_that_was_withdrawn_is_announced_for_two_readings_again() -> None
 
 def test_no_move_begins_before_the_mates_have_answered_since_the_last_reading() -> None:
     decisions = Decisions()
-    decisions.stale.add("c")
-    assert [decisions.reading() for _ in range(5)] == [(1, [])] * 5
-    decisions.stale.clear()
+    for wrong in (decisions.stale, decisions.elsewhere):
+        wrong.add("c")
+        assert [decisions.reading() for _ in range(5)] == [(1, [])] * 5
+        wrong.clear()
     assert decisions.reading() == (1, [1])
+
+
+def test_of_many_mates_the_same_few_must_answer_at_each_reading() -> None:
+    decisions = Decisions()
+    for number in range(20):
+        decisions.others[f"m{number}"] = replace(decisions.others["b"], peer_id=f"m{number}")
+    while not decisions.moves:
+        decisions.reading()
+    assert {len(asked) for asked in decisions.asked} == {PROBES}
+    assert len({*map(tuple, decisions.asked)}) == 1
 
 
 @pytest.mark.parametrize(("silent", "announced"), [("b", 1), ("bc", None)])
@@ -391,6 +409,14 @@ def test_a_paused_mate_is_not_asked() -> None:
     decisions.change("d", state="paused")
     assert decisions.reading() == (1, [])
     assert decisions.asked == [["b", "c"]]
+
+
+def test_a_mate_that_pauses_once_it_has_been_asked_holds_up_no_move() -> None:
+    decisions = Decisions()
+    decisions.reading()
+    decisions.change("d", state="paused")
+    assert [decisions.reading()[0] for _ in range(2)] == [1, 1]
+    assert decisions.moves == [1]
 
 
 UNMEASURED: dict[str, Any] = {"microbatches_per_s": 0.0}
