@@ -6,10 +6,11 @@ from typing import cast
 
 import pytest
 
-from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, PeerId, TensorSpec
+from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
-from noloco_p2p.errors import Violation
+from noloco_p2p.errors import Declined, Violation
 from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.frozen_rounds import FrozenRounds
 from noloco_p2p.node.state import NodeState
@@ -33,14 +34,14 @@ class SlowStage:
         return cast(Snapshot, frozen)
 
 
-def kept_at(first: int) -> FrozenRounds:
-    """A replica that has just frozen its `first` round."""
+def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True) -> FrozenRounds:
+    """A replica that has just frozen its `first` round. `freezes`: whether it will freeze others."""
     telemetry = SimpleNamespace(event=lambda kind, **fields: None)
-    manifest = RunManifest()
+    manifest = RunManifest(outer=OuterSettings(rule=rule))
     advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=float(first))
     node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
     node.hold(cast(DeviceStage, SlowStage()))
-    rounds = FrozenRounds(node, lambda round: True)
+    rounds = FrozenRounds(node, lambda round: freezes)
     rounds.keep(frozen(first))
     return rounds
 
@@ -72,5 +73,81 @@ def test_a_malformed_request_keeps_no_round_once_it_is_refused() -> None:
             rounds.keep(frozen(round))
         assert (await rounds.serve("mate", SnapshotRequest(0, 5))).round == 6
         assert rounds.pullers() == {"mate"}
+        await asyncio.sleep(RunManifest().outer.deadline_s)
+        assert rounds.pullers() == set(), "it has all of it, or never will"
 
     run(scenario(), limit_s=100)
+
+
+def test_a_round_that_was_pulled_is_dropped_once_nobody_would_merge_it() -> None:
+    """The peer that pulled it may have died, and no other may have pulled since."""
+
+    async def scenario() -> None:
+        rounds = kept_at(5, "noloco")
+        await rounds.serve("mate", SnapshotRequest(0, 5))
+        for round in range(6, 10):
+            rounds.keep(frozen(round))
+        assert (await rounds.serve("mate", SnapshotRequest(0, 5))).round == 9
+
+    run(scenario(), limit_s=100)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted", "given"),
+    [
+        ("noloco", None, 9),
+        ("noloco", 8, 8),
+        ("noloco", 5, 9),
+        ("noloco", 12, 9),
+        ("gossip", 5, 8),
+        ("gossip", 12, 9),
+        ("diloco", 8, 8),
+        ("diloco", 5, None),
+        ("diloco", 12, None),
+        ("diloco", None, None),
+        ("sync", 6, 6),
+        ("sync", 5, None),
+    ],
+)
+def test_the_round_that_is_given(rule: RuleName, wanted: int | None, given: int | None) -> None:
+    async def scenario() -> None:
+        rounds = kept_at(4, rule, freezes=False)
+        for round in range(5, 10):
+            rounds.keep(frozen(round))
+        if given is not None:
+            assert (await rounds.serve("mate", SnapshotRequest(0, wanted))).round == given
+        else:
+            with pytest.raises(Declined):
+                await rounds.serve("mate", SnapshotRequest(0, wanted))
+        weights = await rounds.serve("guardian", SnapshotRequest(0, 12, weights="bfloat16"))
+        assert weights.round == 9, "a guardian takes what there is"
+
+    run(scenario(), limit_s=100)
+
+
+@pytest.mark.parametrize(
+    ("rule", "freezes", "waits_s"),
+    [("noloco", False, 20.0), ("gossip", False, 20.0), ("diloco", True, 20.0), ("diloco", False, 0.0)],
+)
+def test_how_long_a_caller_waits_for_a_round(rule: RuleName, freezes: bool, waits_s: float) -> None:
+    """A replica that will not freeze it says so at once to one that needs it of all."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        rounds = kept_at(5, rule, freezes=freezes)
+        asking = asyncio.create_task(rounds.serve("mate", SnapshotRequest(0, 6, wait_s=20.0)))
+        await asyncio.wait([asking])
+        assert loop.time() == pytest.approx(waits_s, abs=2 * ENCODE_S)
+        assert (asking.exception() is None) == (rule != "diloco")
+        began = loop.time()
+        asking = asyncio.create_task(rounds.serve("mate", SnapshotRequest(0, 7, wait_s=1e9)))
+        await asyncio.sleep(10.0)
+        rounds.keep(frozen(7))
+        if freezes or rule != "diloco":
+            assert (await asking).round == 7
+            assert loop.time() == pytest.approx(began + 10.0 + ENCODE_S)
+            asking = asyncio.create_task(rounds.serve("mate", SnapshotRequest(0, 8, wait_s=1e9)))
+        await asyncio.wait([asking])
+        assert loop.time() < began + 20.0 + RunManifest().outer.deadline_s, "but not longer than its own round may take"
+
+    run(scenario(), limit_s=10_000)

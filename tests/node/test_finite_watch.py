@@ -1,0 +1,58 @@
+"""Whom a node blames for many results in a row that are not finite: itself, or those that they came from."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Advert, PeerId, TensorSpec
+from noloco_p2p.errors import LocalError
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.finite_watch import LONGEST_STREAK, FiniteWatch
+from noloco_p2p.node.state import NodeState
+
+HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
+ROW = [False] * LONGEST_STREAK
+
+
+@pytest.mark.parametrize(
+    ("sound", "finite", "peers", "stops", "blamed"),
+    [
+        (True, ROW, ["b", "c"], False, {"b", "c"}),
+        (True, ROW, ["b"], False, {"b"}),
+        (True, ROW, ["me", "b"], False, {"b"}),
+        (True, ROW, ["me"], True, set()),
+        (False, ROW, ["b", "c"], True, set()),
+        (False, ROW[1:], ["b", "c"], False, set()),
+        (False, [*ROW[1:], True, *ROW[1:]], ["b", "c"], False, set()),
+        (True, [*ROW, *ROW[1:]], ["b"], False, {"b"}),
+    ],
+)
+def test_whose_fault_it_is(
+    sound: bool, finite: Sequence[bool], peers: Sequence[PeerId], stops: bool, blamed: set[PeerId]
+) -> None:
+    """`peers`: those that they came from or went through, in turn."""
+    events: list[str] = []
+
+    async def is_sound() -> bool:
+        return sound
+
+    async def scenario() -> None:
+        manifest = RunManifest()
+        me = Advert("me", manifest.run_id, 0, (), state="training")
+        telemetry = SimpleNamespace(event=lambda kind, **_: events.append(kind))
+        node = NodeState(me, manifest, NodeConfig(), cast(Any, telemetry))
+        node.hold(cast(Any, SimpleNamespace(state=SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN), is_sound=is_sound)))
+        swarm = Membership(node)
+        swarm.members.update([Advert(peer, manifest.run_id, 1, (), state="training") for peer in "bc"], now=node.now())
+        watch = FiniteWatch(node, swarm)
+        for number, one in enumerate(finite):
+            await watch.ended(one, peers[number % len(peers)])
+        assert isinstance(node.error, LocalError) == stops
+        assert {peer for peer in "bc" if swarm.members.is_aside(peer, now=node.now())} == blamed
+        assert events.count("distrusted") == bool(blamed)
+
+    asyncio.run(scenario())
