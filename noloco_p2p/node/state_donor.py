@@ -54,7 +54,6 @@ class StateDonor:
         copy.users += 1
         if copy.drop is not None:
             copy.drop.cancel()
-            copy.drop = None
         try:
             yield await self._captured(copy)
         finally:

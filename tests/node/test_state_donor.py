@@ -9,6 +9,7 @@ import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, ReplicaState, TensorSpec
+from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.errors import Declined
 from noloco_p2p.node.device_stage import DeviceStage
 from noloco_p2p.node.state import NodeState
@@ -43,10 +44,10 @@ class FakeStage:
 class Place:
     """One node with a fake stage, and its donor."""
 
-    def __init__(self, incarnation: int = 1) -> None:
+    def __init__(self, incarnation: int = 1, rule: RuleName = "noloco") -> None:
         events: list[tuple[str, dict[str, object]]] = []
         telemetry = SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields)))
-        manifest = RunManifest(outer=OuterSettings(rule="noloco", inner_steps=M))
+        manifest = RunManifest(outer=OuterSettings(rule=rule, inner_steps=1 if rule == "sync" else M))
         advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=25.0, outer_round=2)
         self.node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
         self.stage = FakeStage()
@@ -64,11 +65,15 @@ class Place:
         self.node.update(step=self.node.advert.step + steps)
 
 
-def at(scenario: Callable[[Place], Awaitable[None]]) -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], rule: RuleName = "noloco") -> None:
     async def main() -> None:
-        place = Place()
+        failures: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        place = Place(rule=rule)
         await scenario(place)
         place.donor.close()
+        await asyncio.sleep(2 * KEPT_S)
+        assert not failures, "no timer is left that drops a copy a second time"
 
     run(main(), limit_s=1000)
 
@@ -158,6 +163,18 @@ def test_a_copy_from_before_rounds_that_the_clock_has_jumped_over_is_not_for_new
     at(scenario)
 
 
+@pytest.mark.parametrize(("rule", "shared"), [("noloco", True), ("diloco", False), ("sync", True)])
+def test_a_copy_from_before_the_newest_round_is_for_new_callers_if_they_can_catch_up(
+    rule: RuleName, shared: bool
+) -> None:
+    async def scenario(place: Place) -> None:
+        first = await place.ask()
+        place.node.update(outer_round=3)
+        assert ((await place.ask()) is first) == shared
+
+    at(scenario, rule)
+
+
 def test_a_copy_of_weights_that_were_replaced_is_not_for_new_callers() -> None:
     """A replica that copies an earlier lineage, or one from which it differs, may be at the same round before and after
     it: newcomers would decline its old copy, or differ as well."""
@@ -203,6 +220,21 @@ def test_a_caller_that_leaves_during_the_capture_takes_it_from_nobody() -> None:
         first.cancel()
         assert (await second).step == 25.0
         assert place.stage.captures == 1
+
+    at(scenario)
+
+
+def test_a_copy_whose_only_caller_leaves_during_the_capture_is_dropped_as_any_other() -> None:
+    async def scenario(place: Place) -> None:
+        for times in (1, 2):
+            asking = asyncio.create_task(place.ask())
+            await asyncio.sleep(CAPTURE_S / 2)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await place.ask()
+            assert place.stage.captures == times
+            await asyncio.sleep(KEPT_S + 0.1)
 
     at(scenario)
 
