@@ -278,11 +278,9 @@ class Guardian:
             said = filter(None, map(inquiry.with_answer, inquiry.answering(asked, membership.TRAINING)))
             return sum(age(replica) >= held.age for replica in said) > GUARDED_REPLICAS
         guardians = self._guardians(stage)
-        if not guardians or node.me in guardians:
-            return False
         found, mine = holders(stage, self._swarm.members.all()), (held.age, held.step)
         listed = [a for a, theirs in found if a.peer_id in guardians and (theirs.age, theirs.step) >= mine]
-        if {guardian.peer_id for guardian in listed} != set(guardians):
-            return False
+        if not guardians or {guardian.peer_id for guardian in listed} != set(guardians):
+            return False  # as for a guardian of the stage, because this node's own advert is not among them
         inquiry.ask(listed)
         return {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.guardians import guardians_of
 from noloco_p2p.core.messages import STREAM, Advert, Holding, NodeDescription, TensorSpec
@@ -13,7 +15,7 @@ from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import TensorSpecs
 from noloco_p2p.errors import Declined, Unreachable
 from noloco_p2p.node.device_stage import DeviceStage
-from noloco_p2p.node.guardian import AGAIN_S, EVERY_S, EVERY_STEPS, Guardian
+from noloco_p2p.node.guardian import AGAIN_S, EVERY_S, EVERY_STEPS, REST, Guardian
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Telemetry, Transport
@@ -21,6 +23,7 @@ from noloco_p2p.sim.virtual_time import run
 
 STAGES = 3
 WARD = 1
+TTL_S = NodeConfig().directory.ttl_s
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 * (stage + 1),)) for stage in range(STAGES))
 
@@ -31,6 +34,7 @@ class Place:
     def __init__(self, inner_steps: int) -> None:
         self.events: list[tuple[str, dict[str, object]]] = []
         self.asked: list[tuple[str, int, int | None]] = []
+        self.asked_at: list[float] = []
         self.answers: dict[str, Snapshot | Exception] = {}
         self.takes_s = 0.0
         """Duration of each transfer, seconds."""
@@ -54,6 +58,7 @@ class Place:
         assert expected == (WEIGHTS[request.stage],)
         assert request.weights == "bfloat16"
         self.asked.append((peer.peer_id, request.stage, request.round))
+        self.asked_at.append(self.node.now())
         await asyncio.sleep(self.takes_s)
         answer = self.answers.get(peer.peer_id, Declined("nothing to give"))
         if isinstance(answer, Exception):
@@ -116,6 +121,8 @@ def test_it_pulls_what_is_new_once_and_only_what_is_newer_replaces() -> None:
         place.answers["w"] = snapshot("w", 2, 20)
         place.goes_on(4)
         await place.sees(place.advert("w", WARD))
+        await place.sees(place.advert("w", WARD))
+        place.node.update(step=place.node.advert.step + EVERY_STEPS)
         await place.sees(place.advert("w", WARD))
         assert place.asked[1:] == [("w", WARD, 4)], "it answered with what it had, and has announced nothing new since"
         assert place.guardian.snapshot_of(WARD) == snapshot("w", 3)
@@ -220,7 +227,15 @@ def test_what_is_held_is_kept_until_all_new_guardians_list_it() -> None:
         assert place.holds == (held,), "one of them may die with the ward"
         await place.sees(place.advert(one, 2, "training", held), place.advert(other, 2, "training", older))
         assert place.holds == (held,), "a stage that nobody holds has guardians, too"
-        await place.sees(ward, place.advert(one, 2, "training", held), place.advert(other, 2, "training", held))
+        third = next(peer for peer in names if peer not in better)
+        safe = [ward, *(place.advert(peer, 2, "training", held) for peer in (one, other, third))]
+        place.silent.add(other)
+        await place.sees(*safe)
+        assert place.holds == (held,), "one of them does not answer"
+        place.silent.clear()
+        await asyncio.sleep(TTL_S)
+        for _ in range(2):
+            await place.sees(*safe)
         assert len(place.holds) == 0
         assert place.guardian.snapshot_of(WARD) is None
 
@@ -328,6 +343,64 @@ def test_a_paused_ward_is_asked_only_once_though_it_gives_no_newer_weights() -> 
         assert place.asked == [("w", WARD, 3), ("w", WARD, 4)]
         await place.sees(place.advert("w", WARD, "draining"))
         assert place.asked[2:] == [("w", WARD, 4)]
+
+    at(scenario)
+
+
+def test_of_replicas_that_leave_together_the_one_that_got_furthest_is_asked_until_it_gives_its_last_weights() -> None:
+    """The last snapshots of all have the number of the next round."""
+
+    async def scenario(place: Place) -> None:
+        place.answers = {"v": snapshot("v", 4, 31), "w": Declined("not yet")}
+        leaving = [
+            replace(place.advert(peer, WARD, "draining"), step=step) for peer, step in (("v", 31.0), ("w", 33.5))
+        ]
+        await place.sees(*leaving)
+        assert [peer for peer, _, _ in place.asked] == ["w", "v"]
+        assert place.holds == (Holding(WARD, 4, 31),)
+        place.answers["w"] = snapshot("w", 4, 33)
+        await asyncio.sleep(2 * AGAIN_S)
+        assert place.holds == (Holding(WARD, 4, 33),)
+        count = len(place.asked)
+        await asyncio.sleep(20.0)
+        assert len(place.asked) == count
+
+    at(scenario)
+
+
+def test_weights_of_the_stage_to_which_the_node_moves_while_they_are_pulled_are_not_kept() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["w"], place.takes_s = snapshot("w", 3), 1.0
+        await place.sees(place.advert("w", WARD))
+        place.node.update(stage=WARD, state="syncing")
+        await asyncio.sleep(2.0)
+        assert place.asked == [("w", WARD, 3)]
+        assert place.guardian.snapshot_of(WARD) is None
+        assert place.holds == ()
+
+    at(scenario)
+
+
+def test_the_rests_after_the_pulls_from_two_wards_add_up() -> None:
+    """Otherwise a node that guards many stages would do nothing else."""
+
+    async def scenario(place: Place) -> None:
+        place.takes_s = 1.0
+
+        async def trains_for(seconds: int) -> list[float]:
+            began, count = place.node.now(), len(place.asked)
+            for second in range(seconds):
+                round = place.node.advert.outer_round + 1
+                place.goes_on(round)
+                place.answers = {peer: snapshot(peer, round, place.node.step) for peer in "uw"}
+                await place.sees(place.advert("w", WARD, round=round), place.advert("u", 2, round=round))
+                await asyncio.sleep(began + second + 1.0 - place.node.now())
+            return [at_s - began for at_s in place.asked_at[count:]]
+
+        rest_s = 2 * REST  # each has two guardians
+        assert await trains_for(130) == pytest.approx([0.0, 1.0, 2 * rest_s, 3 * rest_s], abs=2.0)
+        await asyncio.sleep(200.0)
+        assert await trains_for(50) == pytest.approx([0.0, rest_s], abs=2.0)
 
     at(scenario)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from soak import soak
@@ -294,6 +294,8 @@ class _Peers:
         self._answer, self._takes_s = answer, takes_s
         self.asked: list[tuple[float, str, list[int]]] = []
         self.limits_s: list[float] = []
+        self.progressed: list[tuple[int, float]] = []
+        """(Microbatch, when a call of it was told of progress.)"""
 
     async def progress(self, peer: Advert, microbatches: list[MicrobatchId], timeout_s: float) -> list[Progress | None]:
         now = asyncio.get_running_loop().time()
@@ -322,14 +324,16 @@ def ends(peers: _Peers, *calls: Watched, rate: float = 1.0, then_s: float = 0.0)
             advert = Advert(peer, "run", 1, (peer,), microbatches_per_s=rate)
             await asyncio.sleep(begins_s)
             reply, id = asyncio.sleep(reply_s - now(), "gradient"), MicrobatchId("s0r0", 1, counter)
+            progressed = lambda: peers.progressed.append((counter, round(now(), 3)))  # noqa: E731
             try:
-                return await liveness.watched(advert, id, longest_s, reply, lambda: None), round(now(), 3)
+                return await liveness.watched(advert, id, longest_s, reply, progressed), round(now(), 3)
             except PeerError as error:
                 return str(error), round(now(), 3)
 
         found = await asyncio.gather(*(one(counter, *call) for counter, call in enumerate(calls)))
-        await asyncio.sleep(then_s)
+        await asyncio.sleep(max(0.001, then_s))
         assert liveness._tick is None, "no timer is left"
+        assert not liveness._asking, "and no question is open"
         return list(found)
 
     return run(main())
@@ -358,6 +362,7 @@ STUCK = "the device of s1r0 has completed nothing for 12 s"
     [
         (GETS_ON, 1.0, ("gradient", 60.0)),
         (_says(Progress(7, 0.0)), 1.0, STALLED),
+        (lambda peer, counter, now: Progress(7 + (now > 10.0), 0.0), 1.0, (STALLED[0], 51.0)),
         (_says(Progress(7, 12.0)), 100.0, (STUCK, 1.0)),
         (_says(Progress(7, 9.5)), 100.0, STALLED),
         (_says(Progress(7, 12.0)), 1.0, STALLED),
@@ -367,7 +372,19 @@ STUCK = "the device of s1r0 has completed nothing for 12 s"
         (_fails(Unreachable("gone")), 1.0, (SILENT, 1.0)),
         (_fails(Busy("full")), 1.0, STALLED),
     ],
-    ids=["gets on", "stands still", "stuck", "slow", "slow device", "speed unknown", "lost", "late", "silent", "busy"],
+    ids=[
+        "gets on",
+        "stands still",
+        "stands still later",
+        "stuck",
+        "slow",
+        "slow device",
+        "speed unknown",
+        "lost",
+        "late",
+        "silent",
+        "busy",
+    ],
 )
 def test_a_call_lasts_as_long_as_its_peer_makes_progress(answer: Answer, rate: float, ended: tuple[str, float]) -> None:
     longest_s = 40.0
@@ -379,7 +396,47 @@ def test_a_header_behind_calls_that_make_progress_is_not_lost() -> None:
     calls = [("s1r0", 0.0, 10.0, 60.0), ("s1r0", 0.0, 10.0, 60.0)]
     assert ends(_Peers(behind), *calls) == [("gradient", 60.0)] * 2
     stands = lambda peer, counter, now: None if counter else Progress(7, 0.0)  # noqa: E731
-    assert [found for found, _ in ends(_Peers(stands), *calls)] == ["s1r0 made no progress for 10 s"] * 2
+    why = "s1r0 made no progress for 10 s"
+    assert ends(_Peers(stands), *calls) == [(why, 10.0), (why, 11.0)], "it is heard of once, at 1.0 s"
+    rarely = lambda peer, counter, now: None if counter else Progress(int(now / 20), 0.0)  # noqa: E731
+    peers = _Peers(rarely)
+    assert ends(peers, *(("s1r0", 0.0, 100.0, 70.0),) * 2) == [("gradient", 70.0)] * 2
+    assert peers.progressed == [(1, 1.0), *((counter, at_s) for at_s in (20.0, 40.0, 60.0) for counter in (0, 1))]
+
+
+def test_a_peer_that_falls_silent_as_one_of_its_calls_ends_fails_the_others() -> None:
+    peers = _Peers(_fails(Unreachable("gone")), takes_s=1.4)
+    calls = [("s1r0", 0.0, 40.0, 1.5), ("s1r0", 0.0, 40.0, 60.0)]
+    assert ends(peers, *calls) == [("gradient", 1.5), (SILENT, 2.4)]
+
+
+def test_a_call_that_ends_while_its_peer_is_asked_leaves_the_others_their_progress() -> None:
+    peers = _Peers(GETS_ON, takes_s=1.4)
+    assert ends(peers, ("s1r0", 0.0, 5.0, 3.5), ("s1r0", 0.0, 5.0, 20.5)) == [("gradient", 3.5), ("gradient", 20.5)]
+    assert ends(peers, ("s1r0", 0.0, 5.0, 1.5)) == [("gradient", 1.5)]
+
+
+def test_the_progress_with_a_microbatch_is_that_of_all_its_calls() -> None:
+    """It may be offered to two replicas; what they report is reported to the stage before."""
+
+    async def main() -> None:
+        config = NodeConfig(limits=LimitSettings(patience_floor_s=FLOOR_S))
+        node: Any = SimpleNamespace(now=asyncio.get_running_loop().time, config=config, waits=Waits())
+        liveness = Liveness(node, cast(Any, _Peers(GETS_ON)))
+        ids = [MicrobatchId("s0r0", 1, counter) for counter in range(2)]
+
+        async def call(peer: str, id: MicrobatchId) -> None:
+            await liveness.watched(Advert(peer, "run", 1, (peer,)), id, 9.0, asyncio.sleep(6.0), lambda: None)
+
+        calls = [asyncio.create_task(call(*one)) for one in (("s1r0", ids[0]), ("s1r1", ids[0]), ("s1r0", ids[1]))]
+        await asyncio.sleep(0.5)
+        assert [liveness.events(id) for id in ids] == [0, 0], "nothing is known yet"
+        await asyncio.sleep(3.0)
+        assert [liveness.events(id) for id in ids] == [6, 3]
+        await asyncio.wait(calls)
+        assert liveness.events(ids[0]) == 0
+
+    run(main())
 
 
 def test_each_peer_is_asked_about_its_own_calls_that_have_lasted_for_a_while() -> None:

@@ -108,6 +108,16 @@ def test_what_must_not_be_sent_again_ends_the_race(count: int) -> None:
     assert peers.cancelled == ["b"][: count - 1]
 
 
+def test_a_reply_that_is_there_at_once_ends_the_race() -> None:
+    peers = Peers()
+
+    async def repeats(claim: Claim) -> str:
+        return "the stored reply"
+
+    assert peers.ask(a=repeats, b=peers.call("b", 1.0)) == ("a", "the stored reply")
+    assert (peers.sent, peers.cancelled) == ([], ["b"])
+
+
 def test_a_cancelled_race_cancels_all_calls() -> None:
     peers = Peers()
 
