@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import Advert, Origin, PeerId
 from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.trials import Trials
 from noloco_p2p.node.membership import Membership
-from noloco_p2p.node.pipeline.choice import Attempts, Choice, ReplicaChoice
+from noloco_p2p.node.pipeline.choice import FAILED_AGAIN_S, UNSERVED_S, Attempts, Choice, ReplicaChoice
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
 
@@ -26,7 +26,10 @@ class Chooser:
     """The choice of a node of some stage. The next stage has the replicas of ROUND_TRIPS_S."""
 
     def __init__(self, index: int = 0, policy: str = "random") -> None:
+        self.now_s = 0.0
         self.gone: set[PeerId] = set()
+        self.aside: set[PeerId] = set()
+        self.answered: list[PeerId] = []
         self.events: list[tuple[str, dict[str, object]]] = []
         adverts = {peer: Advert(peer, "run", index + 1, ()) for peer in ROUND_TRIPS_S}
 
@@ -34,7 +37,12 @@ class Chooser:
             assert stage == index + 1
             return sorted(adverts.keys() - self.gone - {*without})
 
-        members = SimpleNamespace(usable=usable, get=adverts.get)
+        members = SimpleNamespace(
+            usable=usable,
+            get=adverts.get,
+            of_stage=lambda stage, _: [adverts[peer] for peer in usable(stage, 0.0, ())],
+            is_aside=lambda peer, now: peer in self.aside,
+        )
         shares = dict.fromkeys(ROUND_TRIPS_S, 0.2)
         view = StepView("me", ("me",), ("me",), tuple(sorted(adverts)), shares)
         manifest = SimpleNamespace(routing=policy, seed=1, microbatches_per_step=PER_STEP)
@@ -43,15 +51,18 @@ class Chooser:
             manifest=manifest,
             me="me",
             rng=random.Random(3),
-            now=lambda: 0.0,
+            now=lambda: self.now_s,
+            advert=(advert := SimpleNamespace(unserved=False)),
+            update=lambda **fields: vars(advert).update(fields),
             event=lambda name, **fields: self.events.append((name, fields)),
         )
         line = MeasuredLine()
         for peer, seconds in ROUND_TRIPS_S.items():
             line.answered(peer, seconds)
         self.trials = Trials(1.0, lambda: 0.0, adverts.get)
-        swarm: Any = SimpleNamespace(members=members, view=view, trials=self.trials)
-        self._of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
+        swarm: Any = SimpleNamespace(members=members, view=view, trials=self.trials, answered=self.answered.append)
+        self.advert = advert
+        self.of = ReplicaChoice(node, swarm, line)  # type: ignore[arg-type]
 
     def choose(
         self,
@@ -65,7 +76,7 @@ class Chooser:
         attempts: Attempts | None = None,
     ) -> Choice:
         attempts = attempts or Attempts(True, frozenset(avoid), busy=set(busy), busy_at=busy_at)
-        return self._of.by_policy(Origin("me", step, index), attempts, lambda advert: way)
+        return self.of.by_policy(Origin("me", step, index), attempts, lambda advert: way)
 
     def pair(self, step: int, index: int, **options: Any) -> list[PeerId]:
         return [advert.peer_id for advert in self.choose(step, index, **options).replicas]
@@ -173,6 +184,85 @@ def test_a_long_wait_for_busy_replicas_is_not_polled_ten_times_a_second(waited_s
         attempts.begin_anew(now, free=True)
     assert len(pauses) <= most
     assert max(pauses) == pytest.approx(max(0.1, min(1.0, 0.05 * waited_s)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("trains", "busy", "pauses_s", "failed"),
+    [
+        (True, True, [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1], {"just now"}),
+        (True, False, [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5], set()),
+        (False, False, [0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.1], set()),
+    ],
+)
+def test_who_is_asked_again_after_a_pause_and_how_long_it_is(
+    trains: bool, busy: bool, pauses_s: list[float], failed: set[PeerId]
+) -> None:
+    attempts, found = Attempts(trains, frozenset()), list[float]()
+    for _ in pauses_s:
+        attempts.busy = {"busy"} if busy else set()
+        attempts.failed = {"a while ago": 100.0 - FAILED_AGAIN_S, "just now": 100.5 - FAILED_AGAIN_S}
+        found.append(attempts.pause_s)
+        attempts.begin_anew(100.0, free=True)
+        assert attempts.busy == set()
+        assert attempts.failed.keys() == failed
+    assert found == pytest.approx(pauses_s)
+
+
+def test_a_node_says_that_the_next_stage_does_not_serve_it_until_it_does() -> None:
+    chooser = Chooser()
+    for now_s, unserved in (
+        (1.0, False),
+        (1.0 + UNSERVED_S, False),
+        (2.0 + UNSERVED_S, True),
+        (3.0 + UNSERVED_S, True),
+    ):
+        chooser.now_s = now_s
+        chooser.choose(0, 0)
+        assert chooser.advert.unserved == unserved
+    chooser.of.served_by("near")
+    assert (chooser.advert.unserved, chooser.answered) == (False, ["near"])
+    chooser.now_s = 2 * UNSERVED_S
+    chooser.choose(0, 0)
+    assert not chooser.advert.unserved
+    chooser.now_s = 3 * UNSERVED_S + 1.0
+    chooser.choose(0, 0)
+    assert chooser.advert.unserved
+
+
+@pytest.mark.parametrize(("index", "policy"), [(0, "random"), (0, "weighted"), (0, "balanced"), (1, "random")])
+def test_connections_are_warmed_up_to_those_that_are_known_to_get_it(index: int, policy: str) -> None:
+    chooser, origin = Chooser(index, policy), Origin("me", 0, 0)
+    expected = [advert.peer_id for advert in chooser.of.expected(origin)]
+    assert expected == (chooser.pair(0, 0) if (index, policy) == (0, "random") else [])
+    chooser.gone = {*ROUND_TRIPS_S} - {"near"}
+    assert [advert.peer_id for advert in chooser.of.expected(origin)] == ["near"]
+    chooser.gone = {*ROUND_TRIPS_S}
+    assert chooser.of.expected(origin) == []
+
+
+def test_evaluations_go_to_all_in_a_fixed_order_and_past_those_that_failed() -> None:
+    chooser, order = Chooser(), sorted(ROUND_TRIPS_S)
+
+    def asked(index: int, skipped: int = 0, way: Sending = Sending.ASKED, failed: bool = False) -> Choice:
+        attempts = Attempts(False, frozenset(), skipped=skipped, failed={"x": 0.0} if failed else {})
+        return chooser.of.in_turn(Origin("me", 0, index), attempts, lambda advert: way)
+
+    def name(choice: Choice) -> str:
+        [advert] = choice.replicas
+        return advert.peer_id
+
+    assert [name(asked(index)) for index in range(6)] == [*order, order[0]]
+    assert name(asked(1, skipped=2)) == order[3]
+    assert [asked(0, way=way).header_first for way in (Sending.ASKED, Sending.AT_ONCE, Sending.WHOLE)] == [1, 1, 0]
+    chooser.aside = {order[0], order[1]}
+    assert name(asked(0)) == order[2], "the next one stands in"
+    with chooser.trials.call(order[4]):
+        pass
+    assert name(asked(0, failed=True)) == order[4], "after a failure one that has served before"
+    chooser.aside = {*order}
+    assert name(asked(3)) == order[3], "all are set aside"
+    chooser.gone = {*order}
+    assert asked(0).replicas == []
 
 
 def test_a_busy_replica_that_a_policy_names_is_asked_as_often_after_a_long_wait() -> None:
