@@ -270,7 +270,7 @@ class Guardian:
     def _is_safe(self, stage: int) -> bool:
         """Whether others keep weights of a stage of at least this node's age: more than GUARDED_REPLICAS replicas have
         them, or all present guardians list them. In both cases they must have answered."""
-        node, held, inquiry = self._node, self.holding(stage), self._swarm.inquiry
+        held, inquiry = self.holding(stage), self._swarm.inquiry
         assert held is not None, "it is held"
         asked = inquiry.few(self._swarm.members.of_stage(stage, membership.TRAINING))
         if len(asked) > GUARDED_REPLICAS:
@@ -280,7 +280,6 @@ class Guardian:
         guardians = self._guardians(stage)
         found, mine = holders(stage, self._swarm.members.all()), (held.age, held.step)
         listed = [a for a, theirs in found if a.peer_id in guardians and (theirs.age, theirs.step) >= mine]
-        if not guardians or {guardian.peer_id for guardian in listed} != set(guardians):
-            return False  # as for a guardian of the stage, because this node's own advert is not among them
         inquiry.ask(listed)
-        return {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)
+        # Not if this node is one of them, because its own advert is not among those listed.
+        return bool(guardians) and {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)

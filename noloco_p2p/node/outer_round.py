@@ -171,7 +171,6 @@ class OuterRounds:
             pull = Pull("leaving" if wait and node.draining else reason)
             if cancel:
                 opened.pull.cancel()
-            if is_there or wait or cancel:
                 with node.waits.waiting("outer round", Resource.SWARM, why=why):
                     await asyncio.wait([opened.pull])
                 pull = pull if opened.pull.cancelled() else opened.pull.result()

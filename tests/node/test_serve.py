@@ -1,0 +1,327 @@
+"""One replica of a later stage: what becomes of a call, whichever of those that take part in it fails first."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, HostTensor, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.stage_values import Contribution
+from noloco_p2p.errors import Busy, Declined, PeerError, Violation
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.finite_watch import LONGEST_STREAK
+from noloco_p2p.node.pipeline.serve import MicrobatchServer
+from noloco_p2p.node.pipeline.task import StageInput, StageResult
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
+
+NOTHING = HostTensor("hidden", "float32", (0,), memoryview(b""))
+PER_STEP = 2
+LEFT_S = 40.0
+
+
+class SentBody:
+    """A body that takes `takes_s` to come, and then may fail."""
+
+    received = 7
+
+    def __init__(self, header: Header, takes_s: float, error: PeerError | None = None) -> None:
+        self.header, self.takes_s, self.error = header, takes_s, error
+        self.asked_at: float | None = None
+
+    def reply_soon(self) -> None:
+        """Nothing is warmed up."""
+
+    async def __call__(self) -> Activation:
+        self.asked_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            raise self.error
+        return Activation(self.header, NOTHING, NOTHING)
+
+
+class Place:
+    """A node of stage 1 of 3 with an open step of PER_STEP microbatches, and what is computed of them."""
+
+    def __init__(self, routing: str = "random") -> None:
+        manifest = RunManifest(stages=3, microbatches_per_step=PER_STEP, routing=routing)  # type: ignore[arg-type]
+        me = Advert("me", manifest.run_id, 1, (), state="training")
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)), span=self._span)
+        self.node = NodeState(me, manifest, NodeConfig(), cast(Any, telemetry))
+        self.swarm = Membership(self.node)
+        self.swarm.members.update([Advert("a", manifest.run_id, 0, (), state="training")], now=0.0)
+        self.takes_s = 1.0
+        self.computed: list[MicrobatchId] = []
+        self.error: Exception | None = None
+        self.finite, self.further, self.counted, self.sound = True, True, True, True
+        self.server = MicrobatchServer(self.node, self.swarm, cast(Any, self))
+        self.liveness = SimpleNamespace(events=lambda id: 100)
+
+    def _span(self, _: str) -> Any:
+        return self.node.waits.waiting("span", "me")
+
+    def prepare(self, origin: Origin) -> None:
+        """As in `Dispatcher`."""
+
+    async def train(self, task: StageInput, left_s: float) -> StageResult:
+        """As in `Dispatcher`."""
+        assert left_s == LEFT_S
+        await asyncio.sleep(self.takes_s)
+        if self.error is not None:
+            raise self.error
+        self.computed.append(task.microbatch)
+        reply = Gradient(task.microbatch, NOTHING, 3.0, 5, ("whatever it says", "last"), self.further)
+        done = Contribution(NOTHING, 3.0, 5, self.counted, self.finite)
+        return StageResult(done, "next", reply)
+
+    async def evaluate(self, task: StageInput, left_s: float) -> LossSum:
+        """As in `Dispatcher`."""
+        await asyncio.sleep(self.takes_s)
+        return LossSum(3.0, 5)
+
+    def call(self, number: int, *, digest: int = 1, takes_s: float = 1.0, error: PeerError | None = None) -> "Call":
+        header = Header(
+            "run", MicrobatchId("a", 1, number), Origin("a", 0, number), 1, LEFT_S, (), digest, patient=True
+        )
+        return Call(self, header, SentBody(header, takes_s, error))
+
+    def results(self) -> list[str]:
+        return [str(fields["result"]) for kind, fields in self.events if kind == "microbatch"]
+
+
+class Call:
+    """A call of the origin, and how it ends."""
+
+    def __init__(self, place: Place, header: Header, body: SentBody) -> None:
+        self.body = body
+        self.task = asyncio.create_task(place.server.propagate("a", header, body))
+
+    async def end(self) -> object:
+        """What it returns or raises."""
+        await asyncio.wait([self.task])
+        return "cancelled" if self.task.cancelled() else self.task.exception() or self.task.result()
+
+
+def at(scenario: Callable[[Place], Awaitable[None]], routing: str = "random") -> None:
+    async def main() -> None:
+        place = Place(routing)
+        place.swarm.fix_view()
+        place.server.open()
+        await scenario(place)
+        assert place.server.intake.in_flight == place.server.intake.waiting == 0, "it leaves no place taken"
+        assert not place.server._calls
+        assert len(place.node.waits.current(place.node.now())) == 0
+
+    virtual_time.run(main(), limit_s=1000)
+
+
+def test_a_reply_names_who_served_it_and_is_repeated_to_whoever_asks_again() -> None:
+    async def scenario(place: Place) -> None:
+        reply = await place.call(0).end()
+        assert isinstance(reply, Gradient)
+        assert reply.served == ("me", "next", "last"), "this node knows whom it called"
+        assert (reply.loss_sum, reply.tokens, reply.finite) == (3.0, 5, True)
+        assert await place.call(0).end() is reply
+        assert place.results() == ["done", "repeat"]
+        assert place.node.routes == {MicrobatchId("a", 1, 0): ("a", "next")}
+
+    at(scenario)
+
+
+def test_what_does_not_count_here_is_no_part_of_the_step() -> None:
+    async def scenario(place: Place) -> None:
+        place.counted = False
+        assert isinstance(await place.call(0).end(), Gradient)
+        assert (place.results(), place.node.routes) == ([], {})
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_two_callers_share_one_attempt_and_either_may_go_while_it_is_computed(gone: int) -> None:
+    async def scenario(place: Place) -> None:
+        calls = [place.call(0, takes_s=0.1)]
+        await asyncio.sleep(0.5)
+        calls.append(place.call(0))
+        await asyncio.sleep(0.1)
+        calls[gone].task.cancel()
+        assert isinstance(await calls[1 - gone].end(), Gradient)
+        assert len(place.computed) == 1
+
+    at(scenario)
+
+
+def test_an_attempt_without_callers_is_cancelled() -> None:
+    async def scenario(place: Place) -> None:
+        calls = [place.call(0, takes_s=0.1)]
+        await asyncio.sleep(0.5)
+        calls.append(place.call(0))
+        await asyncio.sleep(0.1)
+        for call in calls:
+            call.task.cancel()
+        await asyncio.sleep(10.0)
+        assert place.computed == []
+
+    at(scenario)
+
+
+def test_the_others_hear_busy_when_the_caller_that_sends_the_body_goes() -> None:
+    async def scenario(place: Place) -> None:
+        first, second = place.call(0), place.call(0, digest=2)
+        await asyncio.sleep(0.5)
+        first.task.cancel()
+        assert await first.end() == "cancelled"
+        assert isinstance(await second.end(), Gradient), "another digest is another attempt"
+        assert len(place.computed) == 1
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "answer", "result"),
+    [
+        (Violation("bad gradient"), Violation, ["violation"]),
+        (Declined("nobody is there"), Declined, []),
+        (Busy("all are busy"), Busy, []),
+    ],
+)
+def test_what_the_later_stages_answer_is_passed_on(
+    error: PeerError, answer: type[PeerError], result: list[str]
+) -> None:
+    async def scenario(place: Place) -> None:
+        place.error = error
+        assert type(await place.call(0).end()) is answer
+        assert place.results() == result
+        assert place.node.error is None
+        place.error = None
+        assert isinstance(await place.call(0).end(), Gradient), "it may be tried again"
+
+    at(scenario)
+
+
+def test_a_body_that_is_wrong_is_the_fault_of_its_sender() -> None:
+    async def scenario(place: Place) -> None:
+        assert isinstance(await place.call(0, error=Violation("wrong digest")).end(), Violation)
+        assert place.results() == ["violation"]
+        assert place.computed == []
+
+    at(scenario)
+
+
+def test_a_bug_ends_the_node_and_its_callers_hear_declined() -> None:
+    async def scenario(place: Place) -> None:
+        place.error = ZeroDivisionError()
+        assert isinstance(await place.call(0).end(), Declined)
+        assert place.node.error is place.error
+
+    at(scenario)
+
+
+def test_calls_beyond_the_step_wait_and_hear_busy_when_an_outer_round_begins() -> None:
+    async def scenario(place: Place) -> None:
+        calls = [place.call(number, takes_s=0.1) for number in range(PER_STEP + 1)]
+        await asyncio.sleep(0.5)
+        assert place.server.intake.in_flight == PER_STEP
+        place.server.close()
+        found = [await call.end() for call in calls]
+        assert [type(one) for one in found] == [Gradient] * PER_STEP + [Busy]
+        assert "outer round" in str(found[-1])
+        await place.server.until_empty()
+        assert isinstance(await place.call(9).end(), Busy)
+
+    at(scenario)
+
+
+def test_a_call_that_waits_runs_when_a_place_is_free() -> None:
+    async def scenario(place: Place) -> None:
+        place.error = Declined("nobody is there")
+        failing = [place.call(number) for number in range(PER_STEP)]
+        waiting = place.call(PER_STEP, takes_s=0.1)
+        await asyncio.sleep(1.5)
+        assert waiting.body.asked_at is not None, "its body may come, because there is place for it in the line"
+        for call in failing:
+            await call.end()
+        place.error = None
+        assert isinstance(await waiting.end(), Gradient)
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_call_waits_for_a_place_as_long_as_the_device_works(works: bool) -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = 10 * LEFT_S
+        running = [place.call(number, takes_s=0.1) for number in range(PER_STEP)]
+        waiting = place.call(PER_STEP, takes_s=0.0)
+        for _ in range(5 * int(LEFT_S)):
+            await asyncio.sleep(1.0)
+            place.node.waits.operations += works
+        if works:
+            assert not waiting.task.done()
+        else:
+            assert "has not reached this step" in str(await waiting.end())
+        for call in (*running, waiting):
+            call.task.cancel()
+            await call.end()
+        await asyncio.sleep(1.0)
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("finite", "further", "stops"), [(False, True, True), (False, False, False), (True, False, False)]
+)
+def test_a_stage_answers_for_its_own_values_only(finite: bool, further: bool, stops: bool) -> None:
+    """`further`: whether they were finite at the later stages."""
+
+    async def scenario(place: Place) -> None:
+        place.finite, place.further, tests = finite, further, list[bool]()
+
+        async def is_sound() -> bool:
+            tests.append(True)
+            return False
+
+        place.node.stage = cast(Any, SimpleNamespace(is_sound=is_sound))
+        for number in range(LONGEST_STREAK):
+            place.server.open()
+            await place.call(number).end()
+        assert bool(tests) == (place.node.error is not None) == stops
+        assert place.results() == ["nonfinite"] * LONGEST_STREAK
+
+    at(scenario)
+
+
+def test_how_far_it_is_with_each_microbatch() -> None:
+    async def scenario(place: Place) -> None:
+        call = place.call(0)
+        await asyncio.sleep(0.1)
+        place.node.waits.operations = 1000
+        ids = [MicrobatchId("a", 1, number) for number in range(2)]
+        known, unknown = place.server.progress(ids)
+        assert (known and known.events, unknown) == (1000 + 7 + 100, None)
+        await call.end()
+        assert place.server.progress(ids) == [None, None]
+
+    at(scenario)
+
+
+def test_evaluations_are_served_within_a_limit() -> None:
+    async def scenario(place: Place) -> None:
+        limit = place.node.config.limits.evaluations
+
+        def evaluation(number: int) -> asyncio.Task[LossSum]:
+            header = Header("run", MicrobatchId("a", 0, number), Origin("a", 0, 0), 1, LEFT_S)
+            return asyncio.create_task(place.server.evaluate("a", header, SentBody(header, 1.0)))
+
+        tasks = [evaluation(number) for number in range(limit + 1)]
+        await asyncio.sleep(0.1)
+        assert [one is not None for one in place.server.progress([MicrobatchId("a", 0, 0)])] == [True]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in found] == [LossSum] * limit + [Busy]
+        assert await evaluation(0) == LossSum(3.0, 5)
+
+    at(scenario)
