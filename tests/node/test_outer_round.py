@@ -327,6 +327,7 @@ def test_a_round_that_was_given_up_is_due_again() -> None:
         assert (place.done, place.frozen[2:]) == (6, [2, 6])
         assert (await place.rounds.frozen.serve("b", SnapshotRequest(0, 2))).round == 6
         place.comes.set()
+        await asyncio.sleep(1.0)
         await place.border(2 * M + 1)
         assert len(place.merged) == 1, "what was open is of no use to the new weights"
 

@@ -8,7 +8,17 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import Activation, Advert, Gradient, Header, HostTensor, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.messages import (
+    Activation,
+    Advert,
+    Gradient,
+    Header,
+    HostTensor,
+    LossSum,
+    MicrobatchId,
+    Origin,
+    PeerId,
+)
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
@@ -53,7 +63,9 @@ class Place:
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)), span=self._span)
         self.node = NodeState(me, manifest, NodeConfig(), cast(Any, telemetry))
         self.swarm = Membership(self.node)
-        self.swarm.members.update([Advert("a", manifest.run_id, 0, (), state="training")], now=0.0)
+        self.members = self.swarm.members
+        self.members.update([Advert("a", manifest.run_id, 0, (), state="training")], now=0.0)
+        self.members.answered("a")
         self.takes_s = 1.0
         self.computed: list[MicrobatchId] = []
         self.error: Exception | None = None
@@ -83,11 +95,19 @@ class Place:
         await asyncio.sleep(self.takes_s)
         return LossSum(3.0, 5)
 
-    def call(self, number: int, *, digest: int = 1, takes_s: float = 1.0, error: PeerError | None = None) -> "Call":
-        header = Header(
-            "run", MicrobatchId("a", 1, number), Origin("a", 0, number), 1, LEFT_S, (), digest, patient=True
-        )
-        return Call(self, header, SentBody(header, takes_s, error))
+    def call(
+        self,
+        number: int,
+        *,
+        step: int = 0,
+        digest: int = 1,
+        takes_s: float = 1.0,
+        error: PeerError | None = None,
+        caller: PeerId = "a",
+    ) -> "Call":
+        id, origin = MicrobatchId("a", 1, number), Origin("a", step, number)
+        header = Header("run", id, origin, 1, LEFT_S, digest=digest, patient=True)
+        return Call(self, header, SentBody(header, takes_s, error), caller)
 
     def results(self) -> list[str]:
         return [str(fields["result"]) for kind, fields in self.events if kind == "microbatch"]
@@ -96,9 +116,9 @@ class Place:
 class Call:
     """A call of the origin, and how it ends."""
 
-    def __init__(self, place: Place, header: Header, body: SentBody) -> None:
+    def __init__(self, place: Place, header: Header, body: SentBody, caller: PeerId) -> None:
         self.body = body
-        self.task = asyncio.create_task(place.server.propagate("a", header, body))
+        self.task = asyncio.create_task(place.server.propagate(caller, header, body))
 
     async def end(self) -> object:
         """What it returns or raises."""
@@ -169,14 +189,46 @@ def test_an_attempt_without_callers_is_cancelled() -> None:
     at(scenario)
 
 
-def test_the_others_hear_busy_when_the_caller_that_sends_the_body_goes() -> None:
+@pytest.mark.parametrize("goes", ["nobody", "first", "joined"])
+def test_one_that_joins_while_the_body_comes_depends_on_the_caller_that_sends_it(goes: str) -> None:
     async def scenario(place: Place) -> None:
-        first, second = place.call(0), place.call(0, digest=2)
+        first = place.call(0)
         await asyncio.sleep(0.5)
-        first.task.cancel()
-        assert await first.end() == "cancelled"
-        assert isinstance(await second.end(), Gradient), "another digest is another attempt"
-        assert len(place.computed) == 1
+        joined, other = place.call(0, caller="b"), place.call(0, digest=2)
+        await asyncio.sleep(0.1)
+        for name, call, stays in (("first", first, joined), ("joined", joined, first)):
+            if goes == name:
+                call.task.cancel()
+                assert isinstance(await stays.end(), Busy if name == "first" else Gradient)
+        if goes == "nobody":
+            assert await first.end() is await joined.end()
+        assert isinstance(await other.end(), Gradient), "another digest is another attempt"
+        assert len(place.computed) == 2 - (goes == "first")
+
+    at(scenario)
+
+
+def test_a_caller_whose_body_broke_off_is_asked_for_it_again() -> None:
+    async def scenario(place: Place) -> None:
+        first = place.call(0, takes_s=1e6)
+        await asyncio.sleep(0.5)
+        assert [type(await call.end()) for call in (place.call(0), first)] == [Busy, Busy]
+        assert isinstance(await place.call(0).end(), Gradient)
+
+    at(scenario)
+
+
+def test_bodies_beyond_those_that_wait_for_the_next_step_are_not_asked_for_yet() -> None:
+    async def scenario(place: Place) -> None:
+        calls = [place.call(number, takes_s=0.1) for number in range(4 * PER_STEP)]
+        await asyncio.sleep(0.5)
+        asked = [call.body.asked_at is not None for call in calls]
+        assert PER_STEP < sum(asked) < len(calls)
+        for _ in range(3):
+            await asyncio.sleep(2.0)
+            place.node.inner_steps += 1
+            place.server.open()
+        assert [type(await call.end()) for call in calls] == [Gradient] * len(calls)
 
     at(scenario)
 
@@ -227,10 +279,11 @@ def test_calls_beyond_the_step_wait_and_hear_busy_when_an_outer_round_begins() -
         await asyncio.sleep(0.5)
         assert place.server.intake.in_flight == PER_STEP
         place.server.close()
+        await place.server.until_empty()
+        assert place.server.intake.in_flight == 0
         found = [await call.end() for call in calls]
         assert [type(one) for one in found] == [Gradient] * PER_STEP + [Busy]
         assert "outer round" in str(found[-1])
-        await place.server.until_empty()
         assert isinstance(await place.call(9).end(), Busy)
 
     at(scenario)
@@ -273,7 +326,8 @@ def test_a_call_waits_for_a_place_as_long_as_the_device_works(works: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("finite", "further", "stops"), [(False, True, True), (False, False, False), (True, False, False)]
+    ("finite", "further", "stops"),
+    [(False, True, True), (False, False, False), (True, False, False), (True, True, False)],
 )
 def test_a_stage_answers_for_its_own_values_only(finite: bool, further: bool, stops: bool) -> None:
     """`further`: whether they were finite at the later stages."""
@@ -290,7 +344,7 @@ def test_a_stage_answers_for_its_own_values_only(finite: bool, further: bool, st
             place.server.open()
             await place.call(number).end()
         assert bool(tests) == (place.node.error is not None) == stops
-        assert place.results() == ["nonfinite"] * LONGEST_STREAK
+        assert place.results() == ["done" if finite and further else "nonfinite"] * LONGEST_STREAK
 
     at(scenario)
 
@@ -325,3 +379,80 @@ def test_evaluations_are_served_within_a_limit() -> None:
         assert await evaluation(0) == LossSum(3.0, 5)
 
     at(scenario)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize(
+    ("state", "step", "leaves"),
+    [
+        ("training", 0.0, False),
+        ("training", 0.9, False),
+        ("training", 1.0, True),
+        ("waiting", 0.0, False),
+        ("syncing", 0.0, False),
+        ("draining", 0.0, False),
+        ("paused", 0.0, True),
+        ("finished", 0.0, True),
+        ("left", 0.0, True),
+    ],
+)
+def test_under_balanced_nobody_waits_for_an_origin_that_has_left_the_step(
+    state: str, step: float, leaves: bool, opened: bool
+) -> None:
+    """`opened`: whether that is known only once the step has begun."""
+
+    async def scenario(place: Place) -> None:
+        place.server.close()
+        if opened:
+            place.server.open()
+            assert place.server.intake.missing_origins == ["a"]
+        ready = asyncio.create_task(place.server.until_ready(lambda: False))
+        await asyncio.sleep(1.0)
+        now = place.node.now()
+        place.members.update([Advert("a", "run", 0, (), state=state, step=step, announced_at=now)], now=now)
+        if opened:
+            place.server.drop_departed()
+        else:
+            place.server.open()
+            place.node.waits.pulse()
+        await asyncio.sleep(0.1)
+        assert (place.server.intake.missing_origins == []) == leaves
+        assert ready.done() == leaves
+        ready.cancel()
+        await asyncio.wait([ready])
+
+    at(scenario, "balanced")
+
+
+def test_under_balanced_an_origin_has_left_the_step_if_its_labels_say_so() -> None:
+    async def scenario(place: Place) -> None:
+        assert place.server.intake.missing_origins == ["a"]
+        call = place.call(0, step=1)
+        await asyncio.sleep(0.5)
+        assert place.server.intake.missing_origins == []
+        call.task.cancel()
+        await call.end()
+        await asyncio.sleep(0.1)
+
+    at(scenario, "balanced")
+
+
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+def test_only_under_balanced_a_step_is_not_begun_while_all_origins_are_silent(routing: str) -> None:
+    async def scenario(place: Place) -> None:
+        assert place.server.may_open()
+        place.members.update([Advert("b", "run", 0, (), state="training")], now=place.node.now(), doubts=True)
+        place.members.update([Advert("a", "run", 0, (), state="left")], now=place.node.now())
+        assert place.server.may_open() == (routing == "random")
+
+    at(scenario, routing)
+
+
+def test_beyond_the_last_step_late_origins_are_served_as_they_come() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(step=float(place.node.manifest.steps))
+        place.server.close()
+        place.server.open()
+        assert place.server.intake.missing_origins == []
+
+    at(scenario, "balanced")
