@@ -1,0 +1,280 @@
+"""When one replica writes checkpoints, and what it waits for before it leaves or pauses."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.messages import Advert, Checkpoint, Holding, NodeDescription, ReplicaState, TensorSpec
+from noloco_p2p.core.snapshots import FrozenRound
+from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.node.checkpointing import LAST_WORDS_S, Checkpointer
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
+
+M, STEPS, EVERY = 4, 80, 8
+HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
+CAPTURE_S = 0.25
+
+
+class Place:
+    """A replica of stage 0 of 2 at round 3, its disk, and its peers."""
+
+    def __init__(self, every_steps: int | None = EVERY, pairing: str = "matched") -> None:
+        fields: dict[str, Any] = {"rule": "noloco", "inner_steps": M, "pairing": pairing}
+        manifest = RunManifest(stages=2, steps=STEPS, outer=OuterSettings(**fields))
+        config = NodeConfig(checkpoint={"every_steps": every_steps}, limits={"drain_s": 20.0})  # type: ignore[arg-type]
+        me = Advert("me", manifest.run_id, 0, (), state="training", outer_round=3, step=12.0)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
+        self.node = NodeState(me, manifest, config, cast(Any, telemetry))
+        state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN)
+        self.node.hold(cast(Any, SimpleNamespace(state=state, capture=self._capture)))
+        self.node.inner_steps = 12
+        self.swarm = Membership(self.node)
+        self.silent: set[str] = set()
+        self.saves_s = 0.0
+        self.error: LocalError | None = None
+        self.saving = 0
+        self.saved: list[tuple[int, float, bool]] = []
+        self.frozen: list[int] = []
+        rounds = SimpleNamespace(freeze=self._freeze, end=self._end)
+        self.checkpointer = Checkpointer(self.node, self.swarm, cast(Any, self), cast(Any, rounds))
+        self.checkpointer.go_on()
+
+    async def _capture(self, round: int, step: float, inner_steps: int) -> ReplicaState:
+        await asyncio.sleep(CAPTURE_S)
+        return ReplicaState("me", 0, round, step, inner_steps, inner_steps, ())
+
+    async def _freeze(self, round: int) -> FrozenRound:
+        self.frozen.append(round)
+        return cast(FrozenRound, SimpleNamespace(round=round, step=self.node.step, fresh_round=0))
+
+    async def _end(self, reason: str) -> float:
+        assert reason == "leaving"
+        self.node.update(outer_round=self.node.advert.outer_round + 1)
+        return 0.0
+
+    async def save(self, checkpoint: Checkpoint, *, pin: bool) -> None:
+        assert not self.saving, "one at a time"
+        self.saving += 1
+        await asyncio.sleep(self.saves_s)
+        self.saving -= 1
+        if self.error is not None:
+            raise self.error
+        self.saved.append((checkpoint.state.round, checkpoint.state.step, pin))
+
+    async def describe(self, peer: Advert) -> NodeDescription:
+        await asyncio.sleep(0.1)
+        if peer.peer_id in self.silent:
+            raise Unreachable("nobody is there")
+        said = peer.stage, peer.state, peer.step, peer.outer_round, "", peer.fresh_round
+        return NodeDescription(peer.peer_id, peer.run_id, *said)
+
+    def sees(self, *adverts: Advert) -> None:
+        """Read the membership: these peers, which have answered before."""
+        self.swarm.members.update([replace(one, announced_at=self.node.now()) for one in adverts], now=self.node.now())
+        for advert in adverts:
+            self.swarm.members.answered(advert.peer_id)
+        self.node.waits.pulse()
+
+    def mate(self, peer: str = "b", round: int = 3, state: str = "training") -> Advert:
+        return Advert(peer, self.node.run_id, 0, (), state=state, outer_round=round, step=float(M * round))
+
+    def guardian(self, peer: str = "g", *holds: Holding) -> Advert:
+        return Advert(peer, self.node.run_id, 1, (), state="training", outer_round=3, step=12.0, holds=holds)
+
+    async def comes_to(self, step: float, round: int) -> None:
+        self.node.update(step=float(step), outer_round=round)
+        await self.checkpointer.save_if_due()
+
+    async def leaves(self) -> float:
+        """Hand over. Returns how long it took."""
+        self.node.drain("told to leave")
+        began = self.node.now()
+        await self.checkpointer.hand_over()
+        return self.node.now() - began
+
+    def said(self, what: str) -> int:
+        return sum(what in str(fields.get("message")) for _, fields in self.events)
+
+
+def at(scenario: Callable[[Place], Awaitable[None]], **fields: Any) -> None:
+    async def main() -> None:
+        place = Place(**fields)
+        asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), lambda: None))
+        await scenario(place)
+        await place.checkpointer.settle()
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    virtual_time.run(main(), limit_s=10_000)
+
+
+def test_it_saves_after_the_first_round_at_or_beyond_each_multiple() -> None:
+    async def scenario(place: Place) -> None:
+        for step in range(13, 34):
+            # The round of a step is done two steps later.
+            await place.comes_to(step, (step - 2) // M)
+        await place.checkpointer.settle()
+        assert place.saved == [(4, 18.0, False), (6, 26.0, False)], "round 8 is not done yet"
+        await place.comes_to(STEPS, STEPS // M)
+        await place.checkpointer.settle()
+        assert place.saved[2:] == [(STEPS // M, STEPS, False)]
+
+    at(scenario)
+
+
+def test_the_end_of_the_run_is_saved_whatever_its_step() -> None:
+    async def scenario(place: Place) -> None:
+        await place.comes_to(STEPS - 2, STEPS // M - 1)
+        await place.comes_to(STEPS, STEPS // M)
+        await place.checkpointer.settle()
+        assert [round for round, _, _ in place.saved] == [STEPS // M - 1, STEPS // M]
+
+    at(scenario, every_steps=STEPS - 4)
+
+
+def test_without_rounds_the_clock_decides() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(outer_round=0)
+        place.checkpointer.go_on()
+        for step in range(13, 34):
+            await place.comes_to(step, 0)
+        await place.checkpointer.settle()
+        assert [step for _, step, _ in place.saved] == [16.0, 24.0, 32.0]
+
+    at(scenario, pairing="none")
+
+
+def test_no_checkpoints_are_written_if_none_are_wanted() -> None:
+    async def scenario(place: Place) -> None:
+        await place.comes_to(STEPS, STEPS // M)
+        assert await place.leaves() == 0.0
+        assert place.saved == []
+
+    at(scenario, every_steps=None)
+
+
+def test_training_goes_on_while_one_is_written_and_the_next_one_waits_for_it() -> None:
+    async def scenario(place: Place) -> None:
+        place.saves_s, began = 5.0, place.node.now()
+        await place.comes_to(16, 4)
+        assert place.node.now() - began == pytest.approx(CAPTURE_S)
+        await place.comes_to(24, 6)
+        assert place.node.now() - began == pytest.approx(5.0 + 2 * CAPTURE_S)
+        await place.checkpointer.settle()
+        assert [round for round, _, _ in place.saved] == [4, 6]
+
+    at(scenario)
+
+
+def test_a_disk_that_is_full_is_reported_until_it_is_not() -> None:
+    async def scenario(place: Place) -> None:
+        for error, troubles in ((LocalError("the disk is full"), 1), (None, 0)):
+            place.error = error
+            await place.comes_to(place.node.step + EVERY, place.node.advert.outer_round + 2)
+            await place.checkpointer.settle()
+            assert len(place.node.troubles(place.node.now())) == troubles
+        assert [kind for kind, _ in place.events if kind == "checkpoint"] == ["checkpoint"]
+        assert place.said("the disk is full") == 1
+
+    at(scenario)
+
+
+def test_a_last_replica_leaves_once_a_guardian_that_answers_lists_its_weights() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(place.guardian())
+        place.silent.add("g")
+        leaving = asyncio.create_task(place.leaves())
+        await asyncio.sleep(2.0)
+        assert place.frozen == [5], "the round that was open is done, and the last weights have the next one's number"
+        place.sees(place.guardian("g", Holding(0, 5, 12)))
+        await asyncio.sleep(2.0)
+        assert not leaving.done(), "it may have died"
+        place.sees(place.guardian("h", Holding(0, 4, 12)))
+        await asyncio.sleep(1.0)
+        assert not leaving.done(), "these are older"
+        place.sees(place.guardian("h", Holding(0, 5, 12)))
+        await asyncio.sleep(1.0)
+        assert leaving.done()
+        assert not place.said("no guardian has pulled")
+        assert place.saved == [(4, 12.0, False)]
+
+    at(scenario)
+
+
+def test_a_last_replica_whose_guardian_does_not_come_leaves_in_time() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(place.guardian())
+        assert await place.leaves() == pytest.approx(20.0 - LAST_WORDS_S)
+        assert place.said("no guardian has pulled") == 1
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("round", "silent", "last"), [(3, "", False), (3, "b", True), (2, "", False), (-20, "", True)])
+@pytest.mark.parametrize("pauses", [False, True])
+def test_who_has_a_mate_that_answers_and_has_come_as_far_entrusts_nothing(
+    round: int, silent: str, last: bool, pauses: bool
+) -> None:
+    """`round`: that of the mate. A guardian may be a few rounds behind, because it pulls now and then only."""
+
+    async def scenario(place: Place) -> None:
+        place.node.update(outer_round=30, step=120.0)
+        place.silent.update(silent)
+        place.sees(place.mate(round=27 + round), place.guardian())
+        if pauses:
+            assert await place.checkpointer.entrust() == last
+            assert place.frozen == [31] * last
+            assert place.said("no other replica") == last
+        else:
+            assert (await place.leaves() > 5.0) == last
+            assert place.frozen == [32] * last
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("pairing", ["matched", "none"])
+def test_nobody_waits_for_guardians_that_do_not_exist(pairing: str) -> None:
+    async def scenario(place: Place) -> None:
+        if pairing == "none":
+            place.sees(place.guardian())
+        assert not await place.checkpointer.entrust()
+        assert place.said("no other replica") == 1
+        assert await place.leaves() < 2.0
+        assert place.frozen == []
+
+    at(scenario, pairing=pairing)
+
+
+def test_initial_weights_are_neither_saved_nor_entrusted() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.inner_steps = 0
+        place.node.update(outer_round=3, fresh_round=3)
+        place.sees(place.guardian())
+        assert await place.leaves() == 0.0
+        assert (place.saved, place.frozen) == ([], [])
+
+    at(scenario)
+
+
+def test_what_it_guards_of_a_stage_that_nobody_holds_is_handed_over_too() -> None:
+    async def scenario(place: Place) -> None:
+        held = Holding(1, 3, 12)
+        place.node.update(holds=(held, Holding(0, 3, 12)))
+        place.sees(place.mate(), Advert("c", place.node.run_id, 0, (), state="training", outer_round=3, step=12.0))
+        leaving = asyncio.create_task(place.leaves())
+        await asyncio.sleep(5.0)
+        assert not leaving.done()
+        place.sees(replace(place.mate("c"), holds=(held,)))
+        await asyncio.sleep(1.0)
+        assert leaving.done()
+        assert place.frozen == []
+
+    at(scenario)
