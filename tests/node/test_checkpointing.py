@@ -148,6 +148,9 @@ def test_without_rounds_the_clock_decides() -> None:
             await place.comes_to(step, 0)
         await place.checkpointer.settle()
         assert [step for _, step, _ in place.saved] == [16.0, 24.0, 32.0]
+        await place.leaves()
+        await place.checkpointer.settle()
+        assert place.saved[3:] == [(8, 33.0, False)]
 
     at(scenario, pairing="none")
 
@@ -253,13 +256,16 @@ def test_nobody_waits_for_guardians_that_do_not_exist(pairing: str) -> None:
     at(scenario, pairing=pairing)
 
 
-def test_initial_weights_are_neither_saved_nor_entrusted() -> None:
+@pytest.mark.parametrize(("inner_steps", "fresh_round", "kept"), [(0, 3, False), (5, 3, True), (0, 1, True)])
+def test_initial_weights_are_neither_saved_nor_entrusted(inner_steps: int, fresh_round: int, kept: bool) -> None:
+    """Those of a guardian are kept, though this node has not trained them yet."""
+
     async def scenario(place: Place) -> None:
-        place.node.inner_steps = 0
-        place.node.update(outer_round=3, fresh_round=3)
+        place.node.inner_steps = inner_steps
+        place.node.update(outer_round=3, fresh_round=fresh_round)
         place.sees(place.guardian())
-        assert await place.leaves() == 0.0
-        assert (place.saved, place.frozen) == ([], [])
+        assert (await place.leaves() > 5.0) == kept
+        assert (len(place.saved), place.frozen) == (kept, [5] * kept)
 
     at(scenario)
 
@@ -276,5 +282,14 @@ def test_what_it_guards_of_a_stage_that_nobody_holds_is_handed_over_too() -> Non
         await asyncio.sleep(1.0)
         assert leaving.done()
         assert place.frozen == []
+
+    at(scenario)
+
+
+def test_nobody_waits_until_others_have_what_a_replica_still_holds() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(holds=(Holding(1, 3, 12),))
+        place.sees(place.mate(), place.guardian())
+        assert await place.leaves() < 2.0
 
     at(scenario)

@@ -9,22 +9,22 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
-from noloco_p2p.core.messages import Advert, TensorSpec
+from noloco_p2p.core.messages import NO_STAGE, Advert, TensorSpec
 from noloco_p2p.errors import LocalError
 from noloco_p2p.node.pauses import HUNG_S, LOOK_S, UNLUCKY_STEPS, Pauses
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
 
-M = 10
+M = 4
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 
 
 class Place:
     """A node in training whose wall clock is `ahead_s` of the loop's, and which shows midnight at the beginning."""
 
-    def __init__(self, hours: tuple[str, ...] = ()) -> None:
+    def __init__(self, hours: tuple[str, ...] = (), stage: int | None = None) -> None:
         fields: dict[str, Any] = {"rule": "noloco", "inner_steps": M}
-        config = NodeConfig(limits={"hours": hours})  # type: ignore[arg-type]
+        config = NodeConfig(stage=stage, limits={"hours": hours})  # type: ignore[arg-type]
         manifest = RunManifest(outer=OuterSettings(**fields))
         me = Advert("me", manifest.run_id, 0, (), state="training", outer_round=3, moving_to=1, settled=True)
         self.states: list[str] = []
@@ -67,9 +67,9 @@ class Place:
         await self.pauses.pause(cast(Any, self), cast(Any, self), cast(Any, self))
 
 
-def at(scenario: Callable[[Place], Awaitable[None]], *hours: str) -> None:
+def at(scenario: Callable[[Place], Awaitable[None]], *hours: str, stage: int | None = None) -> None:
     async def main() -> None:
-        await scenario(Place(hours))
+        await scenario(Place(hours, stage))
 
     virtual_time.run(main(), limit_s=100_000)
 
@@ -78,6 +78,8 @@ def at(scenario: Callable[[Place], Awaitable[None]], *hours: str) -> None:
 def test_a_pause_lasts_until_the_owner_gives_the_device_back(entrusts: bool) -> None:
     async def scenario(place: Place) -> None:
         place.entrusts = entrusts
+        for _ in range(UNLUCKY_STEPS):
+            place.pauses.stepped(4)
         place.node.pause(True)
         pausing = asyncio.create_task(place.pause())
         await asyncio.sleep(100.0)
@@ -87,6 +89,8 @@ def test_a_pause_lasts_until_the_owner_gives_the_device_back(entrusts: bool) -> 
         await pausing
         assert place.did[2:] == ["catch up", *[3] * entrusts], "the weights have the number of the next round"
         assert place.states == ["paused", "training"]
+        place.pauses.stepped(0)
+        assert not place.node.stood_still, "it has not trained on nothing"
 
     at(scenario)
 
@@ -103,7 +107,8 @@ def test_a_node_that_is_to_leave_does_not_come_back_from_a_pause(when: str) -> N
         await asyncio.sleep(1.0)
         if when == "meanwhile":
             place.node.drain("told to leave")
-        place.node.pause(False)
+        if when == "afterwards":
+            place.node.pause(False)
         await pausing
         assert place.states == {"before": ["draining"]}.get(when, ["paused", "draining"])
         assert ("catch up" in place.did) == (when == "afterwards")
@@ -117,6 +122,9 @@ def test_a_node_that_has_stood_still_catches_up_until_it_has_not_stood_still_mea
             place.ahead_s += 1000.0
             place.pauses.check_clock()
 
+        for _ in range(UNLUCKY_STEPS):
+            place.pauses.stepped(4)
+        await asyncio.sleep(100.0)
         place.catches_up.append(sleeps_again)
         place.ahead_s = 1000.0
         place.pauses.check_clock()
@@ -124,16 +132,18 @@ def test_a_node_that_has_stood_still_catches_up_until_it_has_not_stood_still_mea
         await place.pause()
         assert place.did == ["catch up"] * 2
         assert (place.states, place.node.pausing) == (["syncing", "training"], False)
+        place.pauses.stepped(0)
+        assert not place.node.stood_still
 
     at(scenario)
 
 
 @pytest.mark.parametrize(
     ("still_s", "speed", "noticed"),
-    [(2 * LOOK_S - 1, 0.0, False), (2 * LOOK_S + 1, 0.0, True), (2 * LOOK_S + 1, 0.1, False), (101.0, 0.1, True)],
+    [(2 * LOOK_S - 1, 0.0, False), (2 * LOOK_S + 1, 0.0, True), (2 * LOOK_S + 1, 0.05, False), (81.0, 0.05, True)],
 )
 def test_what_counts_as_a_standstill(still_s: float, speed: float, noticed: bool) -> None:
-    """At 0.1 steps/s an outer interval takes 100 s."""
+    """At 0.05 steps/s an outer interval takes 80 s."""
 
     async def scenario(place: Place) -> None:
         place.node.update(steps_per_s=speed)
@@ -215,9 +225,10 @@ def test_the_watch_begins_and_ends_the_owner_s_hours() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_node_joins_when_its_hours_begin(leaves: bool) -> None:
+@pytest.mark.parametrize("stage", [None, 1])
+def test_a_node_joins_when_its_hours_begin(leaves: bool, stage: int | None) -> None:
     async def scenario(place: Place) -> None:
-        place.node.update(stage=-1, state="starting")
+        place.node.update(stage=NO_STAGE, state="starting")
         watching = asyncio.create_task(place.pauses.keep_watch())
         opening = asyncio.create_task(place.pauses.until_open())
         await asyncio.sleep(30.0)
@@ -228,7 +239,8 @@ def test_a_node_joins_when_its_hours_begin(leaves: bool) -> None:
             await asyncio.sleep(30.0 + LOOK_S)
         await asyncio.sleep(0.1)
         assert opening.done()
+        assert place.node.chosen_stage == (None if leaves else stage), "it is announced only now"
         watching.cancel()
         await asyncio.wait([watching])
 
-    at(scenario, "00:01-00:02")
+    at(scenario, "00:01-00:02", stage=stage)
