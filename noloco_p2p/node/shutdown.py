@@ -118,8 +118,7 @@ class Shutdown:
             # Some node still evaluates and needs this one: the time starts over.
             while self._dispatcher.evaluated > seen and node.now() < longest_at:
                 seen = self._dispatcher.evaluated
-                if await stay(all_evaluated, "last evaluations", AnyReplica(0)):
-                    break
+                await stay(all_evaluated, "last evaluations", AnyReplica(0))
             await stay(*pulled)
             return
         later = range(1, node.manifest.stages)
