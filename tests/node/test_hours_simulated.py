@@ -160,6 +160,9 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
 
 
 def drops(outcome: Outcome) -> set[object]:
+    """The reasons why microbatches were dropped. Stage 0 takes no step from which all of them were."""
+    steps = [h for h in outcome.trace.of("inner_step") if h.peer.startswith("s0")]
+    assert all(h.number("tokens") > 0 for h in steps)
     return {h.get("reason") for h in outcome.trace.of("microbatch") if h.get("result") == "dropped"}
 
 

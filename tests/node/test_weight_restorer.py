@@ -1,0 +1,327 @@
+"""Where one node gets its weights from, and which it does not believe."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.messages import Advert, Checkpoint, Holding, NodeDescription, ReplicaState, TensorSpec
+from noloco_p2p.core.resume import RestoreSource
+from noloco_p2p.core.snapshots import Snapshot
+from noloco_p2p.errors import LocalError, PeerError, Unreachable
+from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.restore import HOLDINGS_SHOWN, WeightRestorer
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
+
+M, STEPS = 10, 1000
+HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
+WEIGHTS = tuple(TensorSpec("weights", "bfloat16", (10 + stage,)) for stage in range(2))
+
+
+class Place:
+    """A newcomer to stage 0 of 2. The others are at step 50, round 5, and train at 1 step/s."""
+
+    def __init__(self, rule: str = "noloco") -> None:
+        fields: dict[str, Any] = {"rule": rule, "inner_steps": 1 if rule == "sync" else M}
+        manifest = RunManifest(stages=2, steps=STEPS, outer=OuterSettings(**fields))
+        me = Advert("me", manifest.run_id, 0, (), state="syncing")
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
+        self.node = NodeState(me, manifest, NodeConfig(), cast(Any, telemetry))
+        state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN, replica=(), weights=WEIGHTS)
+        self.node.hold(cast(Any, SimpleNamespace(state=state, restore=self._took, adopt=self._took)))
+        self.swarm = Membership(self.node)
+        peers = [self.peer("a", 0), self.peer("b", 0), self.peer("c", 1)]
+        self.swarm.members.update(peers, now=0.0)
+        for peer in peers:
+            self.swarm.members.answered(peer.peer_id)
+        self.silent = False
+        self.taken: list[object] = []
+        self.gone_on_from: list[int] = []
+        self.answer: ReplicaState | Snapshot | PeerError = Unreachable("gone")
+        self.takes_s = 1.0
+        self.ended = 0
+        self.disk: dict[Holding, Checkpoint | None] = {}
+        self.opened: list[object] = []
+        self.mine: Snapshot | None = None
+        transport = SimpleNamespace(fetch_state=self._fetch, fetch_snapshot=self._fetch)
+        checkpoints = SimpleNamespace(held=self._held, load=self._load)
+        world: Any = SimpleNamespace(transport=transport, checkpoints=checkpoints, make_batches=self._open)
+        rounds = SimpleNamespace(go_on_from=self._goes_on_from, frozen=SimpleNamespace(clear=lambda: None))
+        guardian = SimpleNamespace(snapshot_of=lambda stage: self.mine, holding=lambda stage: None)
+        self.weights = WeightRestorer(self.node, self.swarm, world, cast(Any, rounds), cast(Any, guardian))
+
+    def peer(self, id: str, stage: int, **changes: Any) -> Advert:
+        advert = Advert(id, self.node.run_id, stage, (), state="training", step=50.0, outer_round=5, steps_per_s=1.0)
+        return replace(advert, **changes)
+
+    async def describe(self, peer: Advert) -> NodeDescription:
+        if self.silent:
+            raise Unreachable("nobody is there")
+        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, peer.state, peer.step, peer.outer_round, "")
+
+    async def _took(self, what: object) -> None:
+        self.taken.append(what)
+
+    async def _fetch(self, *_: object) -> Any:
+        try:
+            await asyncio.sleep(self.takes_s)
+        finally:
+            self.ended += 1
+        if isinstance(self.answer, PeerError):
+            raise self.answer
+        return self.answer
+
+    async def _goes_on_from(self, round: int) -> None:
+        self.gone_on_from.append(round)
+
+    async def _held(self) -> list[Holding]:
+        return list(self.disk)
+
+    async def _load(self, held: Holding) -> Checkpoint | None:
+        return self.disk[held]
+
+    async def _open(self, cursor: object) -> Any:
+        self.opened.append(cursor)
+        return SimpleNamespace(cursor=cursor)
+
+    async def know(self) -> None:
+        """Ask the others."""
+        await self.swarm.inquiry.until_asked(self.swarm.members.all(), anew=True)
+
+    @property
+    def came_to(self) -> tuple[int, float, int]:
+        """The round, the step and the lineage that are announced."""
+        return self.node.advert.outer_round, self.node.advert.step, self.node.advert.fresh_round
+
+
+def state(round: int = 5, step: float = 48.0, *, stage: int = 0, fresh_round: int = 0) -> ReplicaState:
+    return ReplicaState("a", stage, round, step, 40, 40, (), fresh_round=fresh_round)
+
+
+def from_peer(place: Place, **changes: Any) -> RestoreSource:
+    return RestoreSource("peer", "it has them", place.peer("a", 0, **changes))
+
+
+def at(scenario: Callable[[Place], Awaitable[None]], rule: str = "noloco") -> None:
+    async def main() -> None:
+        place = Place(rule)
+        asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), lambda: None))
+        await place.know()
+        await scenario(place)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    virtual_time.run(main(), limit_s=10_000)
+
+
+@pytest.mark.parametrize(("rule", "came_to", "partner_from"), [("noloco", (5, 50.0, 0), 7), ("sync", (5, 48.0, 0), 50)])
+def test_the_state_of_a_peer_is_continued_at_the_clock_of_the_others(
+    rule: str, came_to: tuple[int, float, int], partner_from: int
+) -> None:
+    async def scenario(place: Place) -> None:
+        place.answer = state()
+        assert await place.weights.restore(from_peer(place))
+        assert (place.came_to, place.taken, place.gone_on_from) == (came_to, [place.answer], [5])
+        assert (place.node.inner_steps, place.node.advert.partner_from_round) == (40, partner_from)
+        [resumed] = [fields for kind, fields in place.events if kind == "resumed"]
+        assert (resumed["source"], resumed["peer"]) == ("peer", "a")
+
+    at(scenario, rule)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Unreachable("gone"), "gone"),
+        (state(stage=1), "holds stage 1"),
+        (state(fresh_round=3), "began at round 3, not 0"),
+        (state(round=5000), "has not reached"),
+        (state(step=900.0), "has not reached"),
+    ],
+)
+def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState | PeerError, says: str) -> None:
+    async def scenario(place: Place) -> None:
+        place.answer = answer
+        for times in (1, 2):
+            assert not await place.weights.restore(from_peer(place))
+            assert place.weights.failures["a"] == times
+        assert (place.taken, place.came_to) == ([], (0, 0.0, 0))
+        assert says in str(place.events[-1][1]["message"])
+        place.answer = state()
+        assert await place.weights.restore(from_peer(place))
+        assert not place.weights.failures, "it has weights now"
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("kind", ["peer", "guardian"])
+def test_a_node_that_is_to_leave_ends_the_transfer(kind: Any) -> None:
+    async def scenario(place: Place) -> None:
+        place.answer, place.takes_s = state(), 1000.0
+        restoring = asyncio.create_task(place.weights.restore(RestoreSource(kind, "", place.peer("a", 0))))
+        await asyncio.sleep(1.0)
+        assert (restoring.done(), place.ended) == (False, 0)
+        place.node.drain("told to leave")
+        assert not await restoring
+        assert place.ended == 1
+        assert place.node.now() < 10.0
+
+    at(scenario)
+
+
+def test_a_transfer_ends_when_the_node_is_stopped() -> None:
+    async def scenario(place: Place) -> None:
+        place.takes_s = 1000.0
+        restoring = asyncio.create_task(place.weights.restore(from_peer(place)))
+        await asyncio.sleep(1.0)
+        restoring.cancel()
+        await asyncio.wait([restoring])
+        assert place.ended == 1
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_weights_of_a_guardian_are_continued_at_the_clock_of_the_others(own: bool) -> None:
+    async def scenario(place: Place) -> None:
+        found = Snapshot("a", 4, 42, (), fresh_round=1)
+        place.mine, place.answer = found if own else None, found
+        holding = Holding(0, 4, 42, 1)
+        peer = None if own else place.peer("c", 1, holds=(holding,))
+        assert await place.weights.restore(RestoreSource("guardian", "", peer, holding))
+        assert (place.came_to, place.taken, place.ended) == ((4, 50.0, 1), [found], not own)
+
+    at(scenario)
+
+
+def test_weights_that_the_run_cannot_have_reached_are_not_taken_from_a_guardian() -> None:
+    async def scenario(place: Place) -> None:
+        place.answer = Snapshot("a", 4, 900, ())
+        assert not await place.weights.restore(RestoreSource("guardian", "", place.peer("c", 1)))
+        assert (place.taken, place.weights.failures["c"]) == ([], 1)
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("listed", "silent", "known"), [(True, False, True), (True, True, False), (False, False, True)]
+)
+def test_whether_a_node_in_training_has_answered_or_none_is_listed(listed: bool, silent: bool, known: bool) -> None:
+    async def scenario(place: Place) -> None:
+        await asyncio.sleep(1.0)
+        place.swarm.inquiry.forget()
+        place.silent = silent
+        if not listed:
+            waiting = [place.peer(peer, 0, state="waiting", announced_at=1.0) for peer in "abc"]
+            place.swarm.members.update(waiting, now=1.0)
+        assert await place.weights.know_the_clock() == known
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("rule", "lineage"), [("noloco", 5), ("sync", 0)])
+def test_initial_weights_begin_at_the_clock_of_the_others(rule: str, lineage: int) -> None:
+    async def scenario(place: Place) -> None:
+        assert await place.weights.restore(RestoreSource("fresh", ""))
+        assert place.came_to == (5 if rule == "noloco" else 50, 50.0, lineage)
+
+    at(scenario, rule)
+
+
+def test_its_own_checkpoint_is_continued_with_its_random_numbers_and_its_data() -> None:
+    async def scenario(place: Place) -> None:
+        held, torn = Holding(0, 5, 50), Holding(0, 6, 60)
+        place.node.rng.random()
+        drawn = place.node.rng.getstate()
+        place.disk = {held: Checkpoint(state(5, 50.0), {"position": 7}, drawn), torn: None}
+        await place.weights.find_own()
+        place.weights.show_own()
+        assert [one.round for one in place.node.advert.holds] == [5, 6]
+        place.node.rng.random()
+        assert not await place.weights.restore(RestoreSource("shard", "", holding=torn))
+        assert [one.round for one in place.node.advert.holds] == [5], "it is no longer offered"
+        assert await place.weights.restore(RestoreSource("shard", "", holding=held))
+        assert place.node.rng.getstate() == drawn
+        assert len(place.taken) == 1
+        assert (place.opened, place.came_to) == ([{"position": 7}], (5, 50.0, 0))
+        await place.weights.open_data()
+        assert len(place.opened) == 1, "data that are open stay open"
+
+    at(scenario)
+
+
+def test_data_are_opened_where_the_newest_readable_checkpoint_was() -> None:
+    async def scenario(place: Place) -> None:
+        with_cursor = Checkpoint(state(3, 30.0), {"position": 3}, ())
+        place.disk = {
+            Holding(0, 2, 20): Checkpoint(state(2, 20.0), {"position": 2}, ()),
+            Holding(0, 3, 30): with_cursor,
+            Holding(0, 4, 40): replace(with_cursor, cursor=None),
+            Holding(0, 5, 50): None,
+            Holding(1, 6, 60): replace(with_cursor, cursor={"position": 6}),
+        }
+        await place.weights.find_own()
+        await place.weights.open_data()
+        assert place.opened == [{"position": 3}]
+
+    at(scenario)
+
+
+def test_data_are_opened_where_the_node_left_the_stage_and_only_in_the_first() -> None:
+    async def scenario(place: Place) -> None:
+        place.disk = {Holding(0, 2, 20): Checkpoint(state(2, 20.0), {"position": 2}, ())}
+        await place.weights.find_own()
+        place.node.update(stage=1)
+        await place.weights.open_data()
+        assert place.opened == []
+        place.node.update(stage=0)
+        place.node.cursor = {"position": 9}
+        await place.weights.open_data()
+        assert place.opened == [{"position": 9}]
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("state_", ["starting", "syncing"])
+def test_only_a_node_that_starts_stops_if_its_disk_cannot_be_read(state_: str) -> None:
+    async def scenario(place: Place) -> None:
+        async def held() -> list[Holding]:
+            raise LocalError("stale file handle")
+
+        cast(Any, place.weights)._world.checkpoints.held = held
+        place.node.update(state=state_)
+        if state_ == "starting":
+            with pytest.raises(LocalError):
+                await place.weights.find_own()
+        else:
+            await place.weights.find_own()
+            assert "stale file handle" in str(place.events[-1][1]["message"])
+
+    at(scenario)
+
+
+def test_the_newest_checkpoints_are_listed() -> None:
+    async def scenario(place: Place) -> None:
+        own = [Holding(0, round, 10 * round) for round in range(HOLDINGS_SHOWN + 2)]
+        place.disk = dict.fromkeys([*own, Holding(1, 9, 90)])
+        await place.weights.find_own()
+        place.weights.show_own()
+        assert place.node.advert.holds == tuple(own[2:])
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("mine", "then"), [(47.0, 50.0), (49.5, 49.5), (60.0, 60.0)])
+def test_a_clock_that_is_behind_keeps_up_and_none_goes_back(mine: float, then: float) -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(step=mine)
+        place.weights.keep_up()
+        assert place.node.advert.step == then
+
+    at(scenario)
