@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from elastic import plan_of
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -100,3 +101,57 @@ def test_an_origin_that_falls_silent_again_and_again_is_waited_for_less_and_less
     assert others_took_s(tuple(Fault(at_s, "mute", ("s0r2",), 3.0) for at_s in range(8, 600, 4))) < 2 * others_took_s(
         ()
     )
+
+
+NOW, SILENCE_S = 100.0, 10.0
+
+
+@pytest.mark.parametrize("all_missing", [False, True])
+@pytest.mark.parametrize(
+    ("state", "began", "heard", "announced", "given_up"),
+    [
+        ("training", 95.0, None, 0.0, (False, False)),
+        ("training", 80.0, 95.0, 0.0, (False, False)),
+        ("training", 80.0, 85.0, 0.0, (True, True)),
+        ("training", 80.0, None, 95.0, (True, False)),
+        ("training", 80.0, None, 85.0, (True, True)),
+        ("paused", 80.0, None, 95.0, (True, False)),
+        ("waiting", 80.0, None, 95.0, (True, True)),
+        ("syncing", 95.0, 95.0, 95.0, (True, True)),
+        ("left", 95.0, None, 0.0, (True, True)),
+    ],
+)
+def test_which_origin_is_given_up(
+    state: str, began: float, heard: float | None, announced: float, given_up: tuple[bool, bool], all_missing: bool
+) -> None:
+    """`given_up`: whether it is if the other origin sends, and if that one is missing as well."""
+
+    async def scenario() -> None:
+        server = server_of_two_origins()
+        origins, swarm = server._origins, server._swarm
+        if heard is not None:
+            await asyncio.sleep(heard)
+            origins.heard(Origin("A", 0, 0))
+        await asyncio.sleep(NOW - (heard or 0.0))
+        found = Advert("A", "run", 0, (), state=state, announced_at=announced)
+        swarm.read([found, Advert("B", "run", 0, (), state="training", announced_at=NOW)])
+        silent = origins.give_up(["A", "B"] if all_missing else ["A"], began, SILENCE_S)
+        assert silent == ["A"] * given_up[all_missing]
+        assert origins.is_silent("A") == given_up[all_missing]
+        await asyncio.sleep(1.0)
+        origins.heard(Origin("A", 0, 1))
+        assert origins.is_silent("A") == (state == "left"), "it is waited for again, if it is listed"
+
+    virtual_time.run(scenario(), limit_s=1000)
+
+
+def test_an_origin_that_is_doubted_is_waited_for_once_it_has_sent_something() -> None:
+    async def scenario() -> None:
+        server = server_of_two_origins()
+        server._swarm.read([Advert("C", "run", 0, (), state="training")])
+        assert server._swarm.members.doubted() == {"C"}
+        assert server._origins.is_silent("C")
+        server._origins.heard(Origin("C", 0, 0))
+        assert not server._origins.is_silent("C")
+
+    virtual_time.run(scenario(), limit_s=1000)
