@@ -280,6 +280,8 @@ class Guardian:
         guardians = self._guardians(stage)
         found, mine = holders(stage, self._swarm.members.all()), (held.age, held.step)
         listed = [a for a, theirs in found if a.peer_id in guardians and (theirs.age, theirs.step) >= mine]
+        # Never if this node is one of them, because its own advert is not among those listed.
+        if not guardians or {guardian.peer_id for guardian in listed} != set(guardians):
+            return False
         inquiry.ask(listed)
-        # Not if this node is one of them, because its own advert is not among those listed.
-        return bool(guardians) and {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)
+        return {a.peer_id for a in inquiry.answering(listed, membership.HOLDING)} == set(guardians)
