@@ -11,6 +11,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.intake import AttemptKey
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
 from noloco_p2p.node.membership import Membership
+from noloco_p2p.node.pipeline.origins import LONGEST_PAUSE
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
@@ -155,3 +156,38 @@ def test_an_origin_that_is_doubted_is_waited_for_once_it_has_sent_something() ->
         assert not server._origins.is_silent("C")
 
     virtual_time.run(scenario(), limit_s=1000)
+
+
+def test_the_pause_after_each_lapse_doubles_up_to_a_limit_and_lapses_are_forgotten() -> None:
+    async def scenario() -> None:
+        origins, loop = server_of_two_origins()._origins, asyncio.get_running_loop()
+
+        async def lapse_s() -> float:
+            """Give A up, hear of it again, and return how long it was not waited for."""
+            await asyncio.sleep(SILENCE_S + 1.0)
+            began = loop.time()
+            assert origins.give_up(["A"], began - SILENCE_S, SILENCE_S) == ["A"]
+            await asyncio.sleep(0.5)
+            origins.heard(Origin("A", 0, 0))
+            for _ in range(1000):
+                if origins.waits_for("A"):
+                    break
+                await asyncio.sleep(1.0)
+            return loop.time() - began
+
+        pauses = [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE, LONGEST_PAUSE]
+        assert [await lapse_s() for _ in pauses] == pytest.approx([SILENCE_S * one for one in pauses], abs=1.5)
+        await asyncio.sleep((LONGEST_PAUSE - 2.0) * SILENCE_S)
+        assert await lapse_s() > SILENCE_S, "they are not forgotten yet"
+        await asyncio.sleep((LONGEST_PAUSE + 1.0) * SILENCE_S)
+        assert await lapse_s() < 1.0
+        assert await lapse_s() > SILENCE_S - 1.0
+        await asyncio.sleep(SILENCE_S + 1.0)
+        assert origins.give_up(["A"], loop.time() - SILENCE_S, SILENCE_S) == ["A"]
+        await asyncio.sleep(1.0)
+        origins.heard(Origin("A", 0, 0))
+        assert not origins.waits_for("A")
+        assert origins.give_up(["B"], loop.time() - 2 * SILENCE_S, SILENCE_S) == ["B"]
+        assert origins.waits_for("A"), "no other is left"
+
+    virtual_time.run(scenario(), limit_s=100_000)
