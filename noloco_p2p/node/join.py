@@ -55,7 +55,7 @@ class Joining:
             if stage != node.chosen_stage:
                 node.publish(stage=stage)
                 quiet = 0
-            elif self._run_has_begun() or not missing:
+            elif resume.run_has_begun(self._swarm.everybody()) or not missing:
                 quiet += 1
                 if quiet == 2:
                     node.update(settled=True)
@@ -89,7 +89,8 @@ class Joining:
             node.enter("made", "the weights are made")
 
         def may_begin() -> bool:
-            missing = self._missing(1 if self._run_has_begun() else manifest.start_replicas, membership.IN_ROUNDS)
+            least = 1 if resume.run_has_begun(self._swarm.everybody()) else manifest.start_replicas
+            missing = self._missing(least, membership.IN_ROUNDS)
             if late or node.draining or not missing:
                 return True
             self._report_missing(missing)
@@ -176,9 +177,6 @@ class Joining:
         node.publish(partner_from_round=counted_from)
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _run_has_begun(self) -> bool:
-        return resume.run_has_begun(self._swarm.everybody())
 
     def _missing(self, replicas: int, states: frozenset[str]) -> dict[int, int]:
         node = self._node

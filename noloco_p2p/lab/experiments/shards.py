@@ -24,6 +24,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -68,9 +69,7 @@ def cases(quick: bool) -> list[Case]:
     seeds = range(1, 4)
     swarms = [
         Case.named("{rule}-{kind}-{seed}", rule=rule, kind=kind, seed=seed, **size)
-        for seed in seeds
-        for rule in RULES
-        for kind in ("own", "mixed")
+        for seed, rule, kind in product(seeds, RULES, ("own", "mixed"))
     ]
     return swarms + [Case.named("{rule}-{kind}", rule=ALONE, kind=kind, seed=1, **size) for kind in KINDS]
 
