@@ -7,6 +7,7 @@ flush on; before that they may be present or absent, and bytes present in part.
 
 import asyncio
 import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,7 @@ def checkpoint(number: int) -> Checkpoint:
     state = ReplicaState(
         "12D3KooWme", 0, number, number, number, number, (HostTensor("slow/w", "float32", (VALUES,), values),)
     )
-    return Checkpoint(state, None, ())
+    return Checkpoint(state, None, random.Random(0).getstate())
 
 
 class Written:
