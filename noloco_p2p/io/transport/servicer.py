@@ -59,8 +59,6 @@ class GrpcServicer:
     def __init__(self, links: Links, telemetry: Telemetry, line: OwnersLine, bounds: tuple[int, float]) -> None:
         """`bounds` of an activation: the most bytes of its tensors, and the longest time without progress, seconds."""
         self.links = links
-        self._me = links.me
-        self._run_id = links.run_id
         self._count = partial(telemetry.event, "bytes")
         self._max_body_bytes, self._longest_s = bounds
         self._line = line
@@ -239,7 +237,7 @@ class GrpcServicer:
 
     async def describe(self, claimed: Caller, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """Describe this node."""
-        reply = pb.DescribeReply(peer_id=self._me, run_id=self._run_id)
+        reply = pb.DescribeReply(peer_id=self.links.me, run_id=self.links.run_id)
         try:
             caller, handler = self._admit(claimed, context, observers=True)
             d = handler.describe(caller.name)
@@ -274,7 +272,7 @@ class GrpcServicer:
             await asyncio.sleep(CANCEL_GRACE_S)
             raise Violation("the call carries no header")
         head, frames = unpacked(first, pb.ActivationMessage)
-        header = message_codec.from_header(head, self._run_id, self._max_body_bytes)
+        header = message_codec.from_header(head, self.links.run_id, self._max_body_bytes)
         self.links.check_label(header, caller.name)
         header = replace(header, time_left_s=min(header.time_left_s, self._longest_s))
         rate = least_rate(sum(spec.nbytes for spec in header.specs), header.time_left_s)
