@@ -60,7 +60,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 SERVICE = "/noloco.v1.Node"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PeerChannel:
     """A connection on which this node has shown `leaf`. Messages with tensor bytes are passed as raw bytes."""
 
@@ -211,7 +211,8 @@ class ChannelPool:
             raise Unreachable(f"{peer.peer_id} did not accept a connection within {seconds:.1f} s")
         outcome = task.result()
         if isinstance(outcome, str) or outcome not in self._open:
-            raise Unreachable(f"{peer.peer_id} cannot be reached: {outcome}")
+            reason = outcome if isinstance(outcome, str) else "the connection was closed at once"
+            raise Unreachable(f"{peer.peer_id} cannot be reached: {reason}")
         return outcome
 
     async def _connected(self, key: ChannelKey, peer: Advert) -> PeerChannel | str:

@@ -325,6 +325,18 @@ def test_close_ends_a_call_that_is_being_sent_at_any_moment() -> None:
     run(scenario())
 
 
+def test_a_connection_closed_as_soon_as_it_is_open_is_unreachable_and_its_key_is_not_shown() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            closing: list[asyncio.Task[None]] = []
+            both.a._channels._on_open = lambda: closing.append(asyncio.create_task(both.a.close()))
+            with pytest.raises(Unreachable, match=r"B cannot be reached: the connection was closed at once$"):
+                await soon(both.a.describe(both.peer))
+            await closing[0]
+
+    run(scenario())
+
+
 def test_a_probe_returns_which_peer_answers() -> None:
     async def scenario() -> None:
         starting = transport("B")
