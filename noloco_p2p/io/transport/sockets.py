@@ -47,13 +47,14 @@ def _of_each(found: Callable[[socket.socket], T]) -> dict[int, T]:
     The sockets are only borrowed, neither closed nor kept.
     """
     all_found = {}
-    for number in map(int, os.listdir(OPEN_FILES)):
-        with suppress(OSError), ExitStack() as leaving:  # closed in the meantime, or not a TCP socket
-            file = os.stat(number)
-            if stat.S_ISSOCK(file.st_mode):
-                one = socket.socket(fileno=number)
-                leaving.callback(one.detach)
-                all_found[file.st_ino] = found(one)
+    with suppress(OSError):  # a look opens a file, and none can be opened now
+        for number in map(int, os.listdir(OPEN_FILES)):
+            with suppress(OSError), ExitStack() as leaving:  # closed in the meantime, or not a TCP socket
+                file = os.stat(number)
+                if stat.S_ISSOCK(file.st_mode):
+                    one = socket.socket(fileno=number)
+                    leaving.callback(one.detach)
+                    all_found[file.st_ino] = found(one)
     return all_found
 
 
@@ -68,7 +69,7 @@ class AckedBytes:
         """`rate` receives the measurements; `own` returns `host:port` of the process's connections to itself, whose
         bytes never leave the machine."""
         self._rate, self._own = rate, own
-        self._counts: dict[int, tuple[int, int]] | None = None
+        self._counts: dict[int, tuple[int, int]] = {}
         """By inode: bytes acknowledged, and microseconds busy, at the last look."""
         self._inside: set[int] = set()
         """Inodes of sockets that are, or were, ends of the process's connections to itself."""
@@ -84,7 +85,7 @@ class AckedBytes:
             self._inside |= {inode for inode, ends in _of_each(_ends).items() if not ends.isdisjoint(own)}
         self._inside &= self._counts.keys()
         self._looks_at = now + max(COUNT_S, (thread_time() - began) / COUNT_SHARE)
-        if before is None:
+        if not before:
             return
         moved = [
             (acked - was[0], busy - was[1])

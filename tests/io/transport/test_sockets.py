@@ -96,6 +96,18 @@ def test_both_ends_of_every_connection_between_nodes_are_limited() -> None:
     run(scenario())
 
 
+def test_a_process_that_can_open_no_more_files_still_sends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not even the directory of open files can be opened then."""
+
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            monkeypatch.setattr(sockets, "OPEN_FILES", tmp_path / "cannot be opened")
+            sent = activation(LARGE)
+            assert (await both.a.propagate(both.peer, sent)).grad.data == sent.hidden.data
+
+    run(scenario())
+
+
 def test_the_limit_follows_the_speed_of_the_line() -> None:
     assert unsent_bytes(None) == unsent_bytes(FAST_BYTES_PER_S - 1) == UNSENT_BYTES
     for megabits in (1, 2, 5, 20):
