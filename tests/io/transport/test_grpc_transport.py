@@ -1,6 +1,7 @@
 """The gRPC transport on loopback: data arrives bit for bit, and every failure is one error, raised soon."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.core import wire
+from noloco_p2p.core.line_rate import RESTED_S, MeasuredLine
 from noloco_p2p.core.messages import (
     Activation,
     Gradient,
@@ -39,6 +41,7 @@ from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.channels import Turns
 from noloco_p2p.ports import Body, Claim
+from noloco_p2p.sim import virtual_time
 
 
 @pytest.fixture
@@ -267,3 +270,24 @@ def test_announced_bodies_to_a_peer_and_their_replies_are_sent_in_turn(monkeypat
 
     run(scenario())
     assert sorted(Counter(taken).values()) == [4, 5], "a loss has no body, so it waits for none"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_body_that_fails_in_its_turn_has_left(waits: bool) -> None:
+    async def scenario() -> None:
+        line, begun, clock = MeasuredLine(math.inf, math.inf), list[float](), asyncio.get_running_loop().time
+        turn = Turns(line).of if waits else Turns(line).at_once
+
+        async def fail() -> None:
+            async with turn("B", lambda: begun.append(clock())):
+                await asyncio.sleep(2 * RESTED_S)
+                assert begun == [clock() - 2 * RESTED_S]
+                assert not line.rested("B", clock())
+                raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            await fail()
+        assert not line.rested("B", clock())
+        assert line.rested("B", clock() + 2 * RESTED_S)
+
+    virtual_time.run(scenario(), limit_s=10.0)

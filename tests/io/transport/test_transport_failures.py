@@ -147,6 +147,30 @@ def test_a_peer_that_moved_is_reached_at_its_new_address_at_once() -> None:
     run(scenario())
 
 
+def test_a_connection_for_no_new_calls_is_closed_after_its_last_call() -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both, pair(Node(echo)) as moved:
+            pool = both.a._channels
+            acquire = partial(pool.acquire, seconds=SOON_S, control=True)
+            async with acquire(both.peer) as old:
+                async with acquire(both.peer) as same:
+                    assert same is old
+                async with acquire(moved.peer) as new:
+                    pass
+                assert pool._open == {old, new}
+            assert pool._open == {new}, "the peer has moved"
+            async with acquire(moved.peer) as new:
+                with pytest.raises(Unreachable):
+                    async with acquire(moved.peer):
+                        raise Unreachable("silent")
+                assert pool._open == {new}
+            assert not pool._open, "it has failed"
+            assert not pool._kept
+            assert not pool._awaited
+
+    run(scenario())
+
+
 def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
