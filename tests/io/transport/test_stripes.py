@@ -18,6 +18,7 @@ from soak import soak
 from state_fixture import LONG, LONG_SPECS, NUMBER, Donor
 from transport_fixture import (
     LARGE,
+    RUN,
     Buffers,
     Events,
     Node,
@@ -820,13 +821,14 @@ def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("number", [0, 9])
-def test_an_unexpected_part_is_refused(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [{}, {"stripe": 9}, {"header": pb.ActivationHeader(stripe=9, run_id=RUN)}])
+def test_an_unexpected_part_is_refused(first: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stripes, "HEADER_S", 0.05)
 
     async def scenario() -> None:
         async with raw_stub(Node(hang)) as start:
-            call = await parallel_call(start, number)
+            call = start("Stripe")
+            await call.write(pb.ActivationMessage(**first))
             await call.write(messages(9)[1])
             assert await soon(call.code()) is grpc.StatusCode.UNAVAILABLE
 

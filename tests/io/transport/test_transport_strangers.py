@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -46,6 +47,7 @@ from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.callers import (
     ACTIVATIONS,
     CALLS,
+    DRAINS,
     LATE,
     LATE_PER_S,
     LET_GO_S,
@@ -284,6 +286,38 @@ def test_a_caller_that_does_not_read_pins_no_memory_and_counts_until_its_call_is
 
     run(scenario())
     assert not logged(caplog)
+
+
+async def refuse(header: Header, body: Body) -> Gradient:
+    raise Busy("no place")
+
+
+@pytest.mark.parametrize(("serve", "end", "places"), [(echo, "Unread", 1), (refuse, "Busy", 0)])
+def test_a_caller_that_does_not_read_its_grant_or_refusal_loses_its_connection(
+    serve: Callable[[Header, Body], Coroutine[Any, Any, Gradient]],
+    end: str,
+    places: int,
+    hasty: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call keeps a place that it was granted until it is over."""
+    monkeypatch.setattr(callers, "LET_GO_S", 0.1)
+
+    async def scenario() -> None:
+        node, options = Node(serve), (("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0))
+        async with pair(node) as both, bare(both.peer, options=options) as channel:
+            call = NodeStub(channel).Propagate(timeout=60.0, metadata=ME)
+            await call.write(announced()[0])
+            await soon(node.ended.wait())
+            assert node.ends == [end]
+            async with asyncio.timeout(at_most(SOON_S)):
+                while not both.b.unread:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert both.b._servicer.callers._held[ACTIVATIONS.what, "127.0.0.1"] == places
+            call.cancel()
+            await all_have_ended(both.b)
+
+    run(scenario())
 
 
 def test_many_unread_gradients_are_kept_no_longer_than_one(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -701,6 +735,24 @@ def test_late_refusals_beyond_the_limit_are_sent_at_once() -> None:
         assert not here._late
 
     virtual_time.run(scenario(), limit_s=10_000)
+
+
+def test_refused_calls_are_read_for_a_while_and_only_so_many_at_a_time() -> None:
+    """Their callers may never end them."""
+
+    async def scenario() -> None:
+        here, stranger, clock = Callers(), Caller("h", "X"), asyncio.get_running_loop().time
+        silent = SimpleNamespace(read=asyncio.Event().wait)
+        reading = [asyncio.create_task(here.drain(stranger, silent)) for _ in range(DRAINS.of_caller)]
+        await asyncio.sleep(0)
+        began = clock()
+        await here.drain(stranger, silent)
+        assert clock() == began
+        await asyncio.gather(*reading)
+        assert clock() - began == pytest.approx(slow_transfers.RESERVE_S)
+        assert hold_nothing(here)
+
+    virtual_time.run(scenario(), limit_s=100)
 
 
 def test_a_caller_at_its_limit_of_activations_gets_a_late_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
