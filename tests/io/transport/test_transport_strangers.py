@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -696,6 +696,35 @@ def test_a_caller_has_time_to_end_a_broken_off_call() -> None:
             assert not here.unread
 
     virtual_time.run(scenario(), limit_s=100)
+
+
+async def lost(*_: object) -> None:
+    raise grpc.aio.InternalError("the connection is broken")
+
+
+async def hung(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("abort", "seconds"), [(lost, 0.0), (hung, LET_GO_S)])
+def test_a_call_that_grpc_cannot_end_costs_its_caller_the_connection(abort: Any, seconds: float) -> None:
+    async def scenario() -> None:
+        here, context = Callers(), SimpleNamespace(abort=abort, peer=lambda: "ipv4:10.0.0.1:5")
+        ending = asyncio.create_task(here.give_up(context, Unreachable("revoked")))
+        await asyncio.sleep(seconds + LET_GO_S / 2)
+        assert here.unread == {"10.0.0.1:5": 1}
+        await ending
+        assert not here.unread
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
+def test_a_lost_connection_is_not_reported_as_a_bug() -> None:
+    async def scenario() -> None:
+        await callers.refuse(lost, pb.Reply, Busy("no place"))
+        await GrpcServicer._give(cast(GrpcServicer, None), lost, pb.SnapshotMessage, Patience(), None)
+
+    run(scenario())
 
 
 def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None:
