@@ -144,7 +144,6 @@ class Stripes:
             return True
         except Violation as error:
             self._broken, self._whole = error, True
-            self._turned.set()
             return False
         finally:
             self._calls -= 1
