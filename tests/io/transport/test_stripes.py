@@ -64,9 +64,10 @@ from noloco_p2p.io.transport.exchange import Collected, SentActivation
 from noloco_p2p.io.transport.frame_codec import FILLERS, packed
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
-from noloco_p2p.io.transport.slow_transfers import Unread
+from noloco_p2p.io.transport.slow_transfers import RESERVE_S, Patience, Silent, Unread
 from noloco_p2p.io.transport.stripes import NO_MORE, StripedCalls, Stripes
 from noloco_p2p.ports import ALONE, Body, Claim
+from noloco_p2p.sim import virtual_time
 
 MIDDLE = (3, 333, 777)
 MUCH = 1 << 30
@@ -880,6 +881,10 @@ def test_two_bodies_of_one_caller_may_not_have_the_same_number() -> None:
     run(scenario())
 
 
+async def nowhere(message: bytes) -> None:
+    raise AssertionError("nothing is to be sent here")
+
+
 def test_a_reply_whose_parallel_call_is_lost_fails_at_once() -> None:
     async def scenario() -> None:
         stripes, gone = Stripes(), asyncio.Event()
@@ -911,6 +916,50 @@ def test_a_reply_whose_parallel_call_is_lost_fails_at_once() -> None:
         assert not await carrying, "no place has been granted"
 
     run(scenario())
+
+
+def test_a_body_is_waited_for_without_limit_only_while_a_call_brings_it() -> None:
+    async def scenario() -> None:
+        stripes, clock = Stripes(), asyncio.get_running_loop().time
+        stripes.expect(lambda message: False)
+
+        async def late() -> bytes:
+            await asyncio.sleep(2 * RESERVE_S)
+            return NO_MORE
+
+        carrying = asyncio.create_task(stripes.carry(nowhere, late))
+        await asyncio.sleep(0)
+        began = clock()
+        with pytest.raises(Silent):
+            await stripes.body(Patience())
+        assert clock() - began == pytest.approx(3 * RESERVE_S)
+        stripes.end()
+        assert await carrying
+
+    virtual_time.run(scenario(), limit_s=100)
+
+
+def test_a_reply_goes_over_the_first_call_once_all_others_have_ended() -> None:
+    async def scenario() -> None:
+        stripes, sent = Stripes(), list[bytes]()
+        stripes.expect(lambda message: True)
+
+        async def silent() -> bytes:
+            await asyncio.sleep(1.0)
+            raise Silent("no end of the body")
+
+        async def write(message: bytes) -> None:
+            sent.append(message)
+
+        carrying = [asyncio.create_task(stripes.carry(nowhere, silent)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await stripes.reply([b"head", b"1", b"2"], write)
+        assert sent == [b"head", b"1", b"2"]
+        for one in carrying:
+            with pytest.raises(Silent):
+                await one
+
+    virtual_time.run(scenario(), limit_s=100)
 
 
 @pytest.mark.parametrize("lost", [True, False])
