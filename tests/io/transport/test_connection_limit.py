@@ -107,7 +107,9 @@ def test_many_hosts_with_few_connections_each_do_not_displace_established_ones(c
 def test_connections_to_other_ports_are_left_alone(crowd: Crowd) -> None:
     crowd.come("127.0.0.2", 20)
     with socket.create_server(("127.0.0.1", 0)) as other:
+        files = len(os.listdir(sockets.OPEN_FILES))
         ConnectionLimit(other.getsockname()[1]).look()
+        assert len(os.listdir(sockets.OPEN_FILES)) == files, "nothing that it looked at stays open"
     assert crowd.left() == [20]
 
 

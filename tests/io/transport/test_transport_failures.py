@@ -167,6 +167,7 @@ def test_a_connection_for_no_new_calls_is_closed_after_its_last_call() -> None:
             assert not pool._open, "it has failed"
             assert not pool._kept
             assert not pool._awaited
+            assert not both.a._links._calls
 
     run(scenario())
 
@@ -182,6 +183,15 @@ def test_the_next_address_is_tried_when_one_does_not_answer() -> None:
                     await both.a.propagate(advert(dead, peer_id="C"), activation())
                 with pytest.raises(Unreachable, match="announces no address"):
                     await both.a.propagate(advert(peer_id="D"), activation())
+
+    run(scenario())
+
+
+def test_an_address_that_accepts_and_says_nothing_is_given_up() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            async with NamedLinks("A").channel(f"127.0.0.1:{silent.getsockname()[1]}", "B") as channel:
+                assert await soon(channels.connect(channel, 0.1)) == "no answer within 0.1 s"
 
     run(scenario())
 
