@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +13,7 @@ from noloco_p2p.config import LimitSettings
 from noloco_p2p.core.line_cap import BYTES_PER_MBIT, CAPPED_MESSAGE_S, SHARE, Precedence
 from noloco_p2p.core.line_rate import CONNECTIONS
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.io.transport.capped_line import OwnersLine
+from noloco_p2p.io.transport.capped_line import OTHER, OwnersLine
 from noloco_p2p.io.transport.exchange import Fetched
 from noloco_p2p.io.transport.grpc_transport import SILENCE_S
 from noloco_p2p.io.transport.servicer import GrpcServicer
@@ -83,6 +84,41 @@ def test_calls_that_send_nothing_use_none_of_the_line() -> None:
         assert clock() - began >= (MESSAGES - 3) * CAPPED_MESSAGE_S, "what comes is charged"
 
     run(scenario(), limit_s=120.0)
+
+
+def test_what_may_be_in_transit_is_given_back_when_a_body_fails() -> None:
+    async def scenario() -> None:
+        line = OwnersLine(LimitSettings(download_mbit_per_s=MBIT_PER_S))
+        for _ in range(MESSAGES):
+            with suppress(ConnectionError):
+                async with line.in_transit(OTHER):
+                    raise ConnectionError
+        assert asyncio.get_running_loop().time() == 0.0
+
+    run(scenario(), limit_s=60.0)
+
+
+def test_a_message_that_fails_leaves_the_measured_rates_right() -> None:
+    """A transfer that never ended would share the line with all later ones."""
+
+    async def scenario() -> None:
+        line, message, ends = OwnersLine(LimitSettings()), bytes(1 << 20), iter((None, *2 * (ConnectionError, None)))
+
+        async def move(*_: object) -> bytes:
+            await asyncio.sleep(1.0)
+            if error := next(ends):
+                raise error
+            return message
+
+        read, send = line.receiver(move), partial(line.sender(move), message)
+        await read()  # Nothing is measured before the second message.
+        for transfer, rate in (read, line.measured.down), (send, line.measured.up):
+            with pytest.raises(ConnectionError):
+                await transfer()
+            await transfer()
+            assert rate.bytes_per_s == pytest.approx(len(message))
+
+    run(scenario(), limit_s=60.0)
 
 
 def test_a_fetch_delayed_by_this_nodes_own_line_continues_and_a_silent_one_is_given_up() -> None:
