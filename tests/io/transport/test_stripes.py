@@ -24,6 +24,7 @@ from transport_fixture import (
     Node,
     Pair,
     activation,
+    advert,
     alive,
     all_have_ended,
     bare,
@@ -59,8 +60,10 @@ from noloco_p2p.core.wire import PACK_BYTES
 from noloco_p2p.errors import Busy, Unreachable, Violation
 from noloco_p2p.io.transport import callers, capped_line, grpc_transport, message_codec, stripes
 from noloco_p2p.io.transport import noloco_pb2 as pb
+from noloco_p2p.io.transport.capped_line import OwnersLine
 from noloco_p2p.io.transport.channels import CHANNELS_PER_PEER, CONTROL_SLOT, PeerChannel
 from noloco_p2p.io.transport.exchange import Collected, SentActivation
+from noloco_p2p.io.transport.filler import Warming
 from noloco_p2p.io.transport.frame_codec import FILLERS, packed
 from noloco_p2p.io.transport.noloco_pb2_grpc import NodeStub
 from noloco_p2p.io.transport.reply_reader import GradientReader
@@ -381,6 +384,29 @@ def test_filler_precedes_the_reply_on_each_idle_connection(carried: Carried, lim
             assert filler == [CONNECTIONS], "other bodies are being sent, so the connections are not idle"
 
     run(scenario())
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_filler_for_a_peer_that_is_lost_leaves_nothing(reached: bool) -> None:
+    @asynccontextmanager
+    async def calling(*_: object, control: bool = False, part: int = 0) -> AsyncIterator[tuple[PeerChannel, float]]:
+        if part or not reached:
+            raise Unreachable("lost")
+        yield PeerChannel("host:1", None, None), 1.0
+
+    async def scenario() -> None:
+        line, clock = OwnersLine(LimitSettings()), asyncio.get_running_loop().time
+        line.measured.up.ended(line.measured.up.began(clock() - 1.0), 50e6, clock())
+        line.measured.answered("B", 0.2)
+        warming = Warming(line, calling, lambda peer: asyncio.sleep(0))
+        warming.warm([advert("host:1")], MUCH)
+        [sending] = warming._under_way.values()
+        await sending
+        await asyncio.sleep(1.0)
+        assert not warming._under_way
+        assert line.measured.rested("B", clock())
+
+    virtual_time.run(scenario(), limit_s=10)
 
 
 def test_repeated_filler_is_a_violation() -> None:
@@ -783,23 +809,26 @@ def test_parts_may_come_before_the_header() -> None:
     run(scenario())
 
 
-def test_calls_whose_header_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stripes, "HEADER_S", 0.05)
-
+def test_calls_wait_for_their_header_and_end_with_its_call() -> None:
     async def scenario() -> None:
-        known = StripedCalls()
+        known, clock = StripedCalls(), asyncio.get_running_loop().time
         waiting = [asyncio.create_task(known.of("A", stripes.to_stripe(number))) for number in (7, 7, 8)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])
-        with known.may_carry("A", 8, lambda context: context):
-            assert await soon(waiting[2]) is not None
-        assert await soon(waiting[1]) is None
+        with known.may_carry("A", 7, lambda context: context) as body:
+            assert await waiting[1] is not None
+            assert clock() == 0.0
+            carrying = asyncio.create_task(body.carry(nowhere, nowhere))
+            await asyncio.sleep(0)
+        assert not await carrying
+        assert await waiting[2] is None
+        assert clock() == stripes.HEADER_S
         assert not known._waiting
         assert not known._known
         assert await known.of("A", stripes.to_stripe(0)) is None
 
-    run(scenario())
+    virtual_time.run(scenario(), limit_s=100)
 
 
 def test_parts_may_come_in_any_order_and_late_calls_carry_nothing() -> None:
@@ -881,8 +910,8 @@ def test_two_bodies_of_one_caller_may_not_have_the_same_number() -> None:
     run(scenario())
 
 
-async def nowhere(message: bytes) -> None:
-    raise AssertionError("nothing is to be sent here")
+async def nowhere(*_: object) -> None:
+    raise AssertionError("nothing is sent or read here")
 
 
 def test_a_reply_whose_parallel_call_is_lost_fails_at_once() -> None:
