@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from grpc._cython import cygrpc
 from machine import at_most
@@ -42,6 +44,7 @@ from noloco_p2p.io.transport import channels, grpc_transport, message_codec, pee
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.exchange import SentActivation
 from noloco_p2p.io.transport.frame_codec import unpacked
+from noloco_p2p.io.transport.grpc_errors import translated_errors
 from noloco_p2p.io.transport.incoming import IncomingActivation
 from noloco_p2p.io.transport.probe import probe
 from noloco_p2p.io.transport.slow_transfers import Patience
@@ -245,6 +248,28 @@ def test_a_newly_opened_connection_is_not_closed_to_make_room(monkeypatch: pytes
             assert got.grad.data == sent.hidden.data
 
     run(scenario())
+
+
+NOT_SENT = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "not sent")
+
+
+@pytest.mark.parametrize(
+    ("error", "left_s", "text"),
+    [
+        (NOT_SENT, 1.0, "B was lost while waiting for a gradient: not sent"),
+        (NOT_SENT, 0.0, "no gradient from B within 5 s"),
+        (asyncio.CancelledError(), 1.0, "ended while it was waiting for a gradient"),
+        (asyncio.InvalidStateError(), 1.0, "closed before the gradient arrived"),
+        (grpc.aio.UsageError(), 1.0, "closed before the gradient arrived"),
+    ],
+)
+def test_what_grpc_raises_when_a_call_ends_early_is_unreachable(error: BaseException, left_s: float, text: str) -> None:
+    async def call() -> None:
+        with translated_errors("B", "gradient", 5.0, asyncio.get_running_loop().time() + left_s):
+            raise error
+
+    with pytest.raises(Unreachable, match=text):
+        run(call())
 
 
 def test_another_run_is_refused() -> None:
