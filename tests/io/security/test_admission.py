@@ -147,6 +147,15 @@ def test_observers_do_not_use_up_an_invitation(tmp_path: Path) -> None:
     assert not (club.home / "book").exists()
 
 
+def test_another_invitation_does_not_make_an_issuer_forget_who_used_the_first(tmp_path: Path) -> None:
+    club = Club(tmp_path)
+    mine, one = issuer(club), asked(invitation=invitation(club, uses=1).text, role="member")
+    for peer, request in ((ANN, one), (BOB, asked(invitation=invitation(club).text, role="member"))):
+        mine.answer(peer, request)
+    with pytest.raises(Declined, match="used up"):
+        mine.answer(EVE, one)
+
+
 def test_expired_invitations_are_dropped_from_the_book(tmp_path: Path) -> None:
     club, later = Club(tmp_path), [0.0]
     mine = issuer(club, lambda: club.now + later[0])

@@ -131,6 +131,12 @@ def friend(m: Mallory, name: Callable[[str], str]) -> Shown:
     return m.shows(dns(own), chain=cert + m.chain, signer=pal, issuer="friend")
 
 
+def unadmitted(m: Mallory) -> Shown:
+    """A peer that is what it says, but that no issuer has admitted."""
+    key, now = m.victim._identity.key, m.club.now
+    return certificates.leaf(key, m.victims_name, now - HOUR_S, now + HOUR_S)
+
+
 def leaf_signs(m: Mallory) -> Shown:
     """A leaf's key signs another leaf."""
     other = ec.generate_private_key(ec.SECP256R1())
@@ -296,6 +302,7 @@ SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
     ("membership of another run of this root", "the victim's name", lambda m: of_another_run(m, name_here=True)),
     ("an observer's certificate", "its name", lambda m: observer(m, "observer")),
     ("an expired membership", "his own name", expired),
+    ("the victim's own key", "a leaf below no membership", unadmitted),
 ]
 OPEN_SERVERS: list[tuple[str, str, Callable[[Mallory], Shown]]] = [
     ("the victim's own key", "nothing wrong", lambda m: m.victim.leaf()),
