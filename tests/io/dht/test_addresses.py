@@ -41,6 +41,8 @@ def test_a_join_address_is_read_and_written_back(where: str) -> None:
         (f"/ip4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
         (f"/ip4/name/tcp/4001/p2p/{PEER}", "not a valid ip4 host"),
         (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not a valid ip6 host"),
+        (f"/dns4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
+        (f"/dns4/-name/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
     ],
 )
 def test_a_malformed_join_address_is_reported_in_one_line(text: str, reason: str) -> None:

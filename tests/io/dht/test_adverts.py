@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht import adverts
+from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.adverts import (
     LONGEST_TTL_S,
     PAYLOAD_LIMIT_BYTES,
@@ -25,7 +26,7 @@ from noloco_p2p.io.dht.adverts import (
     packed_bytes,
     packed_text,
 )
-from noloco_p2p.io.dht.identity import Identity, peer_id_of
+from noloco_p2p.io.dht.identity import Identity, peer_id_of, public_key_of
 
 RUN = "ab" * 32
 NOW = 1.0e9
@@ -289,6 +290,21 @@ def test_a_forged_record_is_refused(tmp_path: Path, kind: str) -> None:
     mine.close()
 
 
+def test_a_long_subkey_is_not_remembered(tmp_path: Path) -> None:
+    """A stranger could fill the memory with subkeys of 4 MiB, the most that a message of hivemind holds."""
+    mine = Identity.open(tmp_path / "mine")
+    validator, good = signed(mine)
+    before = public_key_of.cache_info().misses
+    assert not validator.validate(dataclasses.replace(good, subkey=b"\xda\x00\x81" + b"a" * 129))
+    assert public_key_of.cache_info().misses == before
+    mine.close()
+
+
+def test_a_peer_names_only_its_own_daemon() -> None:
+    own, other = (f"/ip4/8.8.8.8/tcp/4001/p2p/{peer}" for peer in (PEER, peer_id_of(bytes(32))))
+    assert adverts.libp2p_addresses(AdvertRecord(advert(), NOW, (other, "nonsense", own))) == [JoinAddress.parse(own)]
+
+
 def test_a_record_that_its_own_peer_signed_is_refused_if_it_is_malformed(tmp_path: Path) -> None:
     """hivemind unpacks subkey and value itself: in another packing they could mean something else to it."""
     mine = Identity.open(tmp_path / "mine")
@@ -303,6 +319,9 @@ def test_a_record_that_its_own_peer_signed_is_refused_if_it_is_malformed(tmp_pat
         {"key": b"key of another run"},
         {"subkey": packed_bytes(mine.peer_id.encode())},
         {"subkey": packed_text(mine.peer_id) + b" "},
+        {"subkey": b"\xd9\x34" + b"\xff" * 52},
+        {"subkey": b"\xd9\xff" + b"a" * 256},
+        {"value": b"\xc5\xff\xff" + bytes(1 << 16)},
         {"expiration_time": NOW + LONGEST_TTL_S + 1.0},
     ):
         made = dataclasses.replace(plain, **changes)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import base58
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
@@ -44,6 +45,9 @@ def test_only_one_spelling_of_a_peer_id_is_accepted(spelling: str) -> None:
     assert public_key_of(spelling.format(right)) is None
     assert public_key_of("z" * len(right)) is None
     assert public_key_of(right[:-1] + "0") is None
+    other_prefix = base58.b58encode(bytes.fromhex("002408011221") + bytes(range(32))).decode()
+    assert len(other_prefix) == len(right)
+    assert public_key_of(other_prefix) is None
 
 
 def test_a_new_key_is_private_and_loaded_again(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from daemons import STRANGER, daemon, node, run
 
-from noloco_p2p.core.messages import Advert
+from noloco_p2p.core.messages import STREAM, Advert
 from noloco_p2p.io.dht import reach as reaching
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import DIALS_PER_MINUTE, ask_dial_back, serve_dial_back
-from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, scope
+from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, joined, scope
 
 SCOPES = {
     "8.8.8.8": "public",
@@ -72,6 +72,7 @@ def test_hosts_and_ports_are_parsed() -> None:
     assert endpoint("[::1]:4102") == ("::1", 4102)
     assert endpoint("node-1.example:9464") == ("node-1.example", 9464)
     assert endpoint("http://[fd00::1]:9464/metrics") == ("fd00::1", 9464)
+    assert [joined("::1", 80), joined("10.0.0.1", 80)] == ["[::1]:80", "10.0.0.1:80"]
 
 
 NAMES = {"me.example": ["8.8.4.4"], "inside.example": ["10.0.0.7"], "both.example": ["127.0.0.1", "8.8.8.8"]}
@@ -136,6 +137,16 @@ def test_a_name_is_resolved_once_a_minute_and_its_address_is_dialled(
     asyncio.run(scenario())
 
 
+def test_an_advert_keeps_the_addresses_that_may_be_dialled_and_those_of_streams() -> None:
+    kept = "8.8.8.8:4102", "[2606:4700::1]:4102", STREAM, f"relay/{STRANGER}"
+    dropped = "10.0.0.1:4102", STRANGER, "relay/nobody", "relay/"
+    inside, outside = "http://10.0.0.1:9464/metrics", "http://8.8.8.8:9464/metrics"
+    one = Advert(STRANGER, "run", 0, (*kept, *dropped), metrics=inside, libp2p_metrics=outside)
+    other = replace(one, metrics=outside, libp2p_metrics=inside)
+    found = asyncio.run(Reach(["8.8.4.4"]).within([one, other]))
+    assert found == [replace(one, addresses=kept, metrics=""), replace(other, addresses=kept, libp2p_metrics="")]
+
+
 def test_a_failed_look_up_keeps_the_known_address(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that wakes up, or a router that reconnects at night, has no network for a moment."""
 
@@ -145,6 +156,7 @@ def test_a_failed_look_up_keeps_the_known_address(names: list[str], monkeypatch:
         before = await reach.addresses(hosts)
         assert set(before) == {"both.example", "10.0.0.9"}
         monkeypatch.setattr(reaching, "KEPT_S", -1.0)
+        monkeypatch.setattr(reaching, "FORGOTTEN_S", 0.0)  # it has slept for hours
         for name in ("inside.example", "both.example"):
             monkeypatch.delitem(NAMES, name)
         assert await reach.addresses(hosts) == before
@@ -218,6 +230,7 @@ def test_a_known_name_is_not_displaced_by_any_number_of_new_ones(
 ) -> None:
     """In an open run a stranger can announce as many names as it likes."""
     monkeypatch.setattr(reaching, "KEPT_S", 0.0)
+    monkeypatch.setattr(reaching, "LOOKUP_S", 60.0)
 
     async def scenario() -> None:
         reach = Reach(["8.8.4.4"])
@@ -226,6 +239,7 @@ def test_a_known_name_is_not_displaced_by_any_number_of_new_ones(
             found = await reach.addresses([*(f"a{reading}-{n}.example" for n in range(99)), "both.example"])
             assert "both.example" in found
         assert len(reach._known) <= reaching.NAMES_KEPT
+        assert names.count("both.example") == 13, "it is looked up again at each reading"
 
     asyncio.run(scenario())
 
