@@ -199,7 +199,7 @@ class KnownPeers:
         with self._remembering, writing(self._path):
             before = set(self._addresses.values())
             answering = {address.peer_id: address for address in addresses}
-            for address in sorted(answering.values(), key=lambda one: one.peer_id not in self._addresses):
+            for address in answering.values():
                 self._put(address, answering)
             if set(self._addresses.values()) != before:
                 make_folders(self._path.parent)

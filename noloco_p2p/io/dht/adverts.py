@@ -136,8 +136,6 @@ def decode(payload: bytes, *, run_id: str, stage: int, peer_id: PeerId, stages: 
 
     `stages` is the number of stages in the run; the record may not name any others.
     """
-    if len(payload) > MEMBERS_PAYLOAD_LIMIT_BYTES:
-        raise Violation(f"advert of {len(payload)} bytes; at most {MEMBERS_PAYLOAD_LIMIT_BYTES} are accepted")
     try:
         sent = AdvertPayload.model_validate_json(payload)
     except ValidationError as error:

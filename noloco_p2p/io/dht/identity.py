@@ -43,7 +43,7 @@ def public_key_of(peer_id: str) -> bytes | None:
         public_key = base58.b58decode(peer_id)[len(_ID_PREFIX) :]
     except ValueError:
         return None
-    return public_key if len(public_key) == 32 and peer_id_of(public_key) == peer_id else None
+    return public_key if peer_id_of(public_key) == peer_id else None
 
 
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
