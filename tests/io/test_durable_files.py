@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,8 @@ def test_run_files_outlive_a_loss_of_power(tmp_path: Path, steps: Steps) -> None
 def test_the_folders_of_a_first_checkpoint_outlive_a_loss_of_power(tmp_path: Path, steps: Steps) -> None:
     tensor = HostTensor("slow/w", "float32", (1,), memoryview(bytes(4)))
     state = ReplicaState("12D3KooWme", 0, 1, 1.0, 1, 1, (tensor,))
-    asyncio.run(FileCheckpoints(tmp_path, "ab" * 32, "12D3KooWme", 3).save(Checkpoint(state, None, ())))
+    checkpoint = Checkpoint(state, None, random.Random(0).getstate())
+    asyncio.run(FileCheckpoints(tmp_path, "ab" * 32, "12D3KooWme", 3).save(checkpoint))
     assert ("flush", tmp_path) in steps
     assert ("flush", tmp_path / "checkpoints") in steps
     names = [path for what, path in steps if what == "name"]
