@@ -24,8 +24,8 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
     ConfigError if `url` is not an address.
     """
     if url is None:
-        newest = max(home.glob(f"node-*/{ENDPOINTS}"), key=lambda path: path.stat().st_mtime, default=None)
-        found = newest if directory is None else directory / ENDPOINTS
+        written = home.glob(f"node-*/{ENDPOINTS}")
+        found = directory / ENDPOINTS if directory else max(written, key=lambda one: one.stat().st_mtime, default=None)
         url = None if found is None else _address(found)
         if url is None:
             return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"

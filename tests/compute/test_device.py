@@ -262,7 +262,9 @@ def test_close_ends_the_running_call_too_if_it_hangs() -> None:
 def test_a_call_that_ends_just_before_the_device_is_closed_as_hung_is_no_trouble() -> None:
     device = DeviceThread("test")
     device.close(hung=True)
+    assert device.running_s() == 0.0
     device._thread.join()
+    assert not device._thread.is_alive()
 
 
 def test_a_waiter_whose_loop_has_ended_does_not_end_the_thread() -> None:

@@ -160,7 +160,7 @@ def _library() -> Any:
     from fsspec.compression import register_compression
     from pyarrow import CompressedInputStream
 
-    # What fsspec would use may end early without an error if the file is cut off.
+    # The reader that fsspec would choose takes a file that is cut off for a shorter one.
     register_compression("zstd", lambda file, mode: CompressedInputStream(file, "zstd"), "zst", force=True)
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is raised as well, and says more
     cache = Path(datasets.config.HF_DATASETS_CACHE)

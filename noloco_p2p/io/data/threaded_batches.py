@@ -103,7 +103,8 @@ def make_batches(
     of other data; LocalError for data that cannot be read. Training data is not read before the first `next`.
     """
     corpus = _corpus(manifest, node_config)
-    if isinstance(corpus, corpora.FileCorpus):  # whose first pieces are all of the first files
+    if isinstance(corpus, corpora.FileCorpus):
+        # Only the first pieces are read, which would otherwise all be of the first files.
         generator(manifest.seed, "data", "held out").shuffle(corpus.held_out_pieces)
     stream = SampleStream(corpus, manifest, peer_id)
     start = StreamPosition() if cursor is None else _place(cursor, corpus.units)

@@ -12,12 +12,12 @@ LONGEST_STEP = 4.0
 """How long a step waits for an origin that sends, but does not fill its slots, in units of the silence after which one
 that sends nothing is given up."""
 LONGEST_PAUSE = 32.0
-"""How long an origin that was given up again and again is not waited for, in the same unit. A lapse is forgotten as
-long after the end of its pause."""
+"""The longest pause in which an origin that was given up repeatedly is not waited for, in the same unit. A lapse is
+forgotten when as much time has passed since the end of its pause."""
 
 
 class _Lapse(NamedTuple):
-    """An origin was given up `at` a time on the loop's clock, and is not waited for until its pause is over."""
+    """When an origin was given up, on the loop's clock, and for how long after that it is not waited for."""
 
     at: float
     pause_s: float
@@ -32,8 +32,8 @@ class Origins:
         self._lapses: dict[PeerId, _Lapse] = {}
 
     def heard(self, origin: Origin) -> None:
-        """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again, though at once
-        only if it has not been given up before."""
+        """Note that a microbatch has arrived, whatever the answer to it: its origin is waited for again, at once or, if
+        it was given up repeatedly, after its pause."""
         self._swarm.heard(origin)
         if origin.peer in self._lapses:
             self._node.waits.pulse()

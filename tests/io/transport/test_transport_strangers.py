@@ -720,11 +720,18 @@ def test_a_call_that_grpc_cannot_end_costs_its_caller_the_connection(abort: Any,
 
 
 def test_a_lost_connection_is_not_reported_as_a_bug() -> None:
+    tried: list[str] = []
+
+    async def write(*_: object) -> None:
+        tried.append("write")
+        await lost()
+
     async def scenario() -> None:
-        await callers.refuse(lost, pb.Reply, Busy("no place"))
-        await GrpcServicer._give(cast(GrpcServicer, None), lost, pb.SnapshotMessage, Patience(), None)
+        await callers.refuse(write, pb.Reply, Busy("no place"))
+        await GrpcServicer._give(cast(GrpcServicer, None), write, pb.SnapshotMessage, Patience(), None)
 
     run(scenario())
+    assert tried == ["write", "write"], "each once: the error ends the attempt, and goes no further"
 
 
 def test_late_refusals_are_sent_one_by_one_per_host_and_others_at_once() -> None:
