@@ -3,11 +3,12 @@
 Replicas of a stage are close together, but their weights can be anywhere. Both round their values to integers on the
 same dithered lattice. The low bits of the sender's integers travel, and the receiver takes the integers with these bits
 that are nearest to its own. It applies only the difference of the integers: dither and rounding are the same on both
-sides, so the two replicas of a pair move by opposite amounts, and their mean stays. A digest of the full integers shows
-where the nearest integer was wrong because the bound was too small: those chunks are requested again.
+sides, so the two replicas of a pair move by opposite amounts, and their mean stays. A digest of the integers' high bits
+shows where the nearest integer was wrong because the bound was too small: those chunks are requested again.
 
-Any two machines get the same integers: scaling by powers of two is exact, and so is everything that follows except the
-sum of a fraction and its dither, which IEEE 754 rounds in the same way everywhere.
+Any two machines get the same integers: a value is rounded once, to 2^-8 of a step, and all that follows is exact.
+
+On a CPU the time is that of the passes over the values: each operation is one, so they are few, and in place.
 
 Shape legend: C chunks of the vector, or some of them; K values of a chunk.
 """
@@ -39,8 +40,12 @@ BATCH, GPU_BATCH = 32, 2048
 a GPU 32 megabytes, so that it does not wait for kernel launches."""
 
 
+FRACTION_BITS = 8
+"""Values and dither are multiples of 2^-8 of a step: with the 22 bits of `FINEST_BITS`, a value fits 32 bits."""
+
+
 class PairDither:
-    """The dither of a pair's exchange in one round, equal on both sides: a uniform fraction for each value.
+    """The dither of a pair's exchange in one round, equal on both sides: a uniform fraction of a step for each value.
 
     It is the sum modulo 1 of a number for the value's place in its chunk and one for its chunk. So any two values of
     the vector have independent dither, which is all that means and variances require.
@@ -48,10 +53,10 @@ class PairDither:
 
     def __init__(self, seed: int, round: int, pair: tuple[PeerId, PeerId], parameters: int) -> None:
         chunks = chunk_count(parameters)
-        random = seeds.generator(seed, "lattice", round, *sorted(pair)).randbytes(4 * (CHUNK + chunks))
-        numbers = (torch.frombuffer(bytearray(random), dtype=torch.int32) >> 8).to(torch.float32) * 2.0**-24 + 0.5
+        random = seeds.generator(seed, "lattice", round, *sorted(pair)).randbytes(CHUNK + chunks)
+        numbers = torch.frombuffer(bytearray(random), dtype=torch.uint8).to(torch.int32)
         self.place_K, self.chunk_C = numbers[:CHUNK], numbers[CHUNK:]
-        """Multiples of 2^-24 from 0 to 1."""
+        """int32, in units of 2^-8."""
 
 
 @cache
@@ -78,16 +83,33 @@ class _ChunkRows(NamedTuple):
             rows_CK = torch.stack([vector[chunk * CHUNK : chunk * CHUNK + self.width] for chunk in self.chunks])
         return rows_CK if self.width % 2 == 0 else torch.nn.functional.pad(rows_CK, (0, 1))
 
-    def write(self, vector: Tensor, rows_CK: Tensor, good_C: Tensor) -> None:
-        """Write the rows marked good to a vector."""
+    def write(self, vector: Tensor, rows_CK: Tensor) -> None:
+        """Write the rows to a vector."""
         rows_CK = rows_CK[:, : self.width]
         first, last = self.chunks[0], self.chunks[-1]
-        if last - first + 1 == len(self.chunks) and bool(good_C.all()):
-            vector[first * CHUNK : first * CHUNK + rows_CK.numel()] = rows_CK.flatten()
+        if last - first + 1 == len(self.chunks):
+            vector[first * CHUNK : first * CHUNK + rows_CK.numel()].view_as(rows_CK).copy_(rows_CK)
             return
-        for chunk, row, good in zip(self.chunks, rows_CK, good_C.tolist(), strict=True):
-            if good:
-                vector[chunk * CHUNK : chunk * CHUNK + self.width] = row
+        for chunk, row in zip(self.chunks, rows_CK, strict=True):
+            vector[chunk * CHUNK : chunk * CHUNK + self.width] = row
+
+
+class _Lattice(NamedTuple):
+    """The lattice of the requested chunks, on the device."""
+
+    scales: Tensor
+    """How many units of 2^-8 of a step a value of 1 is in each chunk, in the vector's dtype."""
+    places: Tensor
+    """The dither of each place."""
+    chunks: Tensor
+    """The dither of each chunk."""
+
+    def integers(self, rows_CK: Tensor, at: slice) -> Tensor:
+        """⌊value / step + dither⌋, int32, C×K, of the chunks at these positions."""
+        fixed_CK = (rows_CK * self.scales[at, None]).round_().to(torch.int32)
+        fixed_CK += self.places[: rows_CK.shape[1]]
+        fixed_CK += self.chunks[at, None]
+        return fixed_CK.bitwise_right_shift_(FRACTION_BITS)
 
 
 class LatticeAnswer(NamedTuple):
@@ -124,6 +146,7 @@ class LatticeCodec:
         if bool((own_C == PLAIN).any()):
             raise Declined("this replica's vector is not finite")
         used_C = torch.maximum(asked_C, own_C)
+        lattice = self._lattice(asked, self._steps(used_C), dither)
         digest_C = torch.zeros(len(used_C), dtype=torch.int32)
         codes: list[Tensor] = []
         plain: list[Tensor] = []
@@ -131,9 +154,9 @@ class LatticeCodec:
             if int(used_C[batch.at.start]) == PLAIN:
                 plain.append(batch.rows(vector)[:, : batch.width].flatten().view(torch.uint8))
                 continue
-            rows_CK = self._integers(batch.rows(vector).to(self._device), batch, used_C[batch.at], dither)
-            digest_C[batch.at] = self._digest(rows_CK)
-            codes.append(self._packed(rows_CK).flatten().cpu())
+            integers_CK = lattice.integers(batch.rows(vector).to(self._device), batch.at)
+            codes.append(self._packed(integers_CK).flatten().cpu())
+            digest_C[batch.at] = self._digest_of(integers_CK)
         return torch.cat((digest_C.view(torch.uint8), *plain, used_C, *codes))
 
     def decode(
@@ -141,32 +164,32 @@ class LatticeCodec:
     ) -> LatticeAnswer:
         """Decode an answer into the vector `into`: own + (the integers' difference) × step, chunk by chunk.
 
-        `own` is the vector for which this replica made the request `asked`. Wrong chunks are left unchanged. Raises
+        `own` is the vector for which this replica made the request `asked`; wrong chunks are as in `own`. Raises
         Violation if the length does not match the request, bounds are invalid, or plain values are not finite.
         """
         digest_C, plain, used_C, codes = self._parts(wire, asked)
-        count = len(used_C)
-        good_C, distance_C = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.float64)
+        step_C = self._steps(used_C)
+        lattice, moved_C = self._lattice(asked, step_C, dither), step_C.to(self._dtype)
+        good_C, distance_C = torch.ones_like(used_C, dtype=torch.bool), torch.zeros_like(step_C)
         for batch in self._batches(asked, used_C):
             at, rows_CK = batch.at, batch.rows(own)
             if int(used_C[at.start]) == PLAIN:
                 taken, plain = plain[: batch.width], plain[batch.width :]
                 distance_C[at] = float((taken - rows_CK[0, : batch.width]).abs().max())
-                batch.write(into, taken[None], good_C[at])
+                batch.write(into, taken[None])
                 continue
             size = len(batch.chunks) * self.format.code_bytes(batch.width)
             taken, codes = codes[:size], codes[size:]
-            rows_CK, used = rows_CK.to(self._device), used_C[at]
-            integers_CK = self._integers(rows_CK, batch, used, dither)
+            rows_CK = rows_CK.to(self._device)
+            integers_CK = lattice.integers(rows_CK, at)
             gap_CK = self._gap(taken.to(self._device).view(len(batch.chunks), -1), integers_CK)
             integers_CK += gap_CK
-            least_C, most_C = gap_CK.amin(-1).int().cpu(), gap_CK.amax(-1).int().cpu()
+            least_C, most_C = gap_CK.amin(-1).cpu(), gap_CK.amax(-1).cpu()
             # The lowest code counts as wrong: otherwise only one replica of a pair might find the chunk wrong.
-            good_C[at] = (self._digest(integers_CK).cpu() == digest_C[at]) & (least_C > -self._levels)
-            step_C = self._steps(used)
-            distance_C[at] = torch.maximum(-least_C, most_C) * step_C
-            gap_CK = gap_CK.to(self._dtype) * step_C.to(self._device, self._dtype)[:, None]
-            batch.write(into, rows_CK + gap_CK, good_C[at])
+            good_C[at] = (self._digest_of(integers_CK).cpu() == digest_C[at]) & (least_C > -self._levels)
+            distance_C[at] = torch.maximum(-least_C, most_C) * step_C[at]
+            applied_C = (moved_C[at] * good_C[at]).to(self._device)
+            batch.write(into, torch.addcmul(rows_CK, gap_CK.to(self._dtype), applied_C[:, None]))
         wrong = tuple(asked.chunks[at] for at in torch.nonzero(~good_C).flatten().tolist())
         return LatticeAnswer(wrong, used_C, distance_C)
 
@@ -204,14 +227,10 @@ class LatticeCodec:
         exponent_C = bounds_C.to(torch.int32) - BOUND_ZERO
         return torch.ldexp(torch.ones(len(bounds_C), dtype=torch.float64), exponent_C) / self._levels
 
-    def _integers(self, rows_CK: Tensor, batch: _ChunkRows, bounds_C: Tensor, dither: PairDither) -> Tensor:
-        """⌊value / step + dither⌋, int32, C×K. Only the fraction is rounded, to 2^-22."""
-        rows_CK = rows_CK * (1 / self._steps(bounds_C)).to(self._device, rows_CK.dtype)[:, None]
-        whole_CK = rows_CK.floor()
-        rows_CK -= whole_CK
-        place_K, chunk_C = dither.place_K[: rows_CK.shape[1]], _of(dither.chunk_C, batch.chunks)
-        rows_CK += place_K.to(self._device) + chunk_C.to(self._device)[:, None]
-        return whole_CK.to(torch.int32).add_(rows_CK.to(torch.int32))
+    def _lattice(self, asked: LatticeRequest, step_C: Tensor, dither: PairDither) -> _Lattice:
+        chunk_C = _of(dither.chunk_C, asked.chunks).to(self._device)
+        scale_C = ((1 << FRACTION_BITS) / step_C).to(self._device, self._dtype)
+        return _Lattice(scale_C, dither.place_K.to(self._device), chunk_C)
 
     def _packed(self, integers_CK: Tensor) -> Tensor:
         """The low bits. With 4 bits, the first half of a row is in the lower halves of the bytes."""
@@ -219,7 +238,7 @@ class LatticeCodec:
         if self.format.bits == 8:
             return codes
         low, high = codes.chunk(2, dim=1)
-        return low & 15 | high << 4
+        return (high << 4).bitwise_or_(low & 15)
 
     def _gap(self, packed: Tensor, integers_CK: Tensor) -> Tensor:
         """How far the nearest integers with these low bits are from this replica's own, int8."""
@@ -227,16 +246,13 @@ class LatticeCodec:
         gap_CK = codes - integers_CK.to(torch.uint8)
         return gap_CK.view(torch.int8) if self.format.bits == 8 else (gap_CK << 4).view(torch.int8) >> 4
 
-    def _digest(self, integers_CK: Tensor) -> Tensor:
-        """The digest of each chunk, int32: a sum of odd multiples modulo 2^32.
+    def _digest_of(self, integers_CK: Tensor) -> Tensor:
+        """The digest of each chunk, int32: the sum of odd multiples of the high bits, modulo 2^32.
 
-        The low bits are rotated to the top: a wrong integer is off by a multiple of 2^bits, so otherwise that many bits
-        of the digest would never differ.
+        A wrong integer has the right low bits, because those travel. Overwrites the integers.
         """
-        bits = self.format.bits
-        turned_CK = (integers_CK << (32 - bits)) | ((integers_CK >> bits) & ((1 << (32 - bits)) - 1))
         factors_K = _digest_factors()[: integers_CK.shape[1]].to(self._device)
-        return (turned_CK * factors_K).sum(-1, dtype=torch.int32)
+        return integers_CK.bitwise_right_shift_(self.format.bits).mul_(factors_K).sum(-1, dtype=torch.int32)
 
 
 def _to_tensor(bounds: bytes) -> Tensor:

@@ -23,7 +23,7 @@ def total(vectors: Sequence[Vector]) -> Vector:
 
 def mean(vectors: Sequence[Vector]) -> Vector:
     """The mean of one or more vectors."""
-    return total(vectors) / len(vectors)
+    return total(vectors) / len(vectors) if len(vectors) > 1 else vectors[0]
 
 
 def round_vector(phi: Vector, delta: Vector, *, beta: Scalar, gamma: Scalar) -> Vector:

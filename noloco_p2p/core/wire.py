@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
 
-PROTOCOL = "11"
+PROTOCOL = "12"
 """Version of proto/noloco.proto, and of the slots of `balanced`, on which all nodes must agree."""
 CHUNK_BYTES = 1 << 20
 """Maximum length of a chunk. Longer ones are slower: they drop out of the processor's cache between two copies."""

@@ -14,8 +14,9 @@ CHUNK = 4096
 
 
 def decoded_difference(mine: Vector, theirs: Vector, step: Vector, dither: Vector) -> Vector:
-    """û_j − û_i: both rounded to multiples of `step`, shifted by the same dither."""
-    difference: Vector = step * (np.floor(theirs / step + dither) - np.floor(mine / step + dither))
+    """û_j − û_i: both rounded to 2^-8 of `step`, then to multiples of it, shifted by the same dither."""
+    k_theirs, k_mine = (np.floor(np.round(256 * vector / step) / 256 + dither) for vector in (theirs, mine))
+    difference: Vector = step * (k_theirs - k_mine)
     return difference
 
 

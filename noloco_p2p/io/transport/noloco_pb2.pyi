@@ -4,7 +4,7 @@ isort:skip_file
 What two nodes of a swarm say to each other over gRPC.
 
 The certificate of a connection identifies the caller and its run. Every call has a deadline, and all but Warm carry
-the metadata `noloco-protocol` (the version of this file, "11"). Tensors travel as chunks of at most 1 MiB, and an end
+the metadata `noloco-protocol` (the version of this file, "12"). Tensors travel as chunks of at most 1 MiB, and an end
 marker closes each tensor; chunks are in order unless calls of Stripe carry some of them. Digests are 64-bit xxh3. A
 caller whose owner caps its downloads also sends `noloco-message-bytes`: the most tensor bytes that it would like to
 receive in one message.
