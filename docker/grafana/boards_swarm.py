@@ -246,7 +246,7 @@ def training() -> Json:
                     Query(
                         f"sum by (result) (rate(noloco_microbatches_total{{{NODE}}}[$__rate_interval]))", "{{result}}"
                     ),
-                    colours={"done": GOOD, "repeat": "blue", "nonfinite": BAD, "violation": "purple", "dropped": LOOK},
+                    colours={"done": GOOD, "nonfinite": BAD, "violation": "purple", "dropped": LOOK},
                     stack=True,
                 ),
                 chart(

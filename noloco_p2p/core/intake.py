@@ -7,11 +7,11 @@ Pure: the node calls `offer` when a header arrives, `leave` or `done` when the a
 `close` around its inner steps. Each call returns what it admits. No clock, no tasks, no tensors.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from noloco_p2p.core.messages import MicrobatchId, Origin, PeerId
 from noloco_p2p.core.spent_ids import SpentIds
@@ -23,10 +23,7 @@ LAST_PLACES = 3
 If they came earlier, a body would be bound to a replica that need not be the first with room."""
 AHEAD_PLACES = 2
 """Waiting places for microbatches that are ahead of the step (`balanced`), which no other replica can take."""
-REPLY_STEPS = 2
-"""Inner steps for which a reply is kept, in case its sender asks again."""
 
-Reply = TypeVar("Reply")
 Slot = tuple[PeerId, int]
 """(origin, index): the place of a microbatch in a step under `balanced`."""
 
@@ -56,17 +53,14 @@ class Admission(Enum):
     """No waiting place is free: its body may come once `granted` names it."""
     JOIN = "join"
     """The same attempt is already here: share its reply."""
-    REPEAT = "repeat"
-    """The same attempt has already ended: answer with the stored reply."""
     BUSY = "busy"
 
 
-class Verdict(NamedTuple, Generic[Reply]):
-    """The decision on a header, its reason, and for REPEAT the stored reply."""
+class Verdict(NamedTuple):
+    """The decision on a header, and its reason."""
 
     answer: Admission
     reason: str
-    reply: Reply | None = None
 
 
 @dataclass(slots=True)
@@ -99,7 +93,7 @@ class _Step:
         return not self.due if self.due is not None else len(self.places) >= self.target
 
 
-class Intake(Generic[Reply]):
+class Intake:
     """The admission of one replica.
 
     `places` returns how many attempts may be in flight now (each may hold an autograd graph). Under `balanced`,
@@ -113,8 +107,6 @@ class Intake(Generic[Reply]):
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._in_flight = 0
         self._spent = SpentIds()
-        self._replies: OrderedDict[AttemptKey, tuple[int, Reply]] = OrderedDict()
-        self._steps_taken = 0
 
     # --- the node's own steps -------------------------------------------------------------------------------------
 
@@ -129,9 +121,6 @@ class Intake(Generic[Reply]):
         assert self._in_flight == 0, "an inner step may not be taken while an admitted microbatch is in flight"
         self._phase = Phase.SEALED
         self._spent.end_step()
-        self._steps_taken += 1
-        while self._replies and next(iter(self._replies.values()))[0] <= self._steps_taken - REPLY_STEPS:
-            self._replies.popitem(last=False)
 
     def close(self) -> list[AttemptKey]:
         """Answer Busy from now on. Returns the waiting line: send these Busy and call `leave`. The others continue."""
@@ -165,13 +154,11 @@ class Intake(Generic[Reply]):
 
     # --- what arrives ---------------------------------------------------------------------------------------------
 
-    def offer(self, key: AttemptKey, origin: Origin, *, patient: bool = False) -> Verdict[Reply]:
+    def offer(self, key: AttemptKey, origin: Origin, *, patient: bool = False) -> Verdict:
         """A header has arrived; a `patient` one queues if it can, rather than get Busy.
 
         ADMIT, WAIT and QUEUE must be followed by exactly one `leave` or `done` of the same key.
         """
-        if key in self._replies:
-            return Verdict(Admission.REPEAT, "kept", self._replies[key][1])
         if key in self._attempts:
             return Verdict(Admission.JOIN, "in flight")
         if self._phase is Phase.CLOSED:
@@ -205,13 +192,12 @@ class Intake(Generic[Reply]):
         self._end(key)
         return self._admit_from_line()
 
-    def done(self, key: AttemptKey, *, counted: bool, reply: Reply) -> list[AttemptKey]:
+    def done(self, key: AttemptKey, *, counted: bool) -> list[AttemptKey]:
         """An attempt ended with a reply; `counted`: its gradients were added here. Returns those now admitted."""
         if counted:
             self._spent.spend(key.microbatch)
             if key.microbatch in self._step.places:
                 self._step.places[key.microbatch].counted = True
-        self._replies[key] = (self._steps_taken, reply)
         self._end(key)
         return self._admit_from_line()
 

@@ -113,7 +113,7 @@ class SimProcess:
 
     @property
     def microbatches(self) -> Counter[str]:
-        """Number of microbatches by result: `done`, `dropped`, `repeat`, …"""
+        """Number of microbatches by result: `done`, `dropped`, `nonfinite`, …"""
         return self.trace.totals("microbatch", "result")
 
     def periods(self, ended_at_s: float) -> "Iterator[StagePeriod]":

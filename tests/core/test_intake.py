@@ -20,7 +20,7 @@ def key(origin: str, counter: int, digest: int = 0) -> AttemptKey:
 
 
 def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
-    intake: Intake[str] = Intake(lambda: 4)
+    intake = Intake(lambda: 4)
     intake.open(0, target=2)
     first, second, third, fourth = (key("a", n) for n in range(4))
     assert intake.offer(first, Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -28,9 +28,9 @@ def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
     assert intake.offer(third, Origin("b", 0, 0)).answer is Admission.WAIT
     assert intake.offer(fourth, Origin("b", 0, 1)).answer is Admission.BUSY
     assert not intake.ready
-    assert intake.done(first, counted=True, reply="1") == []
+    assert intake.done(first, counted=True) == []
     assert not intake.ready
-    assert intake.done(second, counted=True, reply="2") == []
+    assert intake.done(second, counted=True) == []
     assert intake.ready
     assert intake.missing_origins == [], "only under `balanced` it matters whose they are"
     intake.seal()
@@ -41,15 +41,15 @@ def test_admits_up_to_the_target_and_steps_when_all_have_ended() -> None:
 
 
 def test_a_failed_attempt_gives_its_place_back() -> None:
-    intake: Intake[str] = Intake(lambda: 4)
+    intake = Intake(lambda: 4)
     intake.open(0, target=1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.offer(key("a", 1), Origin("a", 0, 1))
     assert intake.leave(key("a", 0)) == [key("a", 1)]
     intake.offer(key("a", 2), Origin("a", 0, 2))
-    assert intake.done(key("a", 1), counted=False, reply="not finite") == [key("a", 2)]
+    assert intake.done(key("a", 1), counted=False) == [key("a", 2)]
     assert not intake.ready
-    intake.done(key("a", 2), counted=True, reply="r")
+    intake.done(key("a", 2), counted=True)
     assert intake.ready
     intake.open(1, target=1, due={("a", 3)})
     intake.offer(key("a", 3), Origin("a", 1, 3))
@@ -59,53 +59,51 @@ def test_a_failed_attempt_gives_its_place_back() -> None:
     assert not intake.ready
 
 
-def test_a_repeat_gets_the_kept_reply_for_two_steps() -> None:
-    intake: Intake[str] = Intake(lambda: 4)
+def test_an_id_that_has_counted_is_served_again_for_its_reply_only() -> None:
+    intake = Intake(lambda: 4)
     intake.open(0, target=1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.JOIN
-    intake.done(key("a", 0), counted=True, reply="kept")
+    intake.done(key("a", 0), counted=True)
     for step in (1, 2):
-        assert intake.offer(key("a", 0), Origin("a", 0, 0)).reply == "kept"
+        assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT, "its reply may be lost"
+        assert not intake.ready, "it holds the step open"
+        intake.done(key("a", 0), counted=False)
+        assert intake.ready
         intake.seal()
         intake.open(step, target=1)
+        assert not intake.ready, "it takes no place in the target"
         intake.offer(key("a", step), Origin("a", step, 0))
-        intake.done(key("a", step), counted=True, reply="later")
-    assert intake.offer(key("a", 1), Origin("a", 1, 0)).reply == "later"
-    verdict = intake.offer(key("a", 0), Origin("a", 0, 0))
-    assert verdict.answer is Admission.ADMIT, "without a kept reply it is computed for its reply only"
-    assert not intake.ready, "it holds the step open"
-    intake.done(key("a", 0), counted=False, reply="again")
-    assert intake.ready, "and took no place in the target"
+        intake.done(key("a", step), counted=True)
 
 
 def test_another_route_takes_no_second_place() -> None:
-    intake: Intake[str] = Intake(lambda: 4)
+    intake = Intake(lambda: 4)
     intake.open(0, target=2)
     for digest in (1, 2):
         assert intake.offer(key("a", 0, digest), Origin("a", 0, 0)).answer is Admission.ADMIT
     intake.leave(key("a", 0, 1))
-    intake.done(key("a", 0, 2), counted=True, reply="r")
+    intake.done(key("a", 0, 2), counted=True)
     assert not intake.ready
     assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.ADMIT
-    intake.done(key("a", 1), counted=True, reply="r")
+    intake.done(key("a", 1), counted=True)
     assert intake.ready
 
 
 def test_another_route_is_admitted_although_the_target_is_reached() -> None:
-    intake: Intake[str] = Intake(lambda: 4)
+    intake = Intake(lambda: 4)
     intake.open(0, target=1)
     assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Admission.ADMIT
-    intake.done(key("a", 0, 1), counted=True, reply="r")
+    intake.done(key("a", 0, 1), counted=True)
     assert not intake.ready, "what was let in holds the step open"
-    intake.done(key("a", 0, 2), counted=False, reply="r")
+    intake.done(key("a", 0, 2), counted=False)
     assert intake.ready
 
 
 def test_a_route_that_only_waits_holds_no_place() -> None:
     places = 1
-    intake: Intake[str] = Intake(lambda: places)
+    intake = Intake(lambda: places)
     intake.open(0, target=1)
     assert intake.offer(key("a", 0, 1), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 0, 2), Origin("a", 0, 0)).answer is Admission.WAIT
@@ -119,7 +117,7 @@ def test_a_route_that_only_waits_holds_no_place() -> None:
 def test_balanced_labels() -> None:
     """A due slot is admitted, a slot that is not ours is admitted beyond the target, and one ahead of the step waits
     separately."""
-    intake: Intake[str] = Intake(lambda: 8)
+    intake = Intake(lambda: 8)
     intake.open(5, target=1, due={("a", 0)})
     for index in range(AHEAD_PLACES):
         assert intake.offer(key("b", index), Origin("b", 6, index)).answer is Admission.WAIT
@@ -136,27 +134,27 @@ def test_balanced_labels() -> None:
     assert intake.missing_origins == []
     for name, number in (("a", 9), ("a", 0)):
         assert not intake.ready
-        intake.done(key(name, number), counted=True, reply="r")
+        intake.done(key(name, number), counted=True)
     assert intake.ready
     intake.seal()
     assert intake.open(6, target=2, due={("b", 0), ("b", 9)}) == [key("b", 0), key("b", 9)]
 
 
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("a", 1)})
     for index in range(AHEAD_PLACES):
         assert intake.offer(key("b", index), Origin("b", 1, index)).answer is Admission.WAIT
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.WAIT
-    assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
+    assert intake.done(key("a", 0), counted=True) == [key("a", 1)]
 
 
 def test_a_struck_slot_is_not_waited_for() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     intake.open(0, 2, due={("a", 0), ("b", 0)})
     intake.offer(key("a", 0), Origin("a", 0, 0))
-    intake.done(key("a", 0), counted=True, reply="r")
+    intake.done(key("a", 0), counted=True)
     assert not intake.ready
     assert intake.missing_origins == ["b"]
     intake.drop_slots(lambda peer: peer == "b")
@@ -164,7 +162,7 @@ def test_a_struck_slot_is_not_waited_for() -> None:
 
 
 def test_close_flushes_the_line_and_admits_nothing_new() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.BUSY, "before its first step"
     assert not intake.ready
     assert intake.missing_origins == []
@@ -179,7 +177,7 @@ def test_close_flushes_the_line_and_admits_nothing_new() -> None:
 
 
 def test_a_step_may_not_be_taken_while_something_is_in_flight() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     intake.open(0, 1)
     intake.offer(key("a", 0), Origin("a", 0, 0))
     with pytest.raises(AssertionError, match="in flight"):
@@ -230,11 +228,11 @@ def test_the_ids_of_a_state_are_remembered_even_below_those_that_were_forgotten(
 
 
 def test_an_id_that_may_be_spent_is_served_for_its_reply_only_however_late_it_comes() -> None:
-    intake: Intake[str] = Intake(lambda: 2)
+    intake = Intake(lambda: 2)
     intake.open(0, target=SPENT_IDS + 1)
     for number in range(SPENT_IDS + 1):
         intake.offer(key("a", number), Origin("a", 0, number))
-        intake.done(key("a", number), counted=True, reply="r")
+        intake.done(key("a", number), counted=True)
     for step in range(1, SPENT_STEPS + 1):
         intake.seal()
         intake.open(step, target=0)
@@ -245,14 +243,14 @@ def test_an_id_that_may_be_spent_is_served_for_its_reply_only_however_late_it_co
 
 
 def test_bodies_of_the_next_step_come_while_this_one_drains() -> None:
-    intake: Intake[str] = Intake(lambda: 100)
+    intake = Intake(lambda: 100)
     intake.open(0, target=5)
     for number in range(5):
         assert intake.offer(key("a", number), Origin("a", 0, number), patient=True).answer is Admission.ADMIT
     for number in range(5, 9):
         assert intake.offer(key("a", number), Origin("a", 1, number), patient=True).answer is Admission.QUEUE
     for number, granted in enumerate(([], [], [5], [6], [7])):
-        assert intake.done(key("a", number), counted=True, reply="r") == []
+        assert intake.done(key("a", number), counted=True) == []
         assert intake.granted() == [key("a", one) for one in granted], number
     intake.seal()
     assert intake.open(1, target=5) == [key("a", number) for number in range(5, 9)]
@@ -260,19 +258,19 @@ def test_bodies_of_the_next_step_come_while_this_one_drains() -> None:
 
 def test_places_gained_or_lost_with_memory_count_at_once() -> None:
     places = 1
-    intake: Intake[str] = Intake(lambda: places)
+    intake = Intake(lambda: places)
     intake.open(0, target=9)
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
     assert intake.offer(key("a", 1), Origin("a", 0, 1)).answer is Admission.WAIT
     places = 2
     assert intake.offer(key("a", 2), Origin("a", 0, 2)).answer is Admission.ADMIT
     places = 1
-    assert intake.done(key("a", 0), counted=True, reply="r") == [], "one is still in flight"
-    assert intake.done(key("a", 2), counted=True, reply="r") == [key("a", 1)]
+    assert intake.done(key("a", 0), counted=True) == [], "one is still in flight"
+    assert intake.done(key("a", 2), counted=True) == [key("a", 1)]
 
 
 def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     intake.open(0, target=20)
     assert intake.offer(key("a", 0), Origin("a", 0, 0), patient=True).answer is Admission.ADMIT
     for number in (1, 2):
@@ -282,7 +280,7 @@ def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
         header = intake.offer(key(origin, number), Origin(origin, 0, number), patient=True)
         assert header.answer is Admission.QUEUE
     assert intake.granted() == []
-    assert intake.done(key("a", 0), counted=True, reply="r") == [key("a", 1)]
+    assert intake.done(key("a", 0), counted=True) == [key("a", 1)]
     for number in range(4):
         assert intake.granted() == [key("b", number)], "b has nothing in hand here, a has two"
         assert (intake.in_flight, intake.waiting, intake.queued) == (1, 6 - number, 4 - number)
@@ -293,7 +291,7 @@ def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    intake: Intake[str] = Intake(lambda: 1)
+    intake = Intake(lambda: 1)
     intake.open(0, target=0)
     headers = range(LAST_PLACES + QUEUE_PLACES + 1)
     answers = [intake.offer(key("a", n), Origin("a", 0, n), patient=True).answer for n in headers]
@@ -313,7 +311,7 @@ class MicrobatchServer(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.places = 3
-        self.intake: Intake[int] = Intake(lambda: self.places)
+        self.intake = Intake(lambda: self.places)
         self.version = 0
         self.step = 0
         self.running: dict[AttemptKey, int] = {}
@@ -371,8 +369,6 @@ class MicrobatchServer(RuleBasedStateMachine):
                 self.queued.add(one)
             case Admission.JOIN:
                 assert one in self.running or one in self.waiting | self.queued
-            case Admission.REPEAT:
-                assert one.microbatch in self.counted
             case Admission.BUSY:
                 assert one not in self.running
         self.origin[one] = label
@@ -393,7 +389,7 @@ class MicrobatchServer(RuleBasedStateMachine):
         counted = one.microbatch not in self.counted
         self.counted.setdefault(one.microbatch, self.step)
         self.counted_in_step += counted
-        self.admit(self.intake.done(one, counted=counted, reply=version))
+        self.admit(self.intake.done(one, counted=counted))
 
     @precondition(lambda self: self.waiting or self.queued)
     @rule(data=st.data())
@@ -463,7 +459,7 @@ TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=80, statef
 def test_under_pressure_every_step_ends(seed: int) -> None:
     """Many senders retry until they are served: all of them are, in steps of the target's size."""
     rng = random.Random(seed)
-    intake: Intake[int] = Intake(lambda: 2)
+    intake = Intake(lambda: 2)
     intake.open(0, target=4)
     outside = [key(rng.choice(ORIGINS), n) for n in range(40)]
     running: list[AttemptKey] = []
@@ -483,7 +479,7 @@ def test_under_pressure_every_step_ends(seed: int) -> None:
                 outside.append(one)
             else:
                 served += 1
-                running += intake.done(one, counted=True, reply=served)
+                running += intake.done(one, counted=True)
         if intake.ready:
             intake.seal()
             steps += 1

@@ -139,14 +139,16 @@ def at(scenario: Callable[[Place], Awaitable[None]], routing: str = "random") ->
     virtual_time.run(main(), limit_s=1000)
 
 
-def test_a_reply_names_who_served_it_and_is_repeated_to_whoever_asks_again() -> None:
+def test_a_reply_names_who_served_it_and_is_computed_again_for_whoever_lost_it() -> None:
     async def scenario(place: Place) -> None:
         reply = await place.call(0).end()
         assert isinstance(reply, Gradient)
         assert reply.served == ("me", "next", "last"), "this node knows whom it called"
         assert (reply.loss_sum, reply.tokens, reply.finite) == (3.0, 5, True)
-        assert await place.call(0).end() is reply
-        assert place.results() == ["done", "repeat"]
+        place.counted = False
+        assert await place.call(0).end() == reply
+        assert place.computed == [MicrobatchId("a", 1, 0)] * 2
+        assert place.results() == ["done"]
         assert place.node.routes == {MicrobatchId("a", 1, 0): ("a", "next")}
 
     at(scenario)
@@ -345,6 +347,26 @@ def test_a_stage_answers_for_its_own_values_only(finite: bool, further: bool, st
             await place.call(number).end()
         assert bool(tests) == (place.node.error is not None) == stops
         assert place.results() == ["done" if finite and further else "nonfinite"] * LONGEST_STREAK
+
+    at(scenario)
+
+
+def test_an_id_that_comes_again_while_the_stage_tests_itself_is_served_again() -> None:
+    async def scenario(place: Place) -> None:
+        async def is_sound() -> bool:
+            await asyncio.sleep(1.0)
+            return True
+
+        place.node.stage = cast(Any, SimpleNamespace(is_sound=is_sound))
+        place.finite = False
+        for number in range(LONGEST_STREAK - 1):
+            place.server.open()
+            await place.call(number).end()
+        calls = [place.call(LONGEST_STREAK)]
+        await asyncio.sleep(2.5)
+        assert place.results() == ["nonfinite"] * LONGEST_STREAK
+        calls.append(place.call(LONGEST_STREAK))
+        assert [type(await call.end()) for call in calls] == [Gradient] * 2
 
     at(scenario)
 

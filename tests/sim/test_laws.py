@@ -14,7 +14,7 @@ from lawful import broken
 
 from noloco_p2p.core import resume, schedule
 from noloco_p2p.core.intake import AttemptKey, Intake
-from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId, ReplicaState
+from noloco_p2p.core.messages import HostTensor, MicrobatchId, PeerId, ReplicaState
 from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.spent_ids import SpentIds
 from noloco_p2p.core.stage_values import Contribution
@@ -175,7 +175,7 @@ ANNOUNCED = "workload.hidden_size=4096"
 def test_a_place_that_is_never_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     end = Intake._end
 
-    def leaks(intake: Intake[Gradient], key: AttemptKey) -> None:
+    def leaks(intake: Intake, key: AttemptKey) -> None:
         end(intake, key)
         intake._in_flight += next(ended) == 20
 

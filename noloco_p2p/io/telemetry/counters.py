@@ -115,7 +115,7 @@ EVENTS = {
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "outer_rounds": ("partner", "stale", "other", "all", "some", "alone"),
-    "microbatches": ("done", "repeat", "nonfinite", "violation", "dropped"),
+    "microbatches": ("done", "nonfinite", "violation", "dropped"),
     "rerouted": ("unreachable", "declined", "violation", "stalled", "fallback"),
     "dropped": ("violation", "busy", "cancelled", "leaving", "paused", "declined"),
     "distrusted": ("clipped", "refused", "outlier", "gradient", "not_finite", "dissenter"),

@@ -163,7 +163,7 @@ class EventLog:
                 self._warn(str(fields["message"]), "", kind, fields)
             case "reroute":
                 self._trouble(f"microbatch re-routed: {fields['reason']}", kind, fields)
-            case "microbatch" if fields["result"] not in ("done", "repeat"):
+            case "microbatch" if fields["result"] != "done":
                 dropped = f" ({fields.get('reason', 'other')})" if fields["result"] == "dropped" else ""
                 self._trouble(f"microbatch {fields['result']}{dropped}", kind, fields)
             case "deserted":

@@ -51,7 +51,7 @@ class MicrobatchServer:
         self._node = node
         self._swarm = swarm
         self._dispatcher = dispatcher
-        self.intake: Intake[Gradient] = Intake(node.places)
+        self.intake = Intake(node.places)
         self._calls: dict[AttemptKey, _ServedCall] = {}
         self._evaluating: dict[object, tuple[MicrobatchId, Body]] = {}
         self._watch = FiniteWatch(node, swarm)
@@ -145,10 +145,6 @@ class MicrobatchServer:
         self._origins.heard(header.origin)
         verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
-            case Admission.REPEAT:
-                assert verdict.reply is not None
-                node.event("microbatch", result="repeat")
-                return verdict.reply
             case Admission.BUSY:
                 node.event("busy", direction="in")
                 raise Busy(f"{node.replica} is busy: {verdict.reason}")
@@ -214,6 +210,7 @@ class MicrobatchServer:
             reply, counted = self._reply(key, result), result.contribution.counted
         except BaseException as error:
             self._admit(self.intake.leave(key))
+            self._forget(key)
             if call.refusal:
                 raise Busy(call.refusal) from error
             if not isinstance(error, PeerError | asyncio.CancelledError):
@@ -226,13 +223,12 @@ class MicrobatchServer:
             if counted:
                 node.count(key.microbatch, caller, result.next_hop)
                 node.event("microbatch", result="done" if reply.finite else "nonfinite")
-            self._admit(self.intake.done(key, counted=counted, reply=reply))
+            self._admit(self.intake.done(key, counted=counted))
+            self._forget(key)
             # Values that became non-finite further on are not this stage's fault.
             fine = result.contribution.finite or (result.reply is not None and not result.reply.finite)
             await self._watch.ended(fine, header.origin.peer)
             return reply
-        finally:
-            self._forget(key)
 
     async def _receive(self, caller: PeerId, header: Header, body: Body) -> Activation:
         with self._node.waits.waiting("activation", caller, header.time_left_s, for_microbatch(header.microbatch)):
