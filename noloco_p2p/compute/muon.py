@@ -21,6 +21,8 @@ BATCH_BYTES = 1 << 28
 launches."""
 RATIO = 0.2
 """The root mean square of an update at a learning rate of 1: that of AdamW's updates in practice (2502.16982)."""
+WIDE = 2
+"""From this ratio of its sides on, a matrix is orthogonalized through its Gram matrix."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -69,13 +71,35 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrices (batch × rows × columns, not changed) with singular values near 1, by the Newton–Schulz iteration
     in `dtype`.
 
-    Source: K. Jordan, Muon (2024).
+    Sources: K. Jordan, Muon (2024); for wide matrices Dao AI Lab, Gram Newton-Schulz (2026), except in bfloat16, for
+    whose rounding errors it is too sensitive.
     """
     tall = matrices.size(1) > matrices.size(2)
     wide = (matrices.mT if tall else matrices).to(dtype)
     wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=EPS)
     first, third, fifth = COEFFICIENTS
-    for _ in range(STEPS):
-        gram = wide @ wide.mT
-        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
+    if wide.size(2) >= WIDE * wide.size(1) and dtype is not torch.bfloat16:
+        wide = _polynomial(wide @ wide.mT) @ wide
+    else:
+        for _ in range(STEPS):
+            gram = wide @ wide.mT
+            wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
     return wide.mT if tall else wide
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    """The product of all steps of the iteration. Each is a polynomial of the Gram matrix at that step and commutes with
+    it, so that only matrices of the smaller side are multiplied."""
+    product = step = _step(gram)
+    for _ in range(STEPS - 1):
+        gram = step @ gram @ step
+        step = _step(gram)
+        product = step @ product
+    return product
+
+
+def _step(gram: Tensor) -> Tensor:
+    first, third, fifth = COEFFICIENTS
+    step = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
+    step.diagonal(dim1=1, dim2=2).add_(first)
+    return step
