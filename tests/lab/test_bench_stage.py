@@ -66,10 +66,10 @@ class Slow:
         return FrozenRound("slow", round, step, nothing, nothing)
 
     def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: str) -> None:
-        pass
+        self._takes(6)
 
     def decode(self, mine: FrozenRound, request: SnapshotRequest, theirs: None) -> None:
-        pass
+        self._takes(1)
 
     def merge(self, mine: FrozenRound, theirs: None) -> None:
         self._takes(5)
@@ -99,10 +99,15 @@ def test_the_last_stages_backward_is_the_rest_of_its_combined_pass(monkeypatch: 
     stages: Any = [Slow(clock, 1.0), Slow(clock, 10.0)]
     batch = stage_timing.random_batch(make_manifest("llama", 2, dtype="float32"))
     took = bench.measure(stages, batch, lambda: None, torch.device("cpu"), range(2 + bench.WARM_UP))
-    assert bench.costs(took, 2) == [
-        {"forward_s": 1.0, "backward_s": 2.0, "inner_step_s": 3.0, "snapshot_s": 4.0, "merge_s": 5.0},
-        {"forward_s": 10.0, "backward_s": 20.0, "inner_step_s": 30.0, "snapshot_s": 40.0, "merge_s": 50.0},
-    ]
+    each = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "inner_step_s": 3.0,
+        "snapshot_s": 4.0,
+        "exchange_s": 7.0,
+        "merge_s": 5.0,
+    }
+    assert bench.costs(took, 2) == [each, {name: 10 * seconds for name, seconds in each.items()}]
 
 
 @pytest.mark.parametrize("index", [0, 1])

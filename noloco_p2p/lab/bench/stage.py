@@ -28,7 +28,7 @@ from noloco_p2p.launch.progress_line import ProgressLine
 
 TARGET = 0.95
 WARM_UP = 3
-COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "merge_s")
+COSTS = ("forward_s", "backward_s", "inner_step_s", "snapshot_s", "exchange_s", "merge_s")
 """The keys of each stage in the result of `costs`."""
 
 
@@ -96,14 +96,16 @@ def measure(
             with watch.timed((index, "snapshot_s")):
                 mine = stage.snapshot(number, number)
             request = SnapshotRequest(index, lattice=mine.lattice)
-            theirs = stage.decode(mine, request, stage.encode(mine, request, mine.peer))
+            with watch.timed((index, "exchange_s")):
+                theirs = stage.decode(mine, request, stage.encode(mine, request, mine.peer))
             with watch.timed((index, "merge_s")):
                 stage.merge(mine, [theirs])
     return watch
 
 
 def costs(took: Stopwatch, stages: int) -> list[dict[str, float]]:
-    """Median seconds of each stage: a microbatch's forward and backward, an inner step, a snapshot, a merge.
+    """Median seconds of each stage: a microbatch's forward and backward, an inner step, a snapshot, encoding it for a
+    partner and decoding as much (which host threads do), a merge.
 
     The last stage does forward, loss and backward in one: its `forward_s` is an evaluation, `backward_s` the rest.
     """
