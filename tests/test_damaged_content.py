@@ -267,6 +267,21 @@ def test_the_tensors_of_a_checkpoint(checkpoint: Path) -> None:
     holds()
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("BF16", 2), ("F8_E5M2", 1)])
+def test_tensors_of_a_type_that_numpy_lacks(dtype: str, size: int, checkpoint: Path) -> None:
+    [stored] = checkpoint_format.stored_checkpoints(HOME / "saved")
+    path, whole = HOME / checkpoint.name, stored.tensors_path.read_bytes()
+    head_bytes = int.from_bytes(whole[:8], "little")
+    head = json.loads(whole[8 : 8 + head_bytes])
+    for tensor in head.values():
+        begin, end = tensor["data_offsets"]
+        tensor |= {"dtype": dtype, "shape": [(end - begin) // size]}
+    changed = json.dumps(head).encode()
+    path.with_suffix(".safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + whole[8 + head_bytes :])
+    with one_line():
+        checkpoint_format.read_checkpoint(replace(stored, path=path))
+
+
 @pytest.mark.parametrize("host", ["a" * 70 + ".org", "a..b", "é" * 70, "a b"])
 def test_a_host_that_cannot_be_looked_up(host: str) -> None:
     well, said = health_check.ask(None, f"http://{host}:80")

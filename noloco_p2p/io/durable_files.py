@@ -33,15 +33,15 @@ def settle(fresh: Path, path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create or replace a file; the result has `mode`, less the umask. If this raises OSError, an existing file is left
-    as it was."""
+    """Create or replace a file; the result has `mode`, less the umask. If this raises (OSError), an existing file is
+    left as it was."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)
         settle(fresh, path)
-    except OSError:
+    except BaseException:  # also if the user interrupts it
         fresh.unlink(missing_ok=True)
         raise
 

@@ -52,20 +52,23 @@ def test_a_written_file_and_its_name_are_on_the_disk(tmp_path: Path, steps: Step
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("failing", ["open", "fsync"])
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("failing", "error"), [("open", FULL), ("fsync", FULL), ("fsync", KeyboardInterrupt())])
 def test_a_failed_write_is_reported_and_leaves_the_file_as_it_was(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
     (tmp_path / f"a.{os.getpid()}.new").write_bytes(b"left by a killed process with this id, as in a container")
     write_whole(path, b"old")
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fail(*_: object) -> int:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, failing, full)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, failing, fail)
+        with pytest.raises(type(error)):
             write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert [one.name for one in tmp_path.iterdir()] == ["a"]

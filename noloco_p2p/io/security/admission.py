@@ -165,11 +165,11 @@ async def _renewed(
 
 
 def _parsed(request: bytes) -> dict[str, str]:
-    """A request parsed from JSON. Raises Violation unless it is an object of strings."""
+    """A request parsed from JSON. Raises Violation unless it is an object of ASCII strings."""
     try:
         found: Any = json.loads(request[:4096])
     except NO_JSON:
         found = None
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(one, str) and one.isascii() for one in found.values()):
         raise Violation("the request for a certificate cannot be read")
     return found

@@ -143,7 +143,7 @@ def read_tensors(stored: CheckpointFiles, kinds: Collection[str] | None = None) 
             return tuple(_verified(file.get_tensor(tensor.name), tensor) for tensor in wanted)
     except PermissionError as error:
         raise LocalError(f"checkpoint {path} cannot be read: {error.strerror}") from error
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError, AttributeError) as error:  # numpy may lack a type
         raise DamagedCheckpoint(f"checkpoint {path} is damaged: {plain(str(error), MOST_SHOWN)}") from error
 
 
