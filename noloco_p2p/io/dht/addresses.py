@@ -5,6 +5,7 @@ Does not import hivemind.
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import json
 import re
@@ -68,6 +69,7 @@ class JoinAddress:
         return f"{self.multiaddress}/p2p/{self.peer_id}"
 
 
+@functools.lru_cache(16_384)
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The IP address that a host is given as; None if it is given as a name, or not a host."""
     try:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,20 +165,18 @@ def _own_bytes(payload: bytes, certificate: str) -> int:
 
 def living_records(
     subkeys: Mapping[object, Any], run_id: str, stage: int, now: float, seen: Set[PeerId] = frozenset()
-) -> list[AdvertRecord]:
+) -> Iterator[AdvertRecord]:
     """The valid records of one stage that have not expired. `now` is DHT time; peers in `seen` keep their places.
 
     Signatures were checked when the records arrived; this parses the records and drops those that have expired.
     """
-    records = []
     peers = sorted((subkey for subkey in subkeys if isinstance(subkey, str)), key=lambda peer: (peer not in seen, peer))
     for peer_id in peers[:ADVERTS_PER_STAGE_LIMIT]:
         payload, expires = subkeys[peer_id]
         if expires <= now or not isinstance(payload, bytes):
             continue
         with contextlib.suppress(Violation):
-            records.append(decode(payload, run_id=run_id, stage=stage, peer_id=peer_id))
-    return records
+            yield decode(payload, run_id=run_id, stage=stage, peer_id=peer_id)
 
 
 def newest_of_each(records: Iterable[AdvertRecord]) -> list[AdvertRecord]:

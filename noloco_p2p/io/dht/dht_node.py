@@ -15,6 +15,7 @@ from typing import Any
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.io.dht.adverts import LONGEST_TTL_S, AdvertValidator, dht_time
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES
+from noloco_p2p.io.dht.reach import in_turns
 
 WAIT_TIMEOUT_S = 2.0
 """Longest wait for one peer's answer to one DHT request."""
@@ -107,11 +108,9 @@ class _Inspection:
         async with self._turn:
             for found in getattr(response, "results", ()):
                 held = unpack(found.value).data if found.value else {}
-                for number, (peer, (record, expires)) in enumerate(held.items()):
+                async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them
-                    if number % CHECKED_AT_ONCE == 0:
-                        await asyncio.sleep(0)
         return True
 
 
@@ -194,7 +193,7 @@ async def ask(node: Any, peers: Iterable[PeerId], keys: Sequence[str], into: Any
     asking = [find(PeerID.from_base58(peer), [key_id]) for peer in peers for key_id in key_ids]
     for reply in await asyncio.gather(*asking):
         for key_id, (found, _) in (reply or {}).items():
-            for peer_id, (record, expires) in found.value.items() if found is not None else ():
+            async for peer_id, (record, expires) in in_turns(found.value.items() if found is not None else ()):
                 into.store_subkey(key_id, peer_id, record, expires)
 
 

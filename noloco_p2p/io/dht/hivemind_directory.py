@@ -16,8 +16,9 @@ from noloco_p2p.errors import ConfigError, LocalError, NolocoError, PeerError, U
 from noloco_p2p.io.dht import adverts, daemon_restarts, dht_node
 from noloco_p2p.io.dht.addresses import KnownPeers
 from noloco_p2p.io.dht.adverts import AdvertRecord, dht_time, stage_key
-from noloco_p2p.io.dht.libp2p import Libp2pDaemon, T
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 from noloco_p2p.io.dht.member_records import MemberRecords
+from noloco_p2p.io.dht.reach import T, in_turns
 
 STORE_TIMEOUT_S = READ_TIMEOUT_S = 10.0
 BOOTSTRAP_TIMEOUT_S = 5.0
@@ -126,11 +127,11 @@ class HivemindDirectory:
         read = list[AdvertRecord]()
         for key, stage in self._keys.items():
             found = dht_node.merged(self._node, entries[key], self._heard, key)
-            read += adverts.living_records(found, self._run_id, stage, dht_time(), self._seen)
-            await asyncio.sleep(0)  # 1,024 adverts take 10 ms
+            living = adverts.living_records(found, self._run_id, stage, dht_time(), self._seen)
+            read += [record async for record in in_turns(living)]
         records = adverts.newest_of_each(read)
         self._seen = frozenset(record.advert.peer_id for record in records)
-        daemons = [address for record in records for address in adverts.libp2p_addresses(record)[:1]]
+        daemons = [one async for record in in_turns(records) for one in adverts.libp2p_addresses(record)[:1]]
         met = await self._libp2p.reach.joins(one for one in daemons if one.peer_id != self._libp2p.peer_id)
         self._libp2p.met = {address.peer_id: address for address in met}
         if self._members is not None:

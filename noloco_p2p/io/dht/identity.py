@@ -28,13 +28,13 @@ _ID_LETTERS = 52
 """Length of every Ed25519 peer id in base58."""
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(16_384)
 def peer_id_of(public_key: bytes) -> PeerId:
     """The peer id of a raw Ed25519 public key (32 bytes): `12D3KooW…` in base58."""
     return base58.b58encode(_ID_PREFIX + public_key).decode("ascii")
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(16_384)
 def public_key_of(peer_id: str) -> bytes | None:
     """The raw public key (32 bytes) in a peer id; None unless it is the canonical spelling of an Ed25519 peer id."""
     if len(peer_id) != _ID_LETTERS:

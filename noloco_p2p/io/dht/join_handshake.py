@@ -151,10 +151,7 @@ async def ask_dial_back(libp2p: Libp2pDaemon, peer_id: PeerId, address: str) -> 
         raise Busy(f"peer {peer_id} is busy dialling others back")
     if not isinstance(found, dict) or set(found) != {"reason"} or not isinstance(found["reason"], str | None):
         raise Violation(f"peer {peer_id} answered the dial-back with an unknown message")
-    reason: str | None = found["reason"]
-    if reason is None:
-        return None
-    return plain(reason, _REASON_LIMIT)
+    return None if found["reason"] is None else plain(found["reason"], _REASON_LIMIT)
 
 
 async def find_way(libp2p: Libp2pDaemon, peer: JoinAddress, address: str, ways: WaysIn) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import ConfigError, Declined, LocalError, PeerError, Unreachable, Violation
@@ -18,9 +18,8 @@ from noloco_p2p.io.dht import p2p_daemon
 from noloco_p2p.io.dht.addresses import JoinAddress, announced_host, reserve_port
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.port_mapping import HomeRouter, is_behind_router
-from noloco_p2p.io.dht.reach import Reach
+from noloco_p2p.io.dht.reach import Reach, T
 
-T = TypeVar("T")
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 """Answers one call: (authenticated caller, request) → response. The text of a PeerError reaches the caller."""
 

@@ -19,7 +19,7 @@ REVOKED_STORED_S = 360.0
 """A revoked peer's records are refused if they expire later than this after the revocation, seconds. Those that expire
 earlier may have been stored before it, so they are only skipped when read: in hivemind, a reader that refuses one
 record refuses the whole answer."""
-_CHECKED_LIMIT = 4096
+_CHECKED_LIMIT = 16_384
 """How many checked chains are remembered: checking one takes a millisecond, and a peer's records carry it for days."""
 
 

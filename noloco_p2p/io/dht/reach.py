@@ -8,13 +8,14 @@ its owner, has an address of that kind.
 import asyncio
 import re
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 from noloco_p2p.config import ListenSettings
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
@@ -30,6 +31,8 @@ NAMES_KEPT, KEPT_S, FORGOTTEN_S = 256, 60.0, 180.0
 """How many names' addresses are remembered, after how long they are looked up again, and when a name is forgotten that
 nobody has asked for since, seconds. Those remembered go first, and keep their places. Names of nodes are asked for at
 each reading of the directory; any stranger can have others looked up by asking for dial backs, but only so many."""
+AT_ONCE = 128
+"""How many peers of a list are looked at before other tasks get a turn."""
 MAPPED = "::ffff:"
 """Prefix of an IPv4 address on an IPv6 socket that accepts both, as gRPC's sockets do."""
 RELAY = "relay/"
@@ -37,9 +40,18 @@ RELAY = "relay/"
 _HOST = r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9._-]{1,253}))"
 _ENDPOINT = re.compile(rf"(?:http://)?{_HOST}:([1-9][0-9]{{0,4}})(?:/[A-Za-z0-9_./-]{{0,100}})?")
 """`host:port`, an IPv6 host in brackets; or the URL of a page there."""
+T = TypeVar("T")
 
 
-@lru_cache(4096)
+async def in_turns(items: Iterable[T], at_once: int = AT_ONCE) -> AsyncIterator[T]:
+    """The items, with a turn for other tasks after each `at_once` of them, as there may be thousands."""
+    for number, one in enumerate(items, 1):
+        yield one
+        if number % at_once == 0:
+            await asyncio.sleep(0)
+
+
+@lru_cache(16_384)
 def scope(address: str) -> str:
     """Where an IP address can be reached from: `public`, `private`, `link`, `loopback`; or `nowhere`."""
     ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
@@ -112,10 +124,9 @@ class Reach:
     async def addresses(self, hosts: Iterable[str]) -> dict[str, str]:
         """Host → the IP address at which to dial it. Hosts not to be dialled, or not resolved yet, are left out."""
         wanted = dict.fromkeys(hosts)
-        await self._look_up(dict.fromkeys([*self._own, *wanted]))
-        await asyncio.sleep(0)  # a thousand addresses take 10 ms
+        await self._look_up({host: None async for host in in_turns((*self._own, *wanted)) if not ip_of(host)})
         scopes = {"public"} | {scope(address) for host in self._own for address in self._of(host)} - {"nowhere"}
-        found = {host: [one for one in self._of(host) if scope(one) in scopes] for host in wanted}
+        found = {host: [one for one in self._of(host) if scope(one) in scopes] async for host in in_turns(wanted)}
         return {host: some[0] for host, some in found.items() if some}
 
     async def within(self, adverts: Iterable[Advert]) -> list[Advert]:
@@ -124,28 +135,26 @@ class Reach:
         Addresses reached over libp2p are kept, because their streams dial nothing but relays, whose own addresses are
         checked (`joins`).
         """
-        adverts = list(adverts)
+        adverts = [one async for one in in_turns(adverts)]
         named = {text for one in adverts for text in (*one.addresses, one.metrics, one.libp2p_metrics)}
-        places = {text: at for text in sorted(named) if (at := endpoint(text)) is not None}
+        places = {text: at async for text in in_turns(sorted(named)) if (at := endpoint(text)) is not None}
         known = await self.addresses(host for host, _ in places.values())
         dialled = {text: joined(known[host], port) for text, (host, port) in places.items() if host in known}
         return [
             replace(
                 one,
-                addresses=tuple(
-                    dialled.get(text, text) for text in one.addresses if text in dialled or is_streamed(text)
-                ),
+                addresses=tuple(dialled.get(at, at) for at in one.addresses if at in dialled or is_streamed(at)),
                 metrics=one.metrics if one.metrics in dialled else "",
                 libp2p_metrics=one.libp2p_metrics if one.libp2p_metrics in dialled else "",
             )
-            for one in adverts
+            async for one in in_turns(adverts)
         ]
 
     async def joins(self, addresses: Iterable[JoinAddress]) -> list[JoinAddress]:
         """Those of the addresses that this node may dial, with their names resolved."""
         addresses = list(addresses)
         known = await self.addresses(one.host for one in addresses)
-        return [replace(one, host=known[one.host]) for one in addresses if one.host in known]
+        return [replace(one, host=known[one.host]) async for one in in_turns(addresses) if one.host in known]
 
     def _of(self, host: str) -> tuple[str, ...]:
         return (host,) if ip_of(host) else self._known.get(host, (0.0, ()))[1]
@@ -159,7 +168,7 @@ class Reach:
         for host in sorted(hosts, key=lambda host: host not in self._known):
             due = loop.time() - self._known.get(host, (-inf, ()))[0] > KEPT_S and host not in self._asking
             room = host in self._known or len(self._known) + len(self._asking) < NAMES_KEPT
-            if due and room and not ip_of(host) and len(self._asking) < NAMES_AT_ONCE:
+            if due and room and len(self._asking) < NAMES_AT_ONCE:
                 self._asking[host] = loop.create_task(self._ask(host))
                 begun.append(self._asking[host])
         if begun:

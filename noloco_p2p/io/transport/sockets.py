@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import thread_time
-from typing import TypeVar
 
 from noloco_p2p.core.line_rate import LineRate, unsent_bytes
-from noloco_p2p.io.dht.reach import MAPPED, joined
+from noloco_p2p.io.dht.reach import MAPPED, T, joined
 
 TCP_NOTSENT_LOWAT = 25
 """From linux/tcp.h; Python has no name for it."""
@@ -37,8 +36,6 @@ MIN_COUNT_BYTES = 1 << 14
 peer is far away, it may have waited for their acknowledgements most of the time."""
 MIN_BUSY_S = 0.004
 """Lower limit on a busy time, because the system counts in ticks of 1 to 10 ms."""
-
-T = TypeVar("T")
 
 
 def _of_each(found: Callable[[socket.socket], T]) -> dict[int, T]:

@@ -3,9 +3,11 @@
 import asyncio
 import socket
 import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from daemons import STRANGER, daemon, node, run
@@ -16,6 +18,7 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import DIALS_PER_MINUTE, ask_dial_back, serve_dial_back
 from noloco_p2p.io.dht.reach import Reach, endpoint, host_of, joined, scope
 
+T = TypeVar("T")
 SCOPES = {
     "8.8.8.8": "public",
     "2606:4700::1": "public",
@@ -147,6 +150,36 @@ def test_an_advert_keeps_the_addresses_that_may_be_dialled_and_those_of_streams(
     assert found == [replace(one, addresses=kept, metrics=""), replace(other, addresses=kept, libp2p_metrics="")]
 
 
+class Turns:
+    """Counts in which turn of the event loop each item of a list is read."""
+
+    def __init__(self) -> None:
+        self.now, self.read = 0, Counter[int]()
+
+    async def count(self) -> None:
+        while True:
+            self.now += 1
+            await asyncio.sleep(0)
+
+    def noted(self, items: Iterable[T]) -> Iterator[T]:
+        for one in items:
+            self.read[self.now] += 1
+            yield one
+
+
+def test_thousands_of_peers_are_gone_through_a_few_at_a_time() -> None:
+    async def scenario() -> None:
+        turns, reach = Turns(), Reach(["8.8.4.4"])
+        counting = asyncio.create_task(turns.count())
+        many = [Advert(STRANGER, "run", 0, (f"8.8.{n >> 8}.{n % 256}:4102",)) for n in range(6000)]
+        assert len(await reach.within(turns.noted(many))) == 6000
+        counting.cancel()
+        assert turns.now > 4 * 6000 / reaching.AT_ONCE, "adverts, places, hosts and results"
+        assert max(turns.read.values()) <= reaching.AT_ONCE
+
+    asyncio.run(scenario())
+
+
 def test_a_failed_look_up_keeps_the_known_address(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that wakes up, or a router that reconnects at night, has no network for a moment."""
 
@@ -251,10 +284,14 @@ def test_names_that_nobody_asks_for_any_more_make_room_for_new_ones(
 
     async def scenario() -> None:
         reach = Reach(["8.8.4.4"])
-        hosts = [f"n{n}.example" for n in range(reaching.NAMES_KEPT)]
+        hosts = ["me.example", *(f"n{n}.example" for n in range(1, reaching.NAMES_KEPT))]
         while len(reach._known) < len(hosts):
             await reach.addresses(hosts)
         assert await reach.addresses(["both.example"]) == {}
+        with monkeypatch.context() as later:
+            later.setattr(reaching, "KEPT_S", -1.0)
+            later.setitem(NAMES, "me.example", ["8.8.8.9"])
+            assert await reach.addresses(["me.example"]) == {"me.example": "8.8.8.9"}, "known names stay up to date"
         monkeypatch.setattr(reaching, "FORGOTTEN_S", 0.0)
         assert await reach.addresses(["both.example"]) == {"both.example": "8.8.8.8"}
 
