@@ -130,12 +130,19 @@ def test_the_shape_is_written_as_stages_by_replicas() -> None:
             churn.shape_of(wrong)
 
 
-def test_rounds_lost_by_a_dead_stage_are_counted(tmp_path: Path) -> None:
-    def log(node: FleetNode, *events: tuple[float, str, dict[str, object]]) -> None:
-        node.dir.mkdir()
-        lines = [{"time": at, "up_s": at, "event": kind, **fields} for at, kind, fields in events]
-        (node.dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def log(node: FleetNode, *events: tuple[float, str, dict[str, object]]) -> None:
+    node.dir.mkdir()
+    lines = [{"time": at, "up_s": at, "event": kind, **fields} for at, kind, fields in events]
+    (node.dir / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
+
+def test_a_loss_that_is_not_finite_is_no_point_of_the_curve(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, (1, 1))
+    log(fleet.of_stage(0)[0], (1.0, "evaluation", {"loss": None}), (2.0, "evaluation", {"loss": 4.5}))
+    assert churn_figures._curve(fleet, lines((1, 1, "ab"), (2, 2, "c"))) == [(30.0, 4.5)]
+
+
+def test_rounds_lost_by_a_dead_stage_are_counted(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, (2, 2))
     dead, back = fleet.of_stage(1)
     log(dead, (1.0, "outer_round", {"round": 6}), (9.0, "outer_round", {"round": 8}))

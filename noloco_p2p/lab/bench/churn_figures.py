@@ -82,8 +82,9 @@ def _duplicates(fleet: Fleet, node: FleetNode) -> int:
 def _curve(fleet: Fleet, lines: Sequence[InnerStepLine]) -> Curve:
     """(tokens trained by all of stage 0 so far, validation loss) at every evaluation of a stage-0 replica."""
     return sorted(
-        (float(sum(line.tokens for line in lines if line.at <= event.at)), event.number("loss") or 0.0)
+        (float(sum(line.tokens for line in lines if line.at <= event.at)), loss)
         for event in fleet.events("evaluation", fleet.of_stage(0))
+        if (loss := event.number("loss")) is not None
     )
 
 

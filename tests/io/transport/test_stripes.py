@@ -556,10 +556,13 @@ def test_a_refusal_arrives_while_other_connections_carry_the_body(carried: Carri
     run(scenario())
 
 
-def test_without_other_connections_the_first_carries_the_whole_body(carried: Carried) -> None:
+def test_without_other_connections_the_first_carries_the_whole_body(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with pair(Node(echo)) as both:
             is_far(both)
+            monkeypatch.setattr(both.a.line, "connections", lambda *_, **__: 3)
             plain = both.a._channels.acquire
 
             @asynccontextmanager
