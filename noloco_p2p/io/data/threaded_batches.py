@@ -136,6 +136,6 @@ def _place(cursor: Mapping[str, object], units: int) -> StreamPosition:
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ConfigError("the checkpoint's position in the data is damaged")
     if numbers[0] != units:
-        made = f"the checkpoint was made with data of {numbers[0]} units"
+        made = f"the checkpoint was made with data of {numbers[0]} parts (shards, or pieces of files)"
         raise ConfigError(f"{made}, but the data here has {units}: give this node the same data as before")
     return StreamPosition(*(int(str(number)) for number in numbers[1:]))

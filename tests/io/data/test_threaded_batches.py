@@ -450,7 +450,7 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
 def test_a_cursor_of_other_data_is_refused(tmp_path: Path) -> None:
     config = NodeConfig(data_files=write_text(tmp_path))
     cursor = {"units": 7, "pass_number": 0, "unit": 0, "document": 0, "sample": 0}
-    with pytest.raises(ConfigError, match=r"data of 7 units, but the data here has \d+"):
+    with pytest.raises(ConfigError, match=r"data of 7 parts .*, but the data here has \d+"):
         make_batches(manifest("text"), config, "peer", cursor)
     with pytest.raises(ConfigError, match="damaged"):
         make_batches(manifest("text"), config, "peer", cursor | {"sample": "x"})
