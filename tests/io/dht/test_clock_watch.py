@@ -20,7 +20,17 @@ from noloco_p2p.io.dht.join_handshake import MANIFEST_CALL, fetch_manifest
 
 
 @pytest.mark.parametrize(
-    "ahead", [[], [0.2, -0.1, 14.9], [900.0], [900.0, 0.1], [16.0, -16.0], [900.0, -900.0, 0.0], [20.0, 0.0, 30.0, 0.0]]
+    "ahead",
+    [
+        [],
+        [0.2, -0.1, 14.9],
+        [15.0, 15.0],
+        [900.0],
+        [900.0, 0.1],
+        [16.0, -16.0],
+        [900.0, -900.0, 0.0],
+        [20.0, 0.0, 30.0, 0.0],
+    ],
 )
 def test_a_clock_is_trusted_unless_most_peers_disagree_with_it(ahead: list[float]) -> None:
     assert wrong_clock(ahead, 30.0) is None

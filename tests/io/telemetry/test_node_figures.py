@@ -89,6 +89,12 @@ def test_figures_that_are_not_finite_are_none(tmp_path: Path) -> None:
     assert (found.disk_free_bytes or 0) > 0
     counters.count("outer_round", alone)
     assert found.rounds == {"alone": 1}, "the figures are a copy, though the counters go on"
+    counters.beat_at = counters.began_at - 40.0
+    for kind in ("gradient", "state"):
+        counters.count("bytes", {"direction": "in", "kind": kind, "bytes": 8})
+    found = node_figures.status_figures(counters, None)
+    assert (found.bytes_in, found.bytes_out) == (16, 0)
+    assert found.loop_silent_s - found.up_s == pytest.approx(40.0)
     assert isinstance(found, NodeFigures)
 
 

@@ -486,6 +486,20 @@ def test_a_stuck_log_output_does_not_block_events(
     output.gate.set()
 
 
+def test_the_last_line_of_the_log_says_how_many_were_dropped(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "QUEUE_LINES", 4)
+    output = Stuck()
+    stop = log.start(output)
+    for i in range(20):
+        telemetry.event("info", message=f"line {i}")
+    output.gate.set()
+    stop()
+    *written, last = output.getvalue().splitlines()
+    assert last.endswith(f" {20 - len(written)} log lines were dropped: the output was too slow")
+
+
 def test_a_disk_that_hangs_during_a_status_request_does_not_block_events(
     telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
