@@ -98,8 +98,7 @@ class MembershipLoop:
 
     def _quiet_s(self) -> float:
         """QUIET_S, or the longest usual inner step. The two longest are left out: an evaluation or a stall."""
-        usual = sorted(self._node.step_seconds)[:-2]
-        return max(QUIET_S, usual[-1]) if usual else QUIET_S
+        return max([QUIET_S, *sorted(self._node.step_seconds)[:-2]])
 
     def _refresh_s(self) -> float:
         """Seconds between two readings in training. A caller that is not listed, whoever it is, can bring one reading

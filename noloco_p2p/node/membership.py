@@ -196,10 +196,9 @@ class Membership:
 
     async def until_served(self) -> bool:
         """Wait while a later stage has no replica. False if none was deserted, or this node leaves or pauses."""
-        deserted = self._later_deserted()
+        node, deserted = self._node, self._later_deserted()
         if self.run_ended or not deserted:
             return False
-        node = self._node
 
         def over() -> bool:
             return node.draining or node.pausing or self.run_ended or not self.nobody_there()

@@ -25,8 +25,7 @@ async def watch_failure(node: NodeState) -> None:
     await node.waits.until(
         lambda: node.leaving or node.error is not None, "request to leave", Resource.OWNER, idle=True
     )
-    if node.error is None:
-        await node.waits.until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
+    await node.waits.until(lambda: node.error is not None, "unfinished work", Resource.INNER_STEP, drain_s)
     if node.error is not None:
         raise node.error
     node.event("warning", message=f"left after {drain_s:g} s with unfinished work")

@@ -7,11 +7,12 @@ by `pulse`.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.status import Purpose, Resource, Serving, Wait, WaitTarget
+from noloco_p2p.errors import PeerError
 
 OPERATIONS_PER_DEADLINE = 10.0
 """A device operation is overdue after the time that a microbatch may go without progress, divided by this."""
@@ -167,14 +168,14 @@ class Waits:
 
 
 async def to_the_end(awaitable: Awaitable[R]) -> R:
-    """Await something that must not be abandoned half-way: cancelling the waiter has no effect."""
+    """Await something that must not be abandoned half-way. If the waiter is cancelled meanwhile, it gets the result all
+    the same, but a PeerError ends it as cancelled: otherwise it would ask another peer, and never notice."""
     task = asyncio.ensure_future(awaitable)
     while not task.done():
-        try:
+        with suppress(asyncio.CancelledError, PeerError):
             await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise
+    if (me := asyncio.current_task()) and me.cancelling() and isinstance(task.exception(), PeerError):
+        raise asyncio.CancelledError
     return task.result()
 
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from noloco_p2p.core.status import Resource
-from noloco_p2p.errors import LocalError
-from noloco_p2p.node.waits import Waits
+from noloco_p2p.errors import LocalError, NolocoError, Violation
+from noloco_p2p.node.waits import Waits, to_the_end
 from noloco_p2p.sim.virtual_time import run
 
 
@@ -81,5 +81,28 @@ def test_the_time_is_up_without_a_pulse() -> None:
         assert not await waits.until(lambda: False, "nothing", Resource.OWNER, 2.5)
         assert asyncio.get_running_loop().time() == pytest.approx(2.5)
         assert await waits.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", Resource.OWNER, 1.0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(None, None), (Violation("a gradient"), asyncio.CancelledError), (LocalError("no memory"), LocalError)],
+)
+@pytest.mark.parametrize("at_s", [1.0, 2.0])
+def test_a_waiter_that_is_cancelled_waits_to_the_end_and_does_not_try_again(
+    error: NolocoError | None, raised: type[BaseException] | None, at_s: float
+) -> None:
+    """`at_s`: when it is cancelled; the work ends after two seconds."""
+
+    async def main() -> None:
+        work = asyncio.get_running_loop().create_future()
+        waiter = asyncio.create_task(to_the_end(work))
+        asyncio.get_running_loop().call_later(2.0, lambda: work.set_exception(error) if error else work.set_result(7))
+        asyncio.get_running_loop().call_later(at_s, waiter.cancel)
+        await asyncio.wait([waiter])
+        assert asyncio.get_running_loop().time() == 2.0
+        found = asyncio.CancelledError() if waiter.cancelled() else waiter.exception()
+        assert found is None if raised is None else isinstance(found, raised)
 
     run(main())

@@ -20,6 +20,7 @@ from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError, Violation
 from noloco_p2p.node.pipeline.finite_watch import LONGEST_STREAK
+from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -191,6 +192,21 @@ def test_a_broken_device_stops_its_own_node_and_no_other(peer: PeerId, routing: 
     assert ends == dict.fromkeys(outcome.nodes, "the run has ended") | {peer: "it cannot continue"}
     assert LONGEST_STREAK <= outcome.nodes[peer].microbatches["nonfinite"] < LONGEST_STREAK + 4, "those in flight end"
     check_the_others_finished(outcome, peer)
+
+
+def test_a_node_that_fails_does_not_go_on_with_a_replica_whose_gradient_broke_the_protocol() -> None:
+    swarm = SimSwarm(
+        SimPlan(
+            manifest_for((1, 1), STEPS),
+            (1, 1),
+            seed=4,
+            costs=Costs(backward_s=2.0),
+            stage_factory=lambda *place: (SenselessStage if place[1] else CodedStage)(*place),
+        )
+    )
+    swarm.at(20.0, lambda: swarm.process("s0r0").node.state.fail(LocalError("no memory")))
+    swarm.at(60.0, lambda: swarm.drain("s1r0"))
+    assert stopped(swarm.run(limit_s=100.0, tolerate=True)) == {"s0r0": "no memory"}
 
 
 def test_one_origin_that_sends_what_overflows_stops_itself_and_no_later_stage() -> None:

@@ -168,11 +168,10 @@ class Liveness:
         stuck_s = max(STUCK_SILENCES * floor_s, STUCK_OPERATIONS / rate) if rate else None
         if stuck_s is not None and report.stuck_s > stuck_s:
             call.fail(Unreachable(f"the device of {id} has completed nothing for {report.stuck_s:.3g} s"), now)
-        elif call.events is None:
-            call.events = report.events
-        elif report.events != call.events:
-            call.events = report.events
-            self._progressed(call)
+        else:
+            known, call.events = call.events, report.events
+            if known not in (None, report.events):
+                self._progressed(call)
 
     def _progressed(self, call: _WatchedCall) -> None:
         if call.failure is None and not call.bound.expired():
