@@ -221,9 +221,9 @@ class Members:
         """The peers to ask because they never answered, not just after a failure, and how often each has failed."""
         return {p: one.count for p, one in self._failures.items() if one.aside_until <= now and p not in self.met}
 
-    def distrust(self, peer: PeerId, *, now: float) -> None:
-        """Set a peer aside for DISTRUSTED_S, whatever it answers."""
-        self._distrusted = {**self.distrusted(now), peer: now + DISTRUSTED_S}
+    def distrust(self, peer: PeerId, *, now: float, for_s: float | None = None) -> None:
+        """Set a peer aside `for_s` seconds, or DISTRUSTED_S, whatever it answers."""
+        self._distrusted = {**self.distrusted(now), peer: now + (for_s or DISTRUSTED_S)}
 
     def distrusted(self, now: float) -> dict[PeerId, float]:
         """The peers that are distrusted now, and until when."""

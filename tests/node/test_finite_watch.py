@@ -19,20 +19,28 @@ ROW = [False] * LONGEST_STREAK
 
 
 @pytest.mark.parametrize(
-    ("sound", "finite", "peers", "stops", "blamed"),
+    ("sound", "finite", "peers", "stops", "blames", "aside"),
     [
-        (True, ROW, ["b", "c"], False, {"b", "c"}),
-        (True, ROW, ["b"], False, {"b"}),
-        (True, ROW, ["me", "b"], False, {"b"}),
-        (True, ROW, ["me"], True, set()),
-        (False, ROW, ["b", "c"], True, set()),
-        (False, ROW[1:], ["b", "c"], False, set()),
-        (False, [*ROW[1:], True, *ROW[1:]], ["b", "c"], False, set()),
-        (True, [*ROW, *ROW[1:]], ["b"], False, {"b"}),
+        (True, ROW, ["b", "c"], False, 1, {"b", "c"}),
+        (True, ROW, ["b"], False, 1, {"b"}),
+        (True, ROW, ["me", "b"], False, 1, {"b"}),
+        (True, ROW, ["b", "c", "d"], False, 1, set()),
+        (True, ROW, ["me"], True, 0, set()),
+        (False, ROW, ["b", "c"], True, 0, set()),
+        (False, ROW[1:], ["b", "c"], False, 0, set()),
+        (False, [*ROW[1:], True, *ROW[1:]], ["me"], False, 0, set()),
+        (True, [*ROW, *ROW[1:]], ["b"], False, 1, {"b"}),
+        (True, [False, True] * LONGEST_STREAK, ["b", "c"], False, 1, {"b"}),
+        (True, [False, True] * (2 * LONGEST_STREAK - 1), ["b", "c"], False, 1, {"b"}),
+        (False, [False, True] * LONGEST_STREAK, ["b", "c"], True, 0, set()),
+        (True, [True, False, True, False, False, True] * (LONGEST_STREAK // 2), ["c", "b", "d"], False, 1, {"b"}),
+        (True, [False, True] * (LONGEST_STREAK - 1), ["b", "c"], False, 0, set()),
+        (True, [*ROW[1:], True] * 3, ["b"], False, 0, set()),
+        (True, [False, True] * LONGEST_STREAK, ["an origin", "another"], False, 0, set()),
     ],
 )
 def test_whose_fault_it_is(
-    sound: bool, finite: Sequence[bool], peers: Sequence[PeerId], stops: bool, blamed: set[PeerId]
+    sound: bool, finite: Sequence[bool], peers: Sequence[PeerId], stops: bool, blames: int, aside: set[PeerId]
 ) -> None:
     """`peers`: those that they came from or went through, in turn."""
     events: list[str] = []
@@ -47,12 +55,16 @@ def test_whose_fault_it_is(
         node = NodeState(me, manifest, NodeConfig(), cast(Any, telemetry))
         node.hold(cast(Any, SimpleNamespace(state=SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN), is_sound=is_sound)))
         swarm = Membership(node)
-        swarm.members.update([Advert(peer, manifest.run_id, 1, (), state="training") for peer in "bc"], now=node.now())
+        swarm.members.update([Advert(peer, manifest.run_id, 1, (), state="training") for peer in "bcd"], now=node.now())
+        swarm.fix_view()
         watch = FiniteWatch(node, swarm)
         for number, one in enumerate(finite):
             await watch.ended(one, peers[number % len(peers)])
         assert isinstance(node.error, LocalError) == stops
-        assert {peer for peer in "bc" if swarm.members.is_aside(peer, now=node.now())} == blamed
-        assert events.count("distrusted") == bool(blamed)
+        for peer in "bcd":
+            swarm.answered(peer)  # as those do whose microbatches are still under way
+        assert {peer for peer in "bcd" if swarm.members.is_aside(peer, now=node.now() + 59.0)} == aside
+        assert not any(swarm.members.is_aside(peer, now=node.now() + 61.0) for peer in "bcd")
+        assert events.count("distrusted") == blames
 
     asyncio.run(scenario())

@@ -265,6 +265,16 @@ def test_a_node_that_computes_well_is_not_stopped_by_what_others_send(
         assert bool(found) >= peer.startswith(blamed), "it is counted"
 
 
+@pytest.mark.parametrize("routing", ["random", "balanced"])
+def test_a_replica_whose_replies_are_never_finite_gets_few_microbatches(routing: str) -> None:
+    outcome = run((2, 3), routing=routing, stage_factory=partial(make_well, {"s1r1": always}, {}))
+    assert stopped(outcome) == {}
+    check_the_others_finished(outcome)
+    for origin in outcome.of_stage(0):
+        lost = origin.microbatches["nonfinite"]
+        assert LONGEST_STREAK <= lost < LONGEST_STREAK + 4, "those in flight when it is set aside end"
+
+
 def test_nine_in_a_row_stop_nobody() -> None:
     outcome = run((1,), {"s0r0": lambda turn: turn % LONGEST_STREAK != 0})
     assert stopped(outcome) == {}

@@ -44,10 +44,8 @@ class GradientAudit:
     def avoided(self) -> tuple[PeerId, ...]:
         """Distrusted replicas of the stages beyond the next one. Other nodes choose among those, and leave these out
         for this node's microbatches."""
-        mine = self._swarm.view.following
-        return tuple(peer for peer in self._swarm.members.distrusted(self._node.now()) if peer not in mine)[
-            -MAX_AVOIDED:
-        ]
+        distrusted, mine = self._swarm.members.distrusted(self._node.now()), self._swarm.view.following
+        return tuple([peer for peer in distrusted if peer not in mine][-MAX_AVOIDED:])
 
     async def ended(self, twins: Twins, microbatch: MicrobatchId, result: StageResult) -> None:
         """Note that one of the two is back. After the second, their gradients are compared if the routes differ."""
