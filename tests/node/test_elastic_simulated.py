@@ -1,12 +1,13 @@
 """Swarms with faults drawn from a seed keep every law.
 
 The laws are in `noloco_p2p/sim/laws.py`. `python tests/support/elastic.py SEED` replays one swarm. In the same
-folder, `mixed.py`, `varied.py` and `lying.py SEED UNTIL` look for swarms that break a law.
+folder, `mixed.py`, `varied.py`, `flickering.py` and `lying.py SEED UNTIL` look for swarms that break a law.
 """
 
 import pytest
 from choosing import ChoosingSwarm
 from elastic import config_for, drawn, manifest_for
+from flickering import drawn as drawn_flickering
 from lawful import check
 from lying import drawn as drawn_lying
 from lying import judge as judge_lying
@@ -24,6 +25,7 @@ SWARMS_A_TEST = 10
 MIXED, SOAK_MIXED = 20, 400
 VARIED, SOAK_VARIED = 10, 400
 LYING, SOAK_LYING = 10, 400
+SOAK_FLICKERING = 200
 CHOOSING = range(3, 8)
 
 
@@ -82,6 +84,13 @@ def test_swarms_with_other_settings_and_hours_survive_every_kind_of_fault(block:
     for seed in range(block, block + SWARMS_A_TEST):
         with noted(f"seed {seed}; replay: python tests/support/varied.py {seed}"):
             check(drawn_varied(seed))
+
+
+@pytest.mark.parametrize("block", soak(range(0, SOAK_FLICKERING, SWARMS_A_TEST)))
+def test_swarms_survive_faults_that_come_back_again_and_again(block: int) -> None:
+    for seed in range(block, block + SWARMS_A_TEST):
+        with noted(f"seed {seed}; replay: python tests/support/flickering.py {seed}"):
+            check(drawn_flickering(seed))
 
 
 @pytest.mark.parametrize("block", [*range(0, LYING, SWARMS_A_TEST), *soak(range(LYING, SOAK_LYING, SWARMS_A_TEST))])
