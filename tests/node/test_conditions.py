@@ -34,6 +34,7 @@ def test_a_pulse_wakes_waiters_whose_condition_holds_and_many_pulses_check_once(
         tasks["b"].cancel()
         await asyncio.gather(tasks["b"], return_exceptions=True)
         assert waits.current(asyncio.get_running_loop().time()) == ()
+        assert not waits._conditions, "a condition for which nobody waits any more is not kept"
 
     run(main())
 
@@ -78,9 +79,20 @@ def test_what_a_condition_raises_reaches_its_own_waiter_only() -> None:
 def test_the_time_is_up_without_a_pulse() -> None:
     async def main() -> None:
         waits = Waits()
+        assert await waits.until(lambda: True, "what is there", Resource.OWNER)
         assert not await waits.until(lambda: False, "nothing", Resource.OWNER, 2.5)
         assert asyncio.get_running_loop().time() == pytest.approx(2.5)
         assert await waits.until(lambda: asyncio.get_running_loop().time() > 3.0, "a late hour", Resource.OWNER, 1.0)
+
+    run(main())
+
+
+def test_the_time_may_be_up_just_as_the_condition_holds() -> None:
+    async def main() -> None:
+        waits, loop = Waits(), asyncio.get_running_loop()
+        loop.call_at(2.5, waits.pulse)
+        ends = [waits.until(lambda: loop.time() >= 2.5, "it", Resource.OWNER, longest_s) for longest_s in (2.5, None)]
+        assert await asyncio.wait_for(asyncio.gather(*ends), 5.0) == [True, True]
 
     run(main())
 
@@ -89,11 +101,11 @@ def test_the_time_is_up_without_a_pulse() -> None:
     ("error", "raised"),
     [(None, None), (Violation("a gradient"), asyncio.CancelledError), (LocalError("no memory"), LocalError)],
 )
-@pytest.mark.parametrize("at_s", [1.0, 2.0])
+@pytest.mark.parametrize("at_s", [1.0, 2.0, 3.0])
 def test_a_waiter_that_is_cancelled_waits_to_the_end_and_does_not_try_again(
     error: NolocoError | None, raised: type[BaseException] | None, at_s: float
 ) -> None:
-    """`at_s`: when it is cancelled; the work ends after two seconds."""
+    """`at_s`: when it is cancelled; the work ends after two seconds, and then that has no effect."""
 
     async def main() -> None:
         work = asyncio.get_running_loop().create_future()
@@ -103,6 +115,6 @@ def test_a_waiter_that_is_cancelled_waits_to_the_end_and_does_not_try_again(
         await asyncio.wait([waiter])
         assert asyncio.get_running_loop().time() == 2.0
         found = asyncio.CancelledError() if waiter.cancelled() else waiter.exception()
-        assert found is None if raised is None else isinstance(found, raised)
+        assert found is error if at_s > 2.0 or raised is None else isinstance(found, raised)
 
     run(main())

@@ -158,6 +158,7 @@ def test_an_operation_that_is_given_up_is_no_sign_of_the_device() -> None:
         operations[2].cancel()
         await asyncio.wait(operations)
         assert waits.stuck_s(loop.time()) == 0.0, "it has no work"
+        assert [one.cancelled() for one in operations] == [False, True, True]
 
     run(story())
 
