@@ -23,9 +23,10 @@ ENCODE_S = 1.0
 
 
 class SlowStage:
-    """Encodes slowly, in a codec in which chunks may be requested again."""
+    """Encodes slowly; in a codec with `bounds` chunks may be requested again."""
 
-    state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN, lattice=object())
+    def __init__(self, bounds: bool) -> None:
+        self.state = SimpleNamespace(hidden=HIDDEN, gradient=HIDDEN, lattice=object() if bounds else None)
 
     async def encode(self, frozen: FrozenRound, request: SnapshotRequest, caller: PeerId) -> Snapshot:
         await asyncio.sleep(ENCODE_S)
@@ -34,13 +35,13 @@ class SlowStage:
         return cast(Snapshot, frozen)
 
 
-def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True) -> FrozenRounds:
+def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True, bounds: bool = True) -> FrozenRounds:
     """A replica that has just frozen its `first` round. `freezes`: whether it will freeze others."""
     telemetry = SimpleNamespace(event=lambda kind, **fields: None)
     manifest = RunManifest(outer=OuterSettings(rule=rule))
     advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=float(first))
     node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
-    node.hold(cast(DeviceStage, SlowStage()))
+    node.hold(cast(DeviceStage, SlowStage(bounds)))
     rounds = FrozenRounds(node, lambda round: freezes)
     rounds.keep(frozen(first))
     return rounds
@@ -79,15 +80,16 @@ def test_a_malformed_request_keeps_no_round_once_it_is_refused() -> None:
     run(scenario(), limit_s=100)
 
 
-def test_a_round_that_was_pulled_is_dropped_once_nobody_would_merge_it() -> None:
-    """The peer that pulled it may have died, and no other may have pulled since."""
+@pytest.mark.parametrize("bounds", [True, False])
+def test_a_round_that_was_pulled_is_dropped_once_nobody_would_merge_it(bounds: bool) -> None:
+    """The peer that pulled it may have died, and no other may have pulled since. Without bounds, nobody asks again."""
 
     async def scenario() -> None:
-        rounds = kept_at(5, "noloco")
+        rounds = kept_at(5, "noloco", bounds=bounds)
         await rounds.serve("mate", SnapshotRequest(0, 5))
-        for round in range(6, 10):
+        for round, given in (6, 5), (7, 5 if bounds else 7), (8, 8):
             rounds.keep(frozen(round))
-        assert (await rounds.serve("mate", SnapshotRequest(0, 5))).round == 9
+            assert (await rounds.serve("mate", SnapshotRequest(0, 5))).round == given
 
     run(scenario(), limit_s=100)
 
@@ -121,6 +123,9 @@ def test_the_round_that_is_given(rule: RuleName, wanted: int | None, given: int 
                 await rounds.serve("mate", SnapshotRequest(0, wanted))
         weights = await rounds.serve("guardian", SnapshotRequest(0, 12, weights="bfloat16"))
         assert weights.round == 9, "a guardian takes what there is"
+        rounds.clear()
+        with pytest.raises(Declined, match="no snapshot yet"):
+            await rounds.serve("guardian", SnapshotRequest(0, None, weights="bfloat16"))
 
     run(scenario(), limit_s=100)
 
