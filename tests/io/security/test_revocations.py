@@ -234,8 +234,8 @@ def test_a_revoked_peer_that_does_not_read_loses_its_connection(
 ) -> None:
     """gRPC cannot end its call, and would keep the connection and all that came on it."""
     monkeypatch.setattr(connection_limit, "LOOK_S", 0.0)
+    monkeypatch.setattr(callers, "LET_GO_S", 0.1)
     if is_given_up:
-        monkeypatch.setattr(callers, "LET_GO_S", 0.0)
         monkeypatch.setattr(slow_transfers, "RESERVE_S", min(at_most(1.0), SOON_S / 2))
     club, asked = Club(tmp_path), asyncio.Event()
 
