@@ -262,9 +262,9 @@ def test_a_run_whose_last_weights_are_not_saved_is_not_completed(tmp_path: Path)
 
 
 def test_a_killed_run_resumes_from_its_directory_alone(tmp_path: Path) -> None:
-    run_dir, steps = tmp_path / "run", 240  # so many that it is killed in time, however slow this process is
+    run_dir, steps, paced = tmp_path / "run", 80, (*NOLOCO, "--paced", "swarm")
     with node_processes(tmp_path) as nodes:
-        killed = nodes.start(*size(2, 2, steps, checkpoint__every_steps="1"), command=FORKED, own_dir="run")
+        killed = nodes.start(*size(2, 2, steps, checkpoint__every_steps="1"), command=paced, own_dir="run")
         killed.wait_for(lambda: checkpoints_of(run_dir) >= 12, "three checkpoints of each node")
         assert killed.process.poll() is None
         for pid in working_below(tmp_path):
