@@ -70,10 +70,13 @@ def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expec
     assert not (tmp_path / "noloco-runs").exists()
 
 
-def test_only_a_prompt_may_be_empty(tmp_path: Path) -> None:
+def test_only_a_prompt_may_be_empty(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As a path, an unset variable of a script would be the current directory."""
     for prompt in (["--prompt", ""], ["--prompt="], ["--prompt", "--dir="]):
-        assert "there is no such directory" in noloco("generate", "model", *prompt, cwd=tmp_path).stderr
+        monkeypatch.setattr(sys, "argv", ["noloco", "generate", "nowhere", *prompt])
+        with pytest.raises(SystemExit):
+            main.main()
+        assert "there is no such directory" in capsys.readouterr().err
 
 
 def test_commands_work_in_a_locale_that_lacks_a_character(tmp_path: Path) -> None:

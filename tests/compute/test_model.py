@@ -244,6 +244,7 @@ def small(name: str) -> Any:
     if name == "nemotron_h":
         del fields["num_hidden_layers"]
         fields |= {"layers_block_type": ["mamba", "moe", "mamba", "moe"], "num_key_value_heads": 2}
+        fields |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "intermediate_size": 64, "moe_intermediate_size": 64}
     return model_family.make_config(
         ModelSettings(family=name, config={**fields, "tie_word_embeddings": False, **zero.get(name, {})})
     )
