@@ -17,6 +17,7 @@ from noloco_p2p.io.telemetry.journal import (
     EventFiles,
     FileJournal,
     Journal,
+    TokenBucket,
     oldest_first,
     period_s,
 )
@@ -168,6 +169,12 @@ def test_the_period_of_progress_grows_with_the_age(age_s: float, expected: float
     assert period_s(age_s) == pytest.approx(expected)
 
 
+def test_a_burst_of_one_kind_is_written_and_then_a_few_lines_per_period() -> None:
+    bucket = TokenBucket()
+    written = [sum(bucket.take(up_s, period_s=2.0) for _ in range(100)) for up_s in (0.0, 2.0, 6.0, 1000.0)]
+    assert written == [40, 4, 8, 40]
+
+
 def test_a_week_has_at_most_7500_progress_lines_and_counts_every_round(lines: Lines) -> None:
     rounds = 0
     while lines.clock.at < WEEK:
@@ -214,10 +221,11 @@ def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) ->
 
 def test_a_node_killed_within_a_line_continues_on_the_next(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(b'{"event":"start"}\n{"event":"prog')
-    files = EventFiles(tmp_path)
-    files.write('{"event":"start","second":true}')
-    files.close()
-    assert (tmp_path / NAME).read_bytes().splitlines()[1:] == [b'{"event":"prog', b'{"event":"start","second":true}']
+    for process in ("second", "third"):
+        files = EventFiles(tmp_path)
+        files.write(process)
+        files.close()
+    assert (tmp_path / NAME).read_bytes() == b'{"event":"start"}\n{"event":"prog\nsecond\nthird\n'
 
 
 @pytest.fixture
