@@ -175,9 +175,9 @@ def test_a_policy_that_names_a_replica_waits_for_it_while_it_is_busy(policy: str
 
 @pytest.mark.parametrize(("waited_s", "most"), [(1.0, 20), (10.0, 70), (100.0, 180)])
 def test_a_long_wait_for_busy_replicas_is_not_polled_ten_times_a_second(waited_s: float, most: int) -> None:
-    attempts = Attempts(True, frozenset(), busy_at=0.0)
-    now, pauses = 0.0, list[float]()
-    while now < waited_s:
+    attempts = Attempts(True, frozenset(), busy_at=50.0)
+    now, pauses = 50.0, list[float]()
+    while now < 50.0 + waited_s:
         attempts.busy = {"A"}
         pauses.append(attempts.pause_s)
         now += attempts.pause_s

@@ -10,6 +10,7 @@ from elastic import plan_of
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.intake import AttemptKey
 from noloco_p2p.core.messages import Advert, MicrobatchId, Origin
+from noloco_p2p.core.status import AnyReplica
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.origins import LONGEST_PAUSE
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
@@ -77,14 +78,17 @@ def test_an_origin_that_sends_and_never_fills_its_slots_is_given_up() -> None:
 
 def test_an_origin_that_stays_silent_is_not_waited_for_again() -> None:
     async def scenario() -> None:
-        origins, loop = server_of_two_origins()._origins, asyncio.get_running_loop()
+        server, loop = server_of_two_origins(), asyncio.get_running_loop()
+        origins, waits = server._origins, server._node.waits
         await asyncio.sleep(100)
         assert origins.give_up(["A"], began=0.0, silence_s=10.0) == ["A"]
         await asyncio.sleep(1_000)
         assert origins.give_up(["B"], began=loop.time(), silence_s=10.0) == []
         assert [origins.waits_for(origin) for origin in "AB"] == [False, True]
+        waiting = asyncio.create_task(waits.until(lambda: origins.waits_for("A"), "A", AnyReplica(0)))
+        await asyncio.sleep(1.0)
         origins.heard(Origin("A", 0, 0))
-        assert origins.waits_for("A")
+        await asyncio.wait_for(waiting, 1.0)
 
     virtual_time.run(scenario(), limit_s=10_000)
 
@@ -114,6 +118,7 @@ NOW, SILENCE_S = 100.0, 10.0
         ("training", 95.0, None, 0.0, (False, False)),
         ("training", 80.0, 95.0, 0.0, (False, False)),
         ("training", 80.0, 85.0, 0.0, (True, True)),
+        ("training", 55.0, 95.0, 0.0, (True, False)),
         ("training", 80.0, None, 95.0, (True, False)),
         ("training", 80.0, None, 85.0, (True, True)),
         ("paused", 80.0, None, 95.0, (True, False)),
