@@ -497,11 +497,16 @@ def test_a_move_that_the_mates_never_answer_is_withdrawn_before_others_take_it_f
     assert decisions.moves == []
 
 
-@pytest.mark.parametrize("change", [{"stays": True}, {"state": "paused"}])
-def test_a_node_that_stays_or_does_not_train_announces_nothing(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "announced"),
+    [({"stays": True}, None), ({"state": "paused"}, None), ({"step": 961.0}, None), ({"step": 960.0}, 1)],
+)
+def test_a_node_that_stays_or_does_not_train_or_is_near_the_end_announces_nothing(
+    change: dict[str, Any], announced: int | None
+) -> None:
     decisions = Decisions()
     decisions.node.advert = replace(decisions.node.advert, **change)
-    assert decisions.reading() == (None, [])
+    assert decisions.reading() == (announced, [])
     decisions = Decisions()
     decisions.node.draining = True
     assert decisions.reading() == (None, [])
