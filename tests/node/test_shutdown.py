@@ -38,6 +38,7 @@ class Place:
         self.silent: set[PeerId] = set()
         self.pulling: set[PeerId] = set()
         self.evaluated = self.open = self.most = 0
+        self.tokens = 4
         self.fails_at: int | None = None
         self.sent: list[tuple[int, int, Origin]] = []
         rounds = SimpleNamespace(frozen=SimpleNamespace(pullers=lambda: self.pulling))
@@ -59,7 +60,7 @@ class Place:
         self.open -= 1
         if task.microbatch.counter == self.fails_at:
             raise Declined("nobody is there")
-        return LossSum(2.0 * task.microbatch.counter, 4)
+        return LossSum(2.0 * task.microbatch.counter, self.tokens)
 
     def sees(self, *, evaluated: str = "", **states: str) -> None:
         """Read the membership, with these states by peer."""
@@ -105,6 +106,15 @@ def test_an_evaluation_covers_all_over_fixed_routes_a_few_at_a_time() -> None:
     at(scenario)
 
 
+def test_an_evaluation_without_a_token_that_counts_has_no_loss() -> None:
+    async def scenario(place: Place) -> None:
+        place.tokens = 0
+        await place.shutdown.evaluate()
+        assert (len(place.sent), place.told("evaluation")) == (5, [])
+
+    at(scenario)
+
+
 def test_an_evaluation_that_misses_a_microbatch_ends_and_does_not_count() -> None:
     async def scenario(place: Place) -> None:
         place.fails_at = 1
@@ -123,6 +133,7 @@ def test_when_it_evaluates_in_training(step: int, inner_steps: int, due: bool) -
     async def scenario(place: Place) -> None:
         place.node.update(step=float(step), state="training")
         place.node.inner_steps = inner_steps
+        await asyncio.sleep(10.0)
         await place.shutdown.evaluate_if_due()
         assert bool(place.sent) == due
         assert place.node.evaluated_s == pytest.approx(3.0 * due)
