@@ -4,7 +4,7 @@ To say who one is costs nothing. Only a peer that has served a call shows that i
 clock.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from noloco_p2p.core.members import FAILURES_TO_DESERT
@@ -62,11 +62,6 @@ class Trials:
 
     def _rank(self, peer: PeerId) -> int:
         return 0 if peer in self._served else self._failures.get(peer, 0)
-
-    def restarted(self, peers: Iterable[PeerId]) -> None:
-        """Forget the failures of those that have served: they may have a new process."""
-        for peer in self._served.intersection(peers):
-            self._failures.pop(peer, None)
 
     @contextmanager
     def call(self, peer: PeerId, *, usual: bool = True) -> Iterator[float | None]:

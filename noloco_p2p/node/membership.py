@@ -49,8 +49,6 @@ class Membership:
         """Take over the result of a reading of the directory."""
         node = self._node
         begun = any(advert.state in members.TRAINED for advert in (node.advert, *adverts))
-        known = ((self.members.get(advert.peer_id), advert) for advert in adverts)
-        self.trials.restarted(new.peer_id for old, new in known if old is not None and old.state != new.state)
         joined, departed = self.members.update(adverts, now=node.now(), doubts=begun)
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()
         counts[own] = counts.get(own, 0) + 1

@@ -131,8 +131,6 @@ def test_one_that_has_served_is_tried_before_others_that_failed() -> None:
         caller.call("p", Unreachable)
     caller.call("x", Unreachable)
     assert caller.among("npsx") == "nps"
-    caller.trials.restarted("px")
-    assert [caller.trials.on_trial(peer) for peer in "psx"] == [False, False, True]
 
 
 def test_a_trial_may_take_four_times_as_long_as_usual_and_longer_after_each_failure() -> None:
