@@ -228,9 +228,8 @@ class LatticeCodec:
         return torch.ldexp(torch.ones(len(bounds_C), dtype=torch.float64), exponent_C) / self._levels
 
     def _lattice(self, asked: LatticeRequest, step_C: Tensor, dither: PairDither) -> _Lattice:
-        chunk_C = _of(dither.chunk_C, asked.chunks).to(self._device)
         scale_C = ((1 << FRACTION_BITS) / step_C).to(self._device, self._dtype)
-        return _Lattice(scale_C, dither.place_K.to(self._device), chunk_C)
+        return _Lattice(scale_C, dither.place_K.to(self._device), _of(dither.chunk_C, asked.chunks).to(self._device))
 
     def _packed(self, integers_CK: Tensor) -> Tensor:
         """The low bits. With 4 bits, the first half of a row is in the lower halves of the bytes."""

@@ -101,8 +101,8 @@ class SnapshotCodec:
             return host_tensor.from_torch("vector", values), host_tensor.from_torch("places", places), sample
         if self._lattice is None or asked is None:
             return _as_type(frozen.vector, self.specs[0].dtype), sample
-        vector, bounds_C = host_tensor.to_torch(frozen.vector), _bounds(frozen)
-        dither = self._dither(frozen.round, (frozen.peer, caller))
+        vector, dither = host_tensor.to_torch(frozen.vector), self._dither(frozen.round, (frozen.peer, caller))
+        bounds_C = torch.frombuffer(bytearray(frozen.bounds), dtype=torch.uint8)
         codes = host_tensor.from_torch("lattice", self._lattice.encode(vector, bounds_C, asked, dither))
         return (codes,) if asked.some else (codes, sample)
 
@@ -180,7 +180,3 @@ def _own_plus_difference(own: HostTensor, sent: HostTensor) -> HostTensor:
     for theirs, mine in zip(torch.split(found, CHUNK), torch.split(u, CHUNK), strict=True):
         theirs.sub_(mine.to(sent_u.dtype)).add_(mine)
     return host_tensor.from_torch(own.name, found)
-
-
-def _bounds(frozen: FrozenRound) -> Tensor:
-    return torch.frombuffer(bytearray(frozen.bounds), dtype=torch.uint8)
