@@ -8,7 +8,7 @@ shows where the nearest integer was wrong because the bound was too small: those
 
 Any two machines get the same integers: a value is rounded once, to 2^-8 of a step, and all that follows is exact.
 
-On a CPU the time is that of the passes over the values: each operation is one, so they are few, and in place.
+On a CPU each operation is a pass over the values, and these passes take the time: so they are few, and in place.
 
 Shape legend: C chunks of the vector, or some of them; K values of a chunk.
 """
@@ -38,10 +38,9 @@ from noloco_p2p.errors import Declined, Violation
 BATCH, GPU_BATCH = 32, 2048
 """How many chunks are computed together: on a CPU half a megabyte of float32, so that the passes stay in its cache; on
 a GPU 32 megabytes, so that it does not wait for kernel launches."""
-
-
 FRACTION_BITS = 8
-"""Values and dither are multiples of 2^-8 of a step: with the 22 bits of `FINEST_BITS`, a value fits 32 bits."""
+"""Values and dither are multiples of 2^-8 of a step. A value is at most 2^22 steps (`lattice_pull.FINEST_BITS`), so it
+fits 32 bits."""
 
 
 class PairDither:
@@ -185,7 +184,8 @@ class LatticeCodec:
             gap_CK = self._gap(taken.to(self._device).view(len(batch.chunks), -1), integers_CK)
             integers_CK += gap_CK
             least_C, most_C = gap_CK.amin(-1).cpu(), gap_CK.amax(-1).cpu()
-            # The lowest code counts as wrong: otherwise only one replica of a pair might find the chunk wrong.
+            # The lowest code counts as wrong: otherwise only one replica of a pair might find the chunk wrong. So it
+            # does not matter that −128 has no opposite.
             good_C[at] = (self._digest_of(integers_CK).cpu() == digest_C[at]) & (least_C > -self._levels)
             distance_C[at] = torch.maximum(-least_C, most_C) * step_C[at]
             applied_C = (moved_C[at] * good_C[at]).to(self._device)

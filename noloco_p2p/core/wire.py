@@ -14,7 +14,7 @@ from noloco_p2p.core.messages import ITEM_BYTES, HostTensor, TensorSpec
 from noloco_p2p.errors import Violation
 
 PROTOCOL = "12"
-"""Version of proto/noloco.proto, and of the slots of `balanced`, on which all nodes must agree."""
+"""Version of proto/noloco.proto, the lattice of outer rounds and the slots of `balanced`, on which all nodes agree."""
 CHUNK_BYTES = 1 << 20
 """Maximum length of a chunk. Longer ones are slower: they drop out of the processor's cache between two copies."""
 PACK_BYTES = CHUNK_BYTES + (CHUNK_BYTES >> 4)
