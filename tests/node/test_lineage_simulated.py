@@ -12,14 +12,14 @@ from noloco_p2p.sim.laws import recording_stages
 from noloco_p2p.sim.process import Outcome
 
 TRAINED = ("s1r0", "s1r1", "s1r2")
-LOST_S, ARRIVES_S, BRIEFLY_S, FOR_LONG_S = 40.0, 45.0, 172.0, 300.0
+LOST_S, ARRIVES_S, BRIEFLY_S, FOR_LONG_S = 15.0, 20.0, 147.0, 200.0
 """When a stage is lost, when a node arrives there, which begins afresh two minutes later, and when the stage is back:
 the newcomer has trained for fewer rounds than it, or for more."""
 
 
 def replaced_while(*faults: Fault, stage: int = 1, **changes: object) -> FaultySwarm:
     """A swarm in whose stage, which has three replicas and is lost for a while, a node arrives."""
-    plan = plan_of((2, 3) if stage else (3, 2), **{"steps": 130} | changes)  # type: ignore[arg-type]
+    plan = plan_of((2, 3) if stage else (3, 2), **{"steps": 60} | changes)  # type: ignore[arg-type]
     swarm = FaultySwarm(plan, faults, limit_s=2000.0)
     swarm.at(ARRIVES_S - 0.001, lambda: swarm.start(stage, 3))
     return swarm
@@ -69,7 +69,7 @@ def test_trained_replicas_that_were_cut_off_keep_their_weights_and_a_fresh_one_c
 @pytest.mark.parametrize("routing", ["random", "balanced"])
 def test_trained_replicas_that_were_away_for_longer_than_they_had_trained_copy_the_fresh_one(routing: str) -> None:
     """They may have slept for days, and the stage would lose what it has learnt since."""
-    outcome = check(cut_off(FOR_LONG_S, routing=routing, steps=400))
+    outcome = check(cut_off(FOR_LONG_S, routing=routing, steps=150))
     assert lineages(outcome) == {began_afresh(outcome)}
     for peer in TRAINED:
         came = next(event for event in outcome.trace.of("resumed", peer) if event.at_s > FOR_LONG_S)
@@ -95,7 +95,7 @@ def test_the_only_replica_comes_back_with_its_checkpoint_after_a_newcomer_began_
 @pytest.mark.parametrize("stage", [0, 1])
 def test_replicas_that_begin_afresh_at_the_same_time_end_up_with_the_same_lineage(stage: int) -> None:
     wiped = (Fault(LOST_S, "wipe", (f"s{stage}r{number}",), 3.0 + number / 5) for number in range(3))
-    plan = plan_of((2, 3) if stage else (3, 2), steps=130, outer={"rule": "gossip", "inner_steps": 1})
+    plan = plan_of((2, 3) if stage else (3, 2), steps=60, outer={"rule": "gossip", "inner_steps": 1})
     swarm = FaultySwarm(plan, tuple(wiped), limit_s=2000.0)
     outcome = check(swarm)
     assert any(one.source == "fresh" for one in swarm.resumptions)
