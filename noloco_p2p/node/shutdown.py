@@ -111,22 +111,20 @@ class Shutdown:
         ) -> bool:
             return await node.waits.until(lambda: node.draining or over(), what, whom, longest_s)
 
-        pulled = all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s
         if node.index > 0:
             seen, longest_at = -1, node.now() + limits.microbatch_deadline_s
             # Some node still evaluates and needs this one: the time starts over.
             while self._dispatcher.evaluated > seen and node.now() < longest_at:
                 seen = self._dispatcher.evaluated
                 await stay(all_evaluated, "last evaluations", AnyReplica(0))
-            await stay(*pulled)
-            return
-        later = range(1, node.manifest.stages)
-        if not await stay(lambda: not others(later), "end of the later stages", Resource.SWARM):
-            node.event("warning", message="evaluating although a later stage has not finished")
-        await self.evaluate()
-        node.publish(evaluated=True)
-        await stay(lambda: not others([0]), "end of stage 0", Resource.SWARM)
-        await stay(*pulled)
+        else:
+            later = range(1, node.manifest.stages)
+            if not await stay(lambda: not others(later), "end of the later stages", Resource.SWARM):
+                node.event("warning", message="evaluating although a later stage has not finished")
+            await self.evaluate()
+            node.publish(evaluated=True)
+            await stay(lambda: not others([0]), "end of stage 0", Resource.SWARM)
+        await stay(all_pulled, "last outer rounds", AnyReplica(node.index), node.manifest.outer.deadline_s)
 
     def _present(self, listed: Iterable[Advert], since: float) -> list[Advert]:
         """The listed nodes that are still running.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf, isfinite, nan
 
 import pytest
@@ -300,7 +300,11 @@ def test_a_gradient_that_breaks_the_protocol_costs_another_call_and_not_the_micr
     outcome = run(replicas, stage_factory=make_coded)
     assert stopped(outcome) == {}
     check_the_others_finished(outcome)
-    assert {event.get("peer") for event in outcome.trace.of("reroute")} == {senseless}
+    reroutes = outcome.trace.of("reroute")
+    assert {event.get("peer") for event in reroutes} == {senseless}
+    for caller in {event.peer for event in reroutes}:
+        failed_at_s = [event.at_s for event in reroutes if event.peer == caller]
+        assert max(later - at_s for at_s, later in pairwise(failed_at_s)) > 2.0, "it is set aside for longer each time"
     for origin in outcome.of_stage(0):
         assert origin.microbatches["dropped"] == 0
         assert origin.microbatches["done"] == 4 * origin.inner_steps

@@ -112,6 +112,7 @@ class Dispatcher:
                 with node.span("backward"), node.waits.computing("backward", why):
                     # What the device has been given counts: it must not stay uncounted if the caller goes away now.
                     done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
+                self._choice.served_by(peer)
                 return StageResult(done, peer, gradient)
             except Violation as error:
                 self._note_failure(attempts, peer, error)
@@ -133,7 +134,8 @@ class Dispatcher:
         self.evaluated += 1
         if isinstance(result, LossSum):
             return result
-        loss, _ = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
+        loss, peer = await self._deliver(replace(task, inputs=result), self._evaluation, left_s)
+        self._choice.served_by(peer)
         return loss
 
     # --- the retry loop ---------------------------------------------------------------------------------------------
@@ -200,7 +202,6 @@ class Dispatcher:
             finally:
                 left()
             if answer is not None:
-                self._choice.served_by(answer[0])
                 self._busy_since.pop((answer[0], policy.trains), None)
                 return answer[1], answer[0]
             if not policy.trains:
