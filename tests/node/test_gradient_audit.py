@@ -1,6 +1,7 @@
 """The same data through two replicas of stage 1, in simulated swarms (`node/pipeline/gradient_audit`)."""
 
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 
@@ -10,11 +11,14 @@ from short_runs import manifest_for
 from noloco_p2p.config import RunManifest
 from noloco_p2p.core import gradient_pairs, members
 from noloco_p2p.core.intake import AttemptKey
-from noloco_p2p.core.messages import Gradient, HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.messages import Advert, Batch, Gradient, HostTensor, MicrobatchId, PeerId
+from noloco_p2p.core.routing import StepView
 from noloco_p2p.core.stage_values import Contribution
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.gradient_audit import GradientAudit
 from noloco_p2p.node.pipeline.serve import MicrobatchServer
 from noloco_p2p.node.pipeline.task import StageResult
+from noloco_p2p.sim import virtual_time
 from noloco_p2p.sim.linear_stage import LinearStage, _flat
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.world import SimPlan, SimSwarm
@@ -80,6 +84,7 @@ def test_the_evidence_names_both_and_how_they_differ() -> None:
     pairs = list(zip(answers[::2], answers[1::2], strict=True))
     outliers = [pair for pair in pairs if pair[0].get("outlier")]
     assert 4 <= len(outliers) < len(pairs)
+    assert all(one.get("peer") != other.get("peer") for one, other in pairs), "two routes"
     for one, other in outliers:
         assert abs(one.number("microbatch") - other.number("microbatch")) == 1
         assert "s1r2" in (one.get("peer"), other.get("peer"))
@@ -92,6 +97,37 @@ def test_nobody_honest_is_set_aside(replicas: tuple[int, ...]) -> None:
     outcome = run(replicas=replicas)
     assert set_aside(outcome) == {}
     assert bool(outcome.trace.of("gradient_pair")) == (replicas[1] > 3)
+
+
+@pytest.mark.parametrize(("routing", "following", "repeats"), [("random", 4, 1), ("random", 3, 0), ("fixed", 4, 0)])
+def test_data_are_repeated_only_where_a_comparison_shows_who_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, routing: str, following: int, repeats: int
+) -> None:
+    monkeypatch.setattr(gradient_pairs, "EARLY", 1.0)
+    node = run().nodes["s0r0"].node
+    state, next_ones = copy(node.state), tuple(f"s1r{number}" for number in range(following))
+    state.manifest = manifest_for((2, 5, 5), STEPS, routing=routing)
+    swarm = Membership(state)
+    swarm.members.update([Advert(peer, state.run_id, 1, ()) for peer in (*next_ones, "further")], now=0.0)
+    swarm.view = StepView("s0r0", following=next_ones)
+    for peer in ("s1r1", "further"):
+        swarm.members.distrust(peer, now=0.0)
+    audit = GradientAudit(state, swarm, secret=1)
+    nothing = HostTensor("nothing", "float32", (0,), memoryview(b""))
+    microbatch = MicrobatchId("s0r0", 1, 0)
+
+    async def main() -> int:
+        assert audit.avoided() == ("further",), "this node itself chooses among those of the next stage"
+        twins = audit.twins(microbatch, Batch(nothing, nothing))
+        if twins is None:
+            return 0
+        for peer in ("s1r0", "s1r2"):
+            done = Contribution(None, 0.0, 0, True, finite=peer == "s1r0")
+            reply = Gradient(microbatch, nothing, 0.0, 0, (peer, "further"), True)
+            await audit.ended(twins, microbatch, StageResult(done, peer, reply))
+        return len(twins.replies)
+
+    assert virtual_time.run(main()) == repeats, "one that was not finite is not compared"
 
 
 def test_without_a_secret_everything_goes_out_once() -> None:
