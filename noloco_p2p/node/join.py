@@ -78,7 +78,7 @@ class Joining:
             await self._weights.find_own()
         self._weights.show_own()
         # A node that was here before the run began starts with the others, whatever is announced meanwhile.
-        late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
+        goes_on = late = any(a.state in membership.TRAINED for a in self._swarm.members.all())
         if self._weights.own_of_stage():
             self._weights.withhold()
         else:
@@ -89,6 +89,9 @@ class Joining:
             node.enter("made", "the weights are made")
 
         def may_begin() -> bool:
+            nonlocal goes_on
+            # If adverts list weights, the run had begun before everybody stopped. Those that train again list none.
+            goes_on = goes_on or any(a.holds for a in self._swarm.everybody())
             least = 1 if resume.run_has_begun(self._swarm.everybody()) else manifest.start_replicas
             missing = self._missing(least, membership.IN_ROUNDS)
             if late or node.draining or not missing:
@@ -103,8 +106,7 @@ class Joining:
         if node.advert.state == "waiting":
             node.enter("begin")
         reason: str | None = "every stage has enough nodes"
-        # If adverts list weights, the run had begun before everybody stopped.
-        if late or any(a.holds for a in self._swarm.everybody()):
+        if goes_on:
             reason = await self._take_weights()
         if reason is None:
             return self._complete(f"nobody has weights of stage {node.index} any more, and the run has ended")
