@@ -227,7 +227,7 @@ def test_a_stage_whose_replicas_died_with_their_disks_goes_on_from_its_guardian(
 
 
 def test_a_node_without_checkpoints_copies_a_replica_though_all_others_train_again_before_it_looks() -> None:
-    """All stop, and when stage 0 is back, the others of stage 1 read this a quarter of a second before this node does."""
+    """All stop. When stage 0 is back, the others of stage 1 read this a quarter of a second before this node does."""
     back_s = {peer_id(stage, i): 15.6 - 3.35 * stage for stage, count in enumerate((3, 4)) for i in range(count)}
     bounced = [Fault(6.0, "bounce", (peer,), for_s) for peer, for_s in back_s.items() if peer != "s1r3"]
     swarm = FaultySwarm(plan_of((3, 4), steps=20), (*bounced, Fault(6.0, "wipe", ("s1r3",), 12.0)))
