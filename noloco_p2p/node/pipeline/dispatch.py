@@ -1,8 +1,7 @@
 """One stage's part in a microbatch: forward here, through the later stages and back, backward here.
 
-Every stage works like this: the source of stage 0 and the server of the later ones call `Dispatcher.train`. The
-dispatcher keeps the output and its graph, so a peer that fails costs another call, never the microbatch
-(ARCHITECTURE.md, "A microbatch").
+The source of stage 0 and the server of the later ones call `Dispatcher.train`. It keeps the output and its graph, so a
+peer that fails costs another call, never the microbatch (ARCHITECTURE.md, "A microbatch").
 """
 
 import asyncio
