@@ -168,7 +168,7 @@ class OuterRounds:
                 await node.waits.until(
                     lambda: opened.pull.done() or node.draining, "outer round", Resource.SWARM, why=why
                 )
-            pull = Pull("leaving" if wait and node.draining else reason)
+            pull = Pull("leaving" if wait else reason)  # waited for, it is unfinished only if this node leaves
             if cancel:
                 opened.pull.cancel()
                 with node.waits.waiting("outer round", Resource.SWARM, why=why):
@@ -190,8 +190,7 @@ class OuterRounds:
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
         """Wake whoever waits for it. Report a bug at once, because the next boundary may never be reached."""
-        if self._pulling is pull:
-            self._pulling = None
+        self._pulling = None
         self._node.waits.pulse()
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
