@@ -151,14 +151,18 @@ def test_a_pull_that_is_late_serves_the_next_round_until_it_is_too_old() -> None
     at(scenario, max_stale_rounds=2)
 
 
-def test_the_vector_of_an_earlier_round_is_merged_as_stale() -> None:
+@pytest.mark.parametrize(("round", "merged", "result"), [(1, ["b"], "stale"), (0, [], "alone")])
+def test_the_vector_of_an_earlier_round_is_merged_as_stale_unless_it_is_too_old(
+    round: int, merged: list[PeerId], result: str
+) -> None:
     async def scenario(place: Place) -> None:
-        for round in (1, 2, 3):
-            await place.border(round * M)
+        place.answers["b"] = round
+        for due in (1, 2, 3):
+            await place.border(due * M)
         place.comes.set()
         await asyncio.sleep(1.0)
         await place.border(3 * M + 1)
-        assert (place.merged, place.results) == ([(1, []), (2, []), (3, ["b"])], ["alone", "alone", "stale"])
+        assert (place.merged, place.results) == ([(1, []), (2, []), (3, merged)], ["alone", "alone", result])
 
     at(scenario, max_stale_rounds=2)
 
@@ -211,6 +215,7 @@ def test_a_node_that_leaves_waits_no_longer_and_begins_no_round(overlap: bool) -
         place.node.drain("told to leave")
         await border
         await place.border(2 * M)
+        assert place.rounds._pulling is None, "nobody needs the vector any more"
         await place.rounds.end("leaving")
         assert (place.frozen, place.merged) == ([1], [(1, [])])
         [found] = [fields for kind, fields in place.events if kind == "outer_round"]
@@ -316,7 +321,7 @@ def test_a_round_that_was_given_up_is_due_again() -> None:
     async def scenario(place: Place) -> None:
         await place.border(M)
         await place.rounds.forget()
-        assert (place.merged, place.results) == ([], [])
+        assert (place.rounds._pulling, place.merged, place.results) == (None, [], [])
         place.comes.set()
         await place.border(M + 1)
         await place.border(M + 2)
@@ -361,6 +366,8 @@ def test_another_replica_stands_in_for_a_partner_that_fails(
     async def scenario(place: Place) -> None:
         chosen = place.rounds._choose_partner(1).partner
         assert chosen is not None
+        set_aside, other = sorted({*"bcd"} - {chosen})
+        place.members.failed(set_aside, now=place.node.now())
         if isinstance(answer, str):
             place.members.failed(chosen, now=place.node.now())
         else:
@@ -370,12 +377,31 @@ def test_another_replica_stands_in_for_a_partner_that_fails(
         await place.border(M + 1)
         [found] = [fields for kind, fields in place.events if kind == "outer_round"]
         assert (found["result"], found["reason"]) == (result, reason)
-        [(_, [other])] = place.merged
-        assert other != chosen
+        assert place.merged == [(1, [other])]
         assert place.members.is_aside(chosen, now=place.node.now()) == aside
         assert place.asked[-1][2] == 0.0, "nobody waits for a second one"
 
     at(scenario, mates="bcd")
+
+
+def test_a_partner_that_fails_is_asked_once_if_there_is_no_other_replica() -> None:
+    async def scenario(place: Place) -> None:
+        place.answers["b"] = Declined("no such round")
+        place.comes.set()
+        await place.border(M)
+        await place.border(M + 1)
+        assert (len(place.asked), place.results, place.node.error) == (1, ["alone"], None)
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("pairing", ["matched", "random"])
+def test_a_newcomer_draws_its_partner_until_the_others_reckon_with_it(pairing: str) -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(partner_from_round=2)
+        assert [place.rounds._choose_partner(round).reason for round in (1, 2)] == ["random", pairing]
+
+    at(scenario, mates="bcd", pairing=pairing)
 
 
 def test_how_long_it_waits_for_a_partner_that_is_behind() -> None:
