@@ -186,7 +186,7 @@ class MicrobatchServer:
         finally:
             call.callers -= 1
             lost = call.body is body and not call.received
-            if (lost or not call.callers) and call.task is not None:
+            if lost or not call.callers:
                 self._cancel(call, "the caller that was sending its body is gone")
 
     def _cancel(self, call: _ServedCall, refusal: str) -> None:
