@@ -141,8 +141,8 @@ def test_the_state_of_a_peer_is_continued_at_the_clock_of_the_others(
         (Unreachable("gone"), "gone"),
         (state(stage=1), "holds stage 1"),
         (state(fresh_round=3), "began at round 3, not 0"),
-        (state(round=5000), "has not reached"),
-        (state(step=900.0), "has not reached"),
+        (state(round=16), "has not reached"),
+        (state(step=131.0), "has not reached"),
     ],
 )
 def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState | PeerError, says: str) -> None:
@@ -153,8 +153,8 @@ def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState
             assert place.weights.failures["a"] == times
         assert (place.taken, place.came_to) == ([], (0, 0.0, 0))
         assert says in str(place.events[-1][1]["message"])
-        place.answer = state()
-        assert await place.weights.restore(from_peer(place))
+        place.answer = state(round=15, step=130.0)
+        assert await place.weights.restore(from_peer(place)), "the others can have reached just that"
         assert not place.weights.failures, "it has weights now"
 
     at(scenario)
@@ -230,6 +230,7 @@ def test_initial_weights_begin_at_the_clock_of_the_others(rule: str, lineage: in
     async def scenario(place: Place) -> None:
         assert await place.weights.restore(RestoreSource("fresh", ""))
         assert place.came_to == (5 if rule == "noloco" else 50, 50.0, lineage)
+        assert place.weights.credible_round() == (6 if rule == "noloco" else 62)
 
     at(scenario, rule)
 
@@ -239,7 +240,8 @@ def test_its_own_checkpoint_is_continued_with_its_random_numbers_and_its_data() 
         held, torn = Holding(0, 5, 50), Holding(0, 6, 60)
         place.node.rng.random()
         drawn = place.node.rng.getstate()
-        place.disk = {held: Checkpoint(state(5, 50.0), {"position": 7}, drawn), torn: None}
+        place.disk = {held: Checkpoint(state(5, 48.0), {"position": 7}, drawn), torn: None}
+        place.node.cursor = {"position": 2}
         await place.weights.find_own()
         place.weights.show_own()
         assert [one.round for one in place.node.advert.holds] == [5, 6]
@@ -317,9 +319,17 @@ def test_the_newest_checkpoints_are_listed() -> None:
     at(scenario)
 
 
-@pytest.mark.parametrize(("mine", "then"), [(47.0, 50.0), (49.5, 49.5), (60.0, 60.0)])
-def test_a_clock_that_is_behind_keeps_up_and_none_goes_back(mine: float, then: float) -> None:
+@pytest.mark.parametrize(
+    ("mine", "answering", "then"),
+    [(47.0, "abc", 50.0), (47.0, "bc", 50.0), (47.0, "c", 47.0), (49.0, "abc", 49.0), (60.0, "abc", 60.0)],
+)
+def test_a_clock_that_is_behind_that_of_mates_keeps_up_and_none_goes_back(
+    mine: float, answering: str, then: float
+) -> None:
     async def scenario(place: Place) -> None:
+        place.swarm.inquiry.forget()
+        asked = [one for one in place.swarm.members.all() if one.peer_id in answering]
+        await place.swarm.inquiry.until_asked(asked, anew=True)
         place.node.update(step=mine)
         place.weights.keep_up()
         assert place.node.advert.step == then
