@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,16 @@ class Issuer:
 
 async def serve(libp2p: Libp2pDaemon, issuer: Issuer | None) -> None:
     """Answer requests for certificates, one at a time. To be called once per `libp2p`."""
-    turn = asyncio.Lock()
+    thread = ThreadPoolExecutor(1, "admission")  # what a caller has begun there goes on even if the caller gives up
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
         if issuer is None or certificates.expiry(issuer.certificate) <= issuer.clock():
             raise Declined("this node admits nobody: use the address of a node that was started with --key")
-        async with turn:
-            try:
-                return await asyncio.to_thread(issuer.answer, caller, request)
-            except LocalError as error:
-                log.warning("%s", error)
-                raise Declined("this node cannot record which peers it admits") from error
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, issuer.answer, caller, request)
+        except LocalError as error:
+            log.warning("%s", error)
+            raise Declined("this node cannot record which peers it admits") from error
 
     await libp2p.serve(CERTIFICATE_CALL, answer)
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from noloco_p2p.errors import ConfigError, Declined, LocalError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import Identity, peer_id_of
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon
+from noloco_p2p.io.durable_files import write_whole
 from noloco_p2p.io.security import admission, certificates, invitations
 from noloco_p2p.io.security.admission import Issuer
 from noloco_p2p.io.security.credentials import Credentials
@@ -146,6 +148,36 @@ def test_observers_do_not_use_up_an_invitation(tmp_path: Path) -> None:
     mine, request = issuer(club), asked(invitation=invitation(club, uses=1).text, role="observer")
     assert {club.trust.membership(mine.answer(peer, request)).role for peer in (ANN, BOB, EVE)} == {"observer"}
     assert not (club.home / "book").exists()
+
+
+def test_two_peers_cannot_share_the_last_use_of_an_invitation_if_one_of_them_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    club, answers = Club(tmp_path), list[Callable[[PeerId, bytes], Awaitable[bytes]]]()
+    request = asked(invitation=invitation(club, uses=1).text, role="member")
+    writing, written = threading.Event(), threading.Event()
+
+    def slowly(*file: Any) -> None:
+        writing.set()
+        written.wait()
+        write_whole(*file)
+
+    async def serve(name: str, answer: Callable[[PeerId, bytes], Awaitable[bytes]]) -> None:
+        answers.append(answer)
+
+    async def scenario() -> None:
+        await admission.serve(cast(Libp2pDaemon, SimpleNamespace(serve=serve)), issuer(club))
+        [answer] = answers
+        first = asyncio.ensure_future(answer(ANN, request))
+        await asyncio.to_thread(writing.wait)
+        first.cancel()
+        asyncio.get_running_loop().call_later(0.1, written.set)
+        with pytest.raises(Declined, match="used up"):
+            await answer(BOB, request)
+        assert await answer(ANN, request)
+
+    monkeypatch.setattr(invitations, "write_whole", slowly)
+    asyncio.run(scenario())
 
 
 def test_another_invitation_does_not_make_an_issuer_forget_who_used_the_first(tmp_path: Path) -> None:
