@@ -19,6 +19,8 @@ from noloco_p2p.io.dht.reach import in_turns
 
 WAIT_TIMEOUT_S = 2.0
 """Longest wait for one peer's answer to one DHT request."""
+PLACE_BYTES = 20
+"""Length of a node's place. hivemind fails at a longer one, in tasks whose errors only reach the log."""
 NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
@@ -78,10 +80,10 @@ def _belongs_in_log(record: logging.LogRecord) -> bool:
 class _Inspection:
     """hivemind's hook to sign and check messages.
 
-    It refuses requests that our nodes never make: to find several keys, because one could be named tens of thousands of
-    times, and its records would be sent as often; and to store more than one record, because a message has room for as
-    many as take seconds to check. The records of an answer are checked a few at a time. hivemind then checks them
-    again, all at once, but the validator remembers the results.
+    It refuses nodes with an impossible place, and requests that our nodes never make: to find several keys, because one
+    could be named tens of thousands of times, and its records would be sent as often; and to store more than one
+    record, because a message has room for as many as take seconds to check. The records of an answer are checked a few
+    at a time. hivemind then checks them again, all at once, but the validator remembers the results.
     """
 
     def __init__(self, validator: AdvertValidator) -> None:
@@ -92,6 +94,8 @@ class _Inspection:
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer a request."""
+        if len(request.peer.node_id) > PLACE_BYTES:
+            return False
         if type(request).__name__ == "PingRequest":
             return True
         return len(request.keys) == 1 and b"" not in getattr(request, "subkeys", ())  # b"" means a dictionary
@@ -100,7 +104,7 @@ class _Inspection:
         """Do nothing."""
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        """Accept every response."""
+        """Whether to accept a response."""
         from hivemind.dht.protocol import DHTProtocol
         from hivemind.dht.validation import DHTRecord
 
@@ -111,7 +115,7 @@ class _Inspection:
                 async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them
-        return True
+        return len(response.peer.node_id) <= PLACE_BYTES
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:
@@ -130,13 +134,9 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
     from hivemind.p2p import PeerID
 
     async def answers(peer: Any) -> bool:
-        try:
-            answer = await node.protocol.call_ping(peer)
-        except AssertionError:  # the peer claims a place that does not exist
-            return False
-        if answer is not None:
+        if answered := (await node.protocol.call_ping(peer)) is not None:
             node.blacklist.register_success(peer)
-        return answer is not None
+        return answered
 
     peers = [PeerID.from_base58(peer_id) for peer_id in linked]
     new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]

@@ -128,10 +128,16 @@ def test_a_reply_that_never_expires_does_not_end_a_search() -> None:
     run(scenario)
 
 
-def test_a_peer_with_an_invalid_dht_id_does_not_keep_others_from_rejoining(tmp_path: Path) -> None:
+def test_a_peer_with_an_invalid_dht_id_neither_fills_the_log_nor_keeps_others_from_rejoining(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+
+    bugs = list[dict[str, Any]]()
+
     async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
         async with node(tmp_path / "a") as a, node(tmp_path / "liar", join=[a.address]) as liar:
             liar.directory._node.protocol.node_info.node_id = b"\xff" * 21
+            assert await liar.directory._node.protocol.call_find(a.libp2p.p2p.peer_id, [DHTID.generate("key")]) is None
             table = a.directory._node.protocol.routing_table
             del table[table.get(peer_id=liar.libp2p.p2p.peer_id)]
             await a.directory.rejoin()
@@ -140,6 +146,7 @@ def test_a_peer_with_an_invalid_dht_id_does_not_keep_others_from_rejoining(tmp_p
                 assert list(b.directory._node.protocol.routing_table.peer_id_to_uid) == [a.libp2p.p2p.peer_id]
 
     run(scenario)
+    assert not bugs
 
 
 def test_a_peer_that_returns_the_asking_node_does_not_keep_it_from_announcing(tmp_path: Path) -> None:
