@@ -23,7 +23,8 @@ from noloco_p2p.io.durable_files import make_folders, read_if_there, write_whole
 _FORM = re.compile(
     r"/(ip4|ip6|dns4)/([^/\s]{1,253})/tcp/([0-9]{1,5})/p2p/([1-9A-Za-z]+)(?:/invite/([1-9A-Za-z]{1,256}))?"
 )
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 PEERS_LIMIT = 64
 """Most known peers; beyond that, the one that was seen longest ago is forgotten first."""
 _NOWHERE = "192.0.2.1"
@@ -62,7 +63,7 @@ class JoinAddress:
     @property
     def multiaddress(self) -> str:
         """The address without the peer id: `/ip4/HOST/tcp/PORT`."""
-        return f"/{_kind(self.host)}/{self.host}/tcp/{self.port}"
+        return host_multiaddress(self.host, self.port)
 
     def __str__(self) -> str:
         """The text that others pass to `--join`."""
@@ -94,7 +95,7 @@ def host_multiaddress(host: str, port: int) -> str:
     """`/ip4/HOST/tcp/PORT` for an IP address or name. Raises ConfigError if `host` is neither."""
     kind = _kind(host)
     if kind is None:
-        raise ConfigError(f"{host!r} is neither an IP address nor a host name")
+        raise ConfigError(f"{host!r} in listen.host or listen.announce_host is neither an IP address nor a host name")
     return f"/{kind}/{host}/tcp/{port}"
 
 
@@ -141,7 +142,7 @@ def reserve_port(host: str, port: int, key: str = "listen.dht_port") -> socket.s
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise LocalError(
             f"cannot listen on {host}: no such host; set listen.host to an address of this machine"
         ) from error

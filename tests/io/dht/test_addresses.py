@@ -21,7 +21,7 @@ from noloco_p2p.io.dht.join_handshake import DialRateLimit, check_clock
 PEER = peer_id_of(bytes(range(32)))
 
 
-@pytest.mark.parametrize("where", ["/ip4/10.0.0.1", "/ip6/fe80::1", "/dns4/node-1.example.org"])
+@pytest.mark.parametrize("where", ["/ip4/10.0.0.1", "/ip6/fe80::1", f"/dns4/n.node-1.{'a' * 63}"])
 def test_a_join_address_is_read_and_written_back(where: str) -> None:
     text = f"{where}/tcp/4001/p2p/{PEER}"
     assert str(JoinAddress.parse(text)) == text
@@ -43,6 +43,8 @@ def test_a_join_address_is_read_and_written_back(where: str) -> None:
         (f"/ip6/10.0.0.1/tcp/4001/p2p/{PEER}", "not a valid ip6 host"),
         (f"/dns4/10.0.0.300/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
         (f"/dns4/-name/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
+        (f"/dns4/node..example.org/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
+        (f"/dns4/{'a' * 64}.org/tcp/4001/p2p/{PEER}", "not a valid dns4 host"),
     ],
 )
 def test_a_malformed_join_address_is_reported_in_one_line(text: str, reason: str) -> None:
@@ -71,6 +73,8 @@ def test_a_port_in_use_is_named() -> None:
     reserve_port("127.0.0.1", port).close()
     with pytest.raises(LocalError, match=r"cannot listen on 192\.0\.2\.1"):
         reserve_port("192.0.2.1", 0)
+    with pytest.raises(LocalError, match=r"cannot listen on a\.\.b: no such host; set listen\.host"):
+        reserve_port("a..b", 0)
 
 
 def address(number: int) -> JoinAddress:

@@ -58,6 +58,8 @@ def test_each_kind_of_bad_join_address_has_its_own_message(tmp_path: Path, monke
             await refused([good.replace(a.peer_id, STRANGER)], ConfigError, f"another peer answers there .{a.peer_id}")
             with pytest.raises(ConfigError, match="this node's own"):
                 await Libp2pDaemon.open(a.identity, host="127.0.0.1", port=0, join=[good])
+            with pytest.raises(ConfigError, match=r"'10\.0\.0\.1:4101' in .*listen\.announce_host is neither"):
+                await Libp2pDaemon.open(a.identity, host="127.0.0.1", port=0, announce_host="10.0.0.1:4101")
             async with daemon(tmp_path / "b", join=[dead.replace(a.peer_id, STRANGER), good]) as b:
                 assert [str(address) for address in b.joined] == [good]
                 with pytest.raises(Unreachable, match="has no directory of this run"):
