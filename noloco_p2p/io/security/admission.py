@@ -95,17 +95,17 @@ async def ask(libp2p: Libp2pDaemon, issuer: PeerId, **asked: str) -> bytes:
 
 async def invited(libp2p: Libp2pDaemon, trust: RunTrust, role: Role, now: float) -> bytes:
     """Obtain a certificate, PEM, with the invitation in a joined address. Raises ConfigError if there is no invitation,
-    otherwise the error of the last issuer."""
+    otherwise the error of the last one."""
     failure: NolocoError = ConfigError(
         "this run is members-only, and the join address carries no invitation: ask a member who can make one"
         " (noloco invite) for the complete address"
     )
     for address in libp2p.joined:
         if address.invitation:
-            Invitation.parse(address.invitation).check(trust, now)
             try:
+                Invitation.parse(address.invitation).check(trust, now)
                 return await ask(libp2p, address.peer_id, invitation=address.invitation, role=role)
-            except PeerError as error:
+            except (PeerError, ConfigError) as error:
                 failure = error
     raise failure
 

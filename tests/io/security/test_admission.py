@@ -233,9 +233,10 @@ def test_over_libp2p_a_member_renews_and_a_newcomer_is_admitted(tmp_path: Path) 
             mine = Issuer(club.trust, a.identity, certificate, book, time.time, Revocations(club.trust))
             await admission.serve(a, mine)
             await admission.serve(c, None)
-            token = invitation(club).text
-            async with daemon(tmp_path / "b", join=[f"{a.join_addresses[0]}/invite/{token}"]) as b:
-                assert token not in str(b.joined[0])
+            token, expired = (invitation(club, until=club.now + later_s).text for later_s in (HOUR_S, -1))
+            useless = [f"{c.join_addresses[0]}/invite/{text}" for text in ("mistyped", expired)]
+            async with daemon(tmp_path / "b", join=[*useless, f"{a.join_addresses[0]}/invite/{token}"]) as b:
+                assert token not in str(b.joined[-1])
                 found = club.trust.membership(await admission.invited(b, club.trust, "member", time.time()))
                 assert (found.peer_id, found.role, found.issuer) == (b.peer_id, "member", a.peer_id)
                 before = Club(tmp_path, club.run_id, club.root, club.now - 4 * certificates.DAY_S)
