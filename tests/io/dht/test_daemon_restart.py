@@ -9,8 +9,11 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import base58
 import pytest
@@ -23,6 +26,7 @@ from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.join_handshake import fetch_manifest, serve_manifest
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.launch.node_probe import scrape
+from noloco_p2p.sim import virtual_time
 
 
 @dataclass
@@ -213,6 +217,38 @@ def test_a_daemon_that_keeps_dying_is_restarted_each_time(tmp_path: Path, monkey
             assert not a.keeping.done()
 
     run(scenario)
+
+
+def test_pauses_grow_until_a_daemon_has_recovered_and_only_a_second_silence_in_a_row_kills_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lives, troubles = iter([10.0] * 5 + [130.0, 70.0, inf]), list[str | None]()
+    restarted_at, killed_at = list[float](), list[float]()
+    silent = LocalError("the daemon does not answer")
+    answers = [set[str](), set[str](), silent, silent, set[str](), silent, silent, set[str]()]
+    libp2p: Any = SimpleNamespace(links=AsyncMock(side_effect=answers), p2p=None)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        begun_at = loop.time()
+
+        async def restart() -> str:
+            restarted_at.append(loop.time() - begun_at)
+            libp2p.failed = loop.create_future()
+            if (life_s := next(lives)) < inf:
+                loop.call_later(life_s, libp2p.failed.set_exception, LocalError("it died"))
+            return ""
+
+        monkeypatch.setattr(p2p_daemon, "kill", lambda _: killed_at.append(loop.time() - begun_at))
+        await restart()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(700.0):
+                await daemon_restarts.keep(libp2p, restart, troubles.append)
+
+    virtual_time.run(scenario(), limit_s=1000.0)
+    assert restarted_at == [0.0, 10.0, 22.0, 40.0, 110.0, 180.0, 310.0, 380.0]
+    assert [number for number, one in enumerate(troubles) if one is None] == [10, 13, 16]
+    assert killed_at == [620.0]
 
 
 def listener(a: Kept) -> socket.socket:

@@ -322,7 +322,10 @@ def test_a_relay_serves_members_with_a_reservation_up_to_a_limit_each(
             await say(live, b.id)
             assert await hear(live) == ""
             revoked.adopt(club.revoking(int(time.time()), a.id))
-            assert await live.reader.read() == b"", "a revocation ends circuits"
+            async with asyncio.timeout(10.0):  # later its target would end it, which waits for a handshake
+                assert await live.reader.read() == b"", "a revocation ends circuits"
+            with pytest.raises(Unreachable, match="does not answer"):
+                await a.circuit(r, b.id)
             with pytest.raises(Declined, match="only members of its run"):
                 await a.streams.reserve(r.id)
             assert not await b.ways.find_relays(), "a peer that is still a member renews its reservation"
@@ -335,10 +338,27 @@ def test_a_relay_serves_members_with_a_reservation_up_to_a_limit_each(
     run(scenario)
 
 
+def test_a_full_relay_accepts_others_once_reservations_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_service, "MAX_RESERVED", 1)
+
+    async def scenario() -> None:
+        relay = MemberRelay(cast(Libp2pDaemon, None), RUN, None, lambda: 1.0)
+        for _ in range(2):
+            await relay._reserve("one", RUN.encode())
+            with pytest.raises(Declined, match="no more reservations"):
+                await relay._reserve("another", RUN.encode())
+            await asyncio.sleep(0.9 * relay_service.RESERVED_S)
+        await asyncio.sleep(0.2 * relay_service.RESERVED_S)
+        await relay._reserve("another", RUN.encode())
+
+    virtual_time.run(scenario(), limit_s=60.0)
+
+
 def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     club = Club(tmp_path, RUN)
     monkeypatch.setattr(relay_service, "CIRCUITS_OF_PAIR", 2)
     monkeypatch.setattr(relay_service, "CIRCUITS_OF_PEER", 4)
+    monkeypatch.setattr(relay_service, "CIRCUITS", 3)
 
     async def scenario() -> None:
         async with AsyncExitStack() as closing:
@@ -350,13 +370,14 @@ def test_one_peer_cannot_take_all_the_circuits_of_another(tmp_path: Path, monkey
             for one in (a, c):
                 await one.streams.reserve(r.id)
             answers = list[str]()
-            for _ in range(4):
-                stream = await a.libp2p.open_stream(r.id, RELAY_STREAMS)
+            for one in (a, a, a, a, c):
+                stream = await one.libp2p.open_stream(r.id, RELAY_STREAMS)
                 closing.callback(stream.writer.close)
                 await say(stream, b.id)
                 answers.append(await hear(stream))
-            assert await c.circuit(r, b.id) == ""
-            assert answers == ["", "", *[f"{b.id} may have no more circuits"] * 2]
+            assert answers == ["", "", *[f"{b.id} may have no more circuits"] * 2, ""]
+            with pytest.raises(Unreachable, match="does not answer"):
+                await c.circuit(r, a.id)
 
     run(scenario)
 
