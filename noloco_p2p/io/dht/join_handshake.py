@@ -37,7 +37,6 @@ DIALS_PER_MINUTE = 60
 """Limits on dialling back, because strangers choose the addresses; each dial tells them one line of text."""
 TRIED = "others reach this node at %s, a port that its router maps (UPnP)"
 UNTRIED = "the router maps %s to this node (UPnP); nobody outside has dialled it yet"
-_ADDRESS_LIMIT = 256
 _REASON_LIMIT = 200
 _BUSY = "busy"
 
@@ -118,7 +117,7 @@ async def serve_dial_back(
         return await probe(joined(known[host], port), caller) if host in known else f"the peer does not dial {host}"
 
     async def answer(caller: PeerId, request: bytes) -> bytes:
-        address = request[:_ADDRESS_LIMIT].decode("ascii", errors="replace")
+        address = request.decode("ascii", errors="replace")
         place = endpoint(address)
         if place is None and address != STREAM:
             raise Violation("the address is not of the form host:port")

@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import suppress
 from functools import partial
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_daemon(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> None:
+def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
             with pytest.raises(Declined, match="still starting, or runs another version of noloco"):
@@ -180,6 +181,9 @@ def test_the_manifest_and_the_time_come_from_the_joined_peer(tmp_path: Path) -> 
                 await fetch_manifest(a, b.peer_id)
             with pytest.raises(Unreachable):
                 await b.call(STRANGER, MANIFEST_CALL, b"", 2.0)
+            monkeypatch.setattr("noloco_p2p.io.dht.join_handshake.dht_time", lambda: nan)
+            with pytest.raises(Violation, match="a time that is not finite"):
+                await fetch_manifest(b, a.peer_id)
 
     run(scenario)
 
@@ -288,27 +292,31 @@ def test_a_cancelled_call_leaves_nothing_at_the_callee(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_joined_peer_dials_back(tmp_path: Path) -> None:
+def test_a_joined_peer_dials_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dialled: list[tuple[str, str]] = []
 
     async def probe(address: str, peer_id: str) -> str | None:
         dialled.append((address, peer_id))
         if address.endswith(":2"):
             raise Unreachable("refused")
+        if address.endswith(":4"):
+            await asyncio.Event().wait()
         return None if address.endswith(":1") else "another peer is there"
 
     async def scenario() -> None:
         async with daemon(tmp_path / "a") as a, daemon(tmp_path / "b", join=a.join_addresses) as b:
-            await serve_dial_back(a, probe, DialRateLimit(per_minute=3))
+            await serve_dial_back(a, probe, DialRateLimit(per_minute=4))
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:1") is None
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:2") == "refused"
             assert await ask_dial_back(b, a.peer_id, "127.0.0.1:3") == "another peer is there"
-            assert dialled == [(f"127.0.0.1:{port}", b.peer_id) for port in (1, 2, 3)]
+            monkeypatch.setattr("noloco_p2p.io.dht.join_handshake.PROBE_TIMEOUT_S", 0.1)
+            assert await ask_dial_back(b, a.peer_id, "127.0.0.1:4") == "no answer within 0.1 s"
+            assert dialled == [(f"127.0.0.1:{port}", b.peer_id) for port in (1, 2, 3, 4)]
             with pytest.raises(Declined, match="not of the form host:port"):
                 await ask_dial_back(b, a.peer_id, "nonsense")
             with pytest.raises(Busy):
                 await ask_dial_back(b, a.peer_id, "127.0.0.1:1")
-            assert len(dialled) == 3
+            assert len(dialled) == 4
 
     run(scenario)
 
