@@ -29,7 +29,7 @@ from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
 from noloco_p2p.io.dht import join_handshake, relay_service, streams, ways_in
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import peer_id_of
-from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, ask_dial_back, check_reachable, serve_dial_back
+from noloco_p2p.io.dht.join_handshake import DIAL_BACK_CALL, ask_dial_back, check_reachable, find_way, serve_dial_back
 from noloco_p2p.io.dht.libp2p import Libp2pDaemon, Stream
 from noloco_p2p.io.dht.member_records import MemberRecords
 from noloco_p2p.io.dht.reach import Reach
@@ -442,6 +442,38 @@ def test_a_private_address_that_nobody_could_dial_back_is_not_relied_on(monkeypa
     assert not virtual_time.run(scenario("8.8.8.8", "192.168.1.2:9"), limit_s=9.0)
     assert virtual_time.run(scenario("8.8.8.8", "8.8.4.4:9"), limit_s=9.0)
     assert virtual_time.run(scenario("192.168.1.3", "192.168.1.2:9"), limit_s=9.0)
+
+
+OUTSIDE, OWN = "11.1.1.12:5009", "192.168.1.2:9"
+
+
+@pytest.mark.parametrize(
+    ("joined", "answers", "found", "serves"),
+    [
+        ("8.8.8.8", {OUTSIDE: None}, (OUTSIDE, ""), True),
+        ("192.168.1.3", {}, (OUTSIDE, ""), True),
+        ("8.8.8.8", {OUTSIDE: "shut", OWN: None}, (OWN, ""), False),
+        ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": None}, ("p2p", "far"), True),
+        ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": "no"}, ("", "far, nor over libp2p: no"), True),
+        ("8.8.8.8", {OUTSIDE: "shut", OWN: "far", "p2p": Declined("no")}, ("", "far, nor over libp2p: no"), True),
+    ],
+)
+def test_the_port_of_a_router_comes_first_unless_a_peer_outside_finds_it_shut(
+    monkeypatch: pytest.MonkeyPatch,
+    joined: str,
+    answers: dict[str, str | Declined | None],
+    found: tuple[str, str],
+    serves: bool,
+) -> None:
+    asked = AsyncMock(side_effect=answers.values())
+    monkeypatch.setattr(join_handshake, "ask_dial_back", asked)
+    ways = Mock(serve=AsyncMock(), through_router=AsyncMock(return_value=OUTSIDE), not_through_router=AsyncMock())
+    peer = JoinAddress(joined, 4001, STRANGER)
+    assert asyncio.run(find_way(cast(Libp2pDaemon, None), peer, OWN, ways)) == found
+    assert [call.args[2] for call in asked.call_args_list] == list(answers)
+    assert ways.serve.called is serves
+    shut = [f"{OUTSIDE}: {reason}" for reason in answers.values() if reason == "shut"]
+    assert [call.args[0] for call in ways.not_through_router.call_args_list] == shut
 
 
 def test_members_whose_links_cannot_be_opened_do_not_keep_a_node_from_the_others() -> None:
