@@ -133,14 +133,10 @@ async def ping_new(node: Any, linked: Sequence[PeerId]) -> bool:
     """Make linked peers that are not in the routing table aware of this node; returns whether any answers."""
     from hivemind.p2p import PeerID
 
-    async def answers(peer: Any) -> bool:
-        if answered := (await node.protocol.call_ping(peer)) is not None:
-            node.blacklist.register_success(peer)
-        return answered
-
     peers = [PeerID.from_base58(peer_id) for peer_id in linked]
     new = [peer for peer in peers if node.protocol.routing_table.get(peer_id=peer) is None]
-    return any(await asyncio.gather(*map(answers, new)))
+    places = await asyncio.gather(*map(node.protocol.call_ping, new))
+    return any(place is not None for place in places)
 
 
 def forget_spares(node: Any) -> None:

@@ -196,6 +196,9 @@ def test_members_that_cannot_be_dialled_are_reached_over_links_and_through_relay
             assert not await b.ways.find_relays(), "both are renewed"
             assert folders
             assert not any(os.path.exists(one.name) for one in folders), "a killed node leaves no folder behind"  # noqa: ASYNC240
+            sockets = Path("/proc/net/unix").read_text().splitlines()  # noqa: ASYNC240
+            listening = [line.split()[-1] for line in sockets if " 00010000 " in line]
+            assert not any(path.startswith(one.name) for path in listening for one in folders)
 
             await s.libp2p.close()
 
