@@ -155,6 +155,7 @@ def test_arbitrary_bytes_are_a_violation_or_read_as_the_generated_classes_read_t
         b"\x12\x05\x0a\x01\x1a\x01x",
         b"\x0a\x7f",
         b"\x78\x00",
+        b"\x92" + b"\x80" * 10 + b"\x00\x04\x0a\x02\x08\x00",
         b"\x12\x00",
         b"\x12\x00\x0a\x00",
         b"\x12\x07\x12\x05\x19abcd",
