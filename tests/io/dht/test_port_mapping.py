@@ -99,6 +99,22 @@ class FoundRouter:
         self._mapped.append((host, port))
 
 
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("", "has no outside address"),
+        ("0.0.0.0", "has no outside address"),
+        ("169.254.1.1", "is behind another one"),
+        ("192.168.0.2", "is behind another one"),
+    ],
+)
+def test_a_router_without_a_public_address_is_of_no_use(monkeypatch: pytest.MonkeyPatch, said: str, why: str) -> None:
+    monkeypatch.setattr(FoundRouter, "externalipaddress", lambda _: said)
+    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
+    with pytest.raises(Unreachable, match=f"the router {why}"):
+        asyncio.run(HomeRouter().map(5001))
+
+
 def test_after_a_change_of_the_local_address_ports_are_mapped_to_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,13 +167,15 @@ def test_a_mapping_that_the_router_has_lost_does_not_keep_the_others(monkeypatch
             raise Exception("NoSuchEntryInArray")
 
     monkeypatch.setattr(FoundRouter, "deleteportmapping", delete, raising=False)
-    monkeypatch.setattr(port_mapping, "_router", lambda: FoundRouter("127.0.0.1", []))
+    monkeypatch.setattr(port_mapping, "_router", iter([FoundRouter("127.0.0.1", [])]).__next__)
 
     async def scenario() -> None:
         router = HomeRouter()
         for port in (5001, 5009):
             await router.map(port)
+        assert router.place(5009) == ("11.1.1.12", 5009)
         await router.end()
+        assert router.place(5009) is None
 
     asyncio.run(scenario())
     assert asked == [5001, 5009]
@@ -199,10 +217,12 @@ def test_no_mapping_is_left_by_a_renewal_that_the_end_of_the_node_cuts_short(mon
 def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It restarts, does not answer for a while, and comes back with no mappings and another address."""
     mapped, answers, address = list[tuple[str, int]](), [True], ["11.1.1.12"]
+    found_at = list[str]()
 
     def found() -> FoundRouter:
         if not answers[0]:
             raise Unreachable("no router answers")
+        found_at.append(address[0])
         return FoundRouter("127.0.0.1", mapped)
 
     def outside(router: FoundRouter) -> str:
@@ -232,6 +252,7 @@ def test_what_a_router_has_forgotten_is_mapped_again_at_the_next_renewal(monkeyp
         await asyncio.wait_for(told.wait(), 10.0)
         assert mapped[0] == ("127.0.0.1", 5009)
         assert ways.addresses()[0] == "11.1.1.13:5009"
+        assert found_at == ["11.1.1.12", "11.1.1.13"], "it may be another router"
         keeping.cancel()
 
     asyncio.run(scenario())
