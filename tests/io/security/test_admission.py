@@ -90,7 +90,8 @@ def test_a_refused_peer_receives_the_reason_in_one_line(tmp_path: Path) -> None:
                 mine.answer(ANN, asked(invitation=one.text, role=role))
             assert "noloco invite" in str(caught.value)
             assert len(str(caught.value).splitlines()) == 1
-    nonsense = b"", b"[]", b"[" * 4096, b"{}", b'{"invitation": 1}'
+    long = asked(invitation=invitation(club).text, role="observer", more="x" * 4096)
+    nonsense = b"", b"[]", b"[" * 4096, b"{}", b'{"invitation": 1}', long
     fields = "invitation", "certificate"
     for request in (*nonsense, *(asked(**{name: text}) for name in fields for text in ("x", "\ud800"))):
         with pytest.raises(Violation):
