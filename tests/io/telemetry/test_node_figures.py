@@ -67,6 +67,7 @@ def test_there_is_no_rate_before_the_second_amount() -> None:
     assert rate.per_s(7.0) == 0.0
     rate.add(8.0, 100.0)
     assert rate.per_s(8.0) == 50.0
+    assert rate.per_s(13.0) == 20.0
 
 
 def test_marks_are_bounded() -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
-from noloco_p2p.io.telemetry import log, node_figures
+from noloco_p2p.io.telemetry import counters, log, node_figures
 from noloco_p2p.io.telemetry.counters import EVENTS
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
@@ -281,18 +281,37 @@ def test_totals_for_the_summary(telemetry: PrometheusTelemetry) -> None:
     assert totals["replica_std"] == 0.01
     assert totals["state"] == "training"
     assert 0 <= totals["last_step_at"] - totals["training_at"] < 60
+    telemetry.event("lag", seconds=0.01)
+    assert telemetry.totals()["largest_lag_s"] == 0.02
 
 
 def test_setting_the_clock_back_does_not_shorten_the_training_time(
     telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    telemetry.event("state", state="joining", reason="begin")
+    assert telemetry.totals()["training_at"] is None
     telemetry.event("state", state="training", reason="begin")
-    wall = time.time
+    began_at, wall = telemetry.totals()["training_at"], time.time
     monkeypatch.setattr(time, "time", lambda: wall() - 7_200.0)
     inner_step(telemetry, 1, 100.0)
     totals = telemetry.totals()
     assert 0 <= totals["last_step_at"] - totals["first_step_at"] < 60
     assert abs(totals["first_step_at"] - wall()) < 60
+    telemetry.event("state", state="training", reason="again")
+    assert telemetry.totals()["training_at"] == began_at
+
+
+def test_labels_that_peers_choose_are_counted_separately_up_to_a_limit(telemetry: PrometheusTelemetry) -> None:
+    reasons = [f"{number:02} {'x' * counters.LABEL_CHARACTERS}" for number in range(60)]
+    for reason in [*reasons[:30], reasons[0], "busy"]:
+        telemetry.event("microbatch", result="dropped", reason=reason)
+    began_at = telemetry.counters.created_at["dropped", ("other",)]
+    for reason in reasons[30:]:
+        telemetry.event("microbatch", result="dropped", reason=reason)
+    separate = counters.MAX_LABELS - len(counters.KNOWN["dropped"])
+    dropped = dict.fromkeys([reason[: counters.LABEL_CHARACTERS] for reason in reasons[:separate]], 1)
+    assert telemetry.totals()["dropped"] == dropped | {next(iter(dropped)): 2, "busy": 1, "other": 60 - separate}
+    assert telemetry.counters.created_at["dropped", ("other",)] == began_at
 
 
 def test_metrics_summary_status_and_journal_agree(telemetry: PrometheusTelemetry) -> None:
