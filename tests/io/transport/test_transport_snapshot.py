@@ -12,6 +12,7 @@ from link_fixture import Proxy
 from machine import in_time
 from transport_fixture import SOON_S, Node, hang, logged, pair, run, soon, tensor, watched_buffers
 
+from noloco_p2p.core.agreement import LARGEST_GROUP, GroupView
 from noloco_p2p.core.lattice_format import LatticeRequest
 from noloco_p2p.core.messages import HostTensor, TensorSpec
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -26,7 +27,7 @@ TENSORS = (
 )
 BIG = tuple(HostTensor(f"slow/{i}", "uint8", (1 << 24,), memoryview(bytes(1 << 24))) for i in range(8))
 SPECS = tuple(t.spec for t in TENSORS)
-SNAPSHOT = Snapshot("B", 4, 40, TENSORS, fresh_round=3)
+SNAPSHOT = Snapshot("B", 4, 40, TENSORS, GroupView(("A", "B"), 2**64 - 1), fresh_round=3)
 REQUESTS = [
     SnapshotRequest(1, 4, 1.5),
     SnapshotRequest(0, 0),
@@ -127,6 +128,10 @@ def test_anything_but_the_expected_tensors_is_a_violation(expected: tuple[Tensor
         replace(SNAPSHOT, peer="C" * 129),
         replace(SNAPSHOT, step=1 << 60),
         replace(SNAPSHOT, fresh_round=5),
+        replace(SNAPSHOT, view=GroupView(("B", "A"), 1)),
+        replace(SNAPSHOT, view=GroupView(("B", "B"), 1)),
+        replace(SNAPSHOT, view=GroupView(("A", "B\n"), 1)),
+        replace(SNAPSHOT, view=GroupView(tuple(f"{number:04}" for number in range(LARGEST_GROUP + 1)), 1)),
         replace(SNAPSHOT, tensors=(*TENSORS[:3], replace(TENSORS[3], data=TENSORS[3].data[:-8]))),
     ],
 )
