@@ -9,9 +9,11 @@ from state_fixture import MIB, SPECS, STATE, TENSORS, Donor
 from transport_fixture import Events, Node, alive, hang, pair, run, soon, watched_buffers
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.messages import HostTensor, MicrobatchId, TensorSpec
+from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, TensorSpec
 from noloco_p2p.errors import Declined, PeerError, Unreachable, Violation
+from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport import weights_codec
+from noloco_p2p.io.transport.frame_codec import unpacked
 
 
 def test_a_state_arrives_bit_for_bit() -> None:
@@ -108,3 +110,14 @@ def test_a_peer_without_a_state_declines_and_an_absent_peer_is_unreachable() -> 
 def test_a_resume_position_outside_the_state_is_a_violation(where: tuple[int, int]) -> None:
     with pytest.raises(Violation, match="has no byte"):
         next(weights_codec.to_state(STATE, *where))
+
+
+def test_only_the_newest_spent_ids_travel_and_no_more_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = replace(STATE, spent=tuple(MicrobatchId("A", 1, number) for number in range(3)))
+    whole = next(weights_codec.to_state(state, 0, 0))
+    monkeypatch.setattr(weights_codec, "MAX_SPENT", 2)
+    message, _ = unpacked(next(weights_codec.to_state(state, 0, 0)), pb.StateMessage)
+    assert [one.counter for one in message.header.spent] == [1, 2]
+    reader = weights_codec.StateReader(Advert(STATE.peer, "ab" * 32, STATE.stage, ()), SPECS)
+    with pytest.raises(Violation, match="more than 2 microbatches"):
+        reader.feed(whole)
