@@ -197,6 +197,9 @@ def test_bytes_that_a_node_sends_to_itself_do_not_count() -> None:
         own.clear()
         assert carried(served, stream) is None, "the stream has just ended"
         assert carried(called, caller) is not None
+        assert len(acked._inside) == 2
+    acked.follow(next(looks))
+    assert not acked._inside, "closed sockets are forgotten"
 
 
 def test_a_transport_measures_its_line_from_acknowledged_bytes() -> None:
