@@ -39,7 +39,7 @@ from transport_fixture import (
 )
 
 from noloco_p2p.core.messages import Gradient, Header
-from noloco_p2p.errors import Busy, Declined, LocalError, Unreachable, Violation
+from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable, Violation
 from noloco_p2p.io.transport import channels, grpc_transport, message_codec, peer_links
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.exchange import SentActivation
@@ -250,25 +250,35 @@ def test_a_newly_opened_connection_is_not_closed_to_make_room(monkeypatch: pytes
     run(scenario())
 
 
-NOT_SENT = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), "not sent")
+def status(code: str, details: str = "why") -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
 @pytest.mark.parametrize(
-    ("error", "left_s", "text"),
+    ("error", "left_s", "kind", "text"),
     [
-        (NOT_SENT, 1.0, "B was lost while waiting for a gradient: not sent"),
-        (NOT_SENT, 0.0, "no gradient from B within 5 s"),
-        (asyncio.CancelledError(), 1.0, "ended while it was waiting for a gradient"),
-        (asyncio.InvalidStateError(), 1.0, "closed before the gradient arrived"),
-        (grpc.aio.UsageError(), 1.0, "closed before the gradient arrived"),
+        (status("INTERNAL"), 1.0, Unreachable, "B was lost while waiting for a gradient: why"),
+        (status("INTERNAL"), 0.0, Unreachable, "no gradient from B within 5 s"),
+        (status("DEADLINE_EXCEEDED"), 0.0, Unreachable, "no gradient from B within 5 s"),
+        (status("UNAVAILABLE", "a\n" + 600 * "b"), 0.0, Unreachable, "waiting for a gradient: a b{497}…$"),
+        (status("ABORTED"), 1.0, Declined, "^B: why$"),
+        (status("UNKNOWN"), 1.0, Declined, "B failed to serve the call: why"),
+        (status("UNIMPLEMENTED"), 1.0, Declined, "B failed to serve the call: why"),
+        (status("RESOURCE_EXHAUSTED"), 1.0, Busy, "B has too many calls in flight"),
+        (status("RESOURCE_EXHAUSTED", "message larger than max"), 1.0, Violation, "B: message larger than max"),
+        (asyncio.CancelledError(), 1.0, Unreachable, "ended while it was waiting for a gradient"),
+        (asyncio.InvalidStateError(), 1.0, Unreachable, "closed before the gradient arrived"),
+        (grpc.aio.UsageError(), 1.0, Unreachable, "closed before the gradient arrived"),
     ],
 )
-def test_what_grpc_raises_when_a_call_ends_early_is_unreachable(error: BaseException, left_s: float, text: str) -> None:
+def test_each_end_of_a_call_has_its_own_error(
+    error: BaseException, left_s: float, kind: type[PeerError], text: str
+) -> None:
     async def call() -> None:
         with translated_errors("B", "gradient", 5.0, asyncio.get_running_loop().time() + left_s):
             raise error
 
-    with pytest.raises(Unreachable, match=text):
+    with pytest.raises(kind, match=text):
         run(call())
 
 
