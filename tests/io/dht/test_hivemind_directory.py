@@ -6,10 +6,10 @@ import os
 import signal
 import threading
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from daemons import RUN, STRANGER, Node, gone, node, run, until
@@ -19,6 +19,8 @@ from noloco_p2p.core.messages import Advert
 from noloco_p2p.errors import ConfigError, LocalError, Unreachable
 from noloco_p2p.io.dht import addresses
 from noloco_p2p.io.dht.adverts import AdvertRecord, decode, encode, packed_bytes, stage_key
+from noloco_p2p.io.dht.hivemind_directory import HivemindDirectory
+from noloco_p2p.io.dht.libp2p import Libp2pDaemon
 
 
 def test_three_nodes_see_each_other_move_leave_and_expire(tmp_path: Path) -> None:
@@ -196,6 +198,28 @@ def test_a_restarted_node_outbids_its_earlier_advert(tmp_path: Path) -> None:
             assert [peer.step for peer in await a.directory.peers()] == [2.0]
 
     run(scenario)
+
+
+@pytest.mark.parametrize(("held_longer_s", "tries"), [(0.0, 1), (None, 1), (-1.0, 1), (5.0, 2)])
+def test_after_a_refusal_an_advert_counts_only_if_others_hold_it(
+    monkeypatch: pytest.MonkeyPatch, held_longer_s: float | None, tries: int
+) -> None:
+    directory = HivemindDirectory(cast(Libp2pDaemon, None), RUN, 1, cast(addresses.KnownPeers, None), None)
+    tried = list[float]()
+
+    async def refused(advert: Advert, payload: bytes, expires: float) -> bool:
+        tried.append(expires)
+        return False
+
+    async def held_until(stage: int) -> float | None:
+        return None if held_longer_s is None else tried[-1] + held_longer_s
+
+    monkeypatch.setattr(directory, "_put", refused)
+    monkeypatch.setattr(directory, "_held_until", held_until)
+    with nullcontext() if held_longer_s == 0.0 else pytest.raises(Unreachable, match="no peer stored it"):
+        asyncio.run(directory._store_at_others(Advert(STRANGER, RUN, 0, ()), b"", 30.0))
+    assert len(tried) == tries
+    assert tries == 1 or tried[1] > tried[0] + 5.0
 
 
 def test_adverts_are_renewed_when_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
