@@ -215,7 +215,8 @@ def test_a_newcomer_that_has_seen_no_peer_lists_no_targets(asker: Asker, telemet
 
 
 def test_metrics_that_are_computed_at_a_scrape(telemetry: PrometheusTelemetry, tmp_path: Path) -> None:
-    waits = (Wait("orders", Resource.OWNER, 500.0, None, idle=True), Wait("gradient", "P", 3.0, 60.0))
+    gradients = Wait("gradient", "P", 3.0, 60.0), Wait("gradient", "Q", 2.0, 60.0)
+    waits = (Wait("orders", Resource.OWNER, 500.0, None, idle=True), *gradients)
     troubles = tuple(Trouble(f"trouble {number}", "bad", 1.0) for number in range(100))
     telemetry.watch(lambda: replace(status(), waits=waits, troubles=troubles), tmp_path)
     telemetry.measure_memory(lambda: (7, 9))

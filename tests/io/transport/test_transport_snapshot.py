@@ -27,7 +27,7 @@ TENSORS = (
 )
 BIG = tuple(HostTensor(f"slow/{i}", "uint8", (1 << 24,), memoryview(bytes(1 << 24))) for i in range(8))
 SPECS = tuple(t.spec for t in TENSORS)
-SNAPSHOT = Snapshot("B", 4, 40, TENSORS, GroupView(("A", "B"), 2**64 - 1), fresh_round=3)
+SNAPSHOT = Snapshot("B", 4, 40, TENSORS, GroupView(("A", "B"), 2**64 - 1), fresh_round=4)
 REQUESTS = [
     SnapshotRequest(1, 4, 1.5),
     SnapshotRequest(0, 0),

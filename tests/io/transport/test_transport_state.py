@@ -113,11 +113,14 @@ def test_a_resume_position_outside_the_state_is_a_violation(where: tuple[int, in
 
 
 def test_only_the_newest_spent_ids_travel_and_no_more_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = replace(STATE, spent=tuple(MicrobatchId("A", 1, number) for number in range(3)))
+    state = replace(STATE, step=0.0, adam_steps=STATE.inner_steps, fresh_round=STATE.round)
+    state = replace(state, spent=tuple(MicrobatchId("A", 1, number) for number in range(3)))
     whole = next(weights_codec.to_state(state, 0, 0))
     monkeypatch.setattr(weights_codec, "MAX_SPENT", 2)
-    message, _ = unpacked(next(weights_codec.to_state(state, 0, 0)), pb.StateMessage)
-    assert [one.counter for one in message.header.spent] == [1, 2]
+    newest = next(weights_codec.to_state(state, 0, 0))
+    assert [one.counter for one in unpacked(newest, pb.StateMessage)[0].header.spent] == [1, 2]
+    reader = weights_codec.StateReader(Advert(STATE.peer, "ab" * 32, STATE.stage, ()), SPECS)
+    assert reader.feed(newest) is None
     reader = weights_codec.StateReader(Advert(STATE.peer, "ab" * 32, STATE.stage, ()), SPECS)
     with pytest.raises(Violation, match="more than 2 microbatches"):
         reader.feed(whole)
