@@ -233,6 +233,9 @@ def test_metrics_that_are_computed_at_a_scrape(telemetry: PrometheusTelemetry, t
     rss = telemetry.registry.get_sample_value("process_resident_memory_bytes")
     assert rss is not None
     assert rss > 1_000_000
+    telemetry.close()
+    assert telemetry._watchdog is not None
+    assert not telemetry._watchdog.is_alive()
 
 
 def test_a_bug_in_the_status_is_reported_and_leaves_the_metrics(telemetry: PrometheusTelemetry, asker: Asker) -> None:

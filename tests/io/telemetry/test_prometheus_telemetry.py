@@ -325,6 +325,7 @@ def test_metrics_summary_status_and_journal_agree(telemetry: PrometheusTelemetry
     metrics, totals, status = scraped(telemetry), telemetry.totals(), telemetry.figures()
     (progress,) = [line for line in map(json.loads, lines) if line["event"] == "progress"]
     assert [json.loads(line)["event"] for line in lines].count("checkpoint") == 2
+    assert progress["phase_s"].keys() == {"forward", "other"}
 
     def metric(name: str) -> dict[str, float]:
         """The series of a metric by their label, without those at 0."""
