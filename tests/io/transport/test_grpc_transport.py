@@ -40,6 +40,7 @@ from noloco_p2p.core.messages import (
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.io.transport import message_codec
 from noloco_p2p.io.transport.channels import Turns
+from noloco_p2p.io.transport.reply_reader import GradientReader
 from noloco_p2p.ports import Body, Claim
 from noloco_p2p.sim import virtual_time
 
@@ -291,3 +292,18 @@ def test_a_body_that_fails_in_its_turn_has_left(waits: bool) -> None:
         assert line.rested("B", clock() + 2 * RESTED_S)
 
     virtual_time.run(scenario(), limit_s=10.0)
+
+
+def test_an_incomplete_reply_or_another_nodes_description_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with pair(Node(echo)) as both:
+            monkeypatch.setattr(GradientReader, "feed", lambda reader, raw: None)
+            with pytest.raises(Violation, match="the gradient from B is incomplete"):
+                await both.a.propagate(both.peer, activation())
+            for name, other in (("run_id", "ef" * 32), ("me", "C")):
+                monkeypatch.setattr(both.b._servicer.links, name, other)
+                with pytest.raises(Violation, match="another node or run answers for B"):
+                    await both.a.describe(both.peer)
+                monkeypatch.undo()
+
+    run(scenario())
