@@ -74,8 +74,6 @@ class Trials:
         """
         began, trial, failed = self._now(), self.on_trial(peer), self._failures.get(peer, 0)
         usual_s = self._took.deadline_s(SHORTEST_SILENCES * self._patience_s)
-        at_stake_s = self._patience_s if trial and self._spend(0.0) < self._most_s else 0.0
-        self._spend(at_stake_s)
         try:
             yield usual_s and usual_s * (2.0**failed if trial else SERVED_TIMES)
         except (Unreachable, Declined, Violation):
@@ -92,8 +90,6 @@ class Trials:
             self._failures.pop(peer, None)
             if usual:
                 self._took.observe(self._now() - began)
-        finally:
-            self._spend(-at_stake_s)
 
     def _forget_departed(self) -> None:
         self._failures = {one: count for one, count in self._failures.items() if self._listed(one)}

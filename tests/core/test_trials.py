@@ -79,23 +79,6 @@ def test_those_that_serve_are_chosen_once_time_has_been_lost_on_others() -> None
     assert caller.among("asx") == "asx"
 
 
-@pytest.mark.parametrize(
-    ("lost_s", "called", "left"),
-    [(0.0, "abcdefghij", "sx"), (1.0, "abcd", "sx"), (1.0, "abcde", "s"), (1.0, "s", "sx")],
-)
-def test_trials_in_progress_hold_the_time_that_they_may_lose(lost_s: float, called: str, left: str) -> None:
-    """Once some has been lost. Otherwise a burst of calls would lose far more than there is."""
-    caller = Caller()
-    caller.call("s")
-    caller.call("y", Unreachable, lost_s)
-    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as calls:
-        for peer in called * 6 if called == "s" else called:
-            calls.enter_context(caller.trials.call(peer))
-        assert caller.among("sx") == left
-        raise KeyboardInterrupt
-    assert caller.among("sx") == "sx"
-
-
 def test_the_first_failure_of_a_peer_that_serves_is_not_charged_and_those_of_others_are_while_one_serves() -> None:
     caller = Caller()
     for peer in "sp":
