@@ -207,6 +207,13 @@ class RunManifest(Settings):
         return state_kinds(self.outer.update)
 
     @property
+    def in_step(self) -> bool:
+        """Whether a later stage takes microbatches only in the step that their labels name: because the policy says
+        which those are, or because each replica waits for all others at every inner step."""
+        joint = bool(self.outer.update.common) and self.outer.inner_steps == 1 and self.outer.pairing != "none"
+        return joint or self.routing == "balanced"
+
+    @property
     def run_id(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal."""
         return hashlib.sha256(self.canonical_json()).hexdigest()

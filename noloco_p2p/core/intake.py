@@ -85,7 +85,9 @@ class _Step:
     target: int
     """Number of places; under `balanced` the due slots are the target instead."""
     due: set[Slot] | None
-    """Slots that have not been taken yet (`balanced`); None under the policies where order of arrival decides."""
+    """Slots that have not been taken yet (`balanced`)."""
+    origins: tuple[PeerId, ...] | None
+    """Whose microbatches it takes, if stages go in step; None if only their order of arrival decides."""
     places: dict[MicrobatchId, _Place] = field(default_factory=dict)
 
     @property
@@ -103,16 +105,22 @@ class Intake:
     def __init__(self, places: Callable[[], float]) -> None:
         self._places = places
         self._phase = Phase.CLOSED
-        self._step = _Step(number=0, target=0, due=None)
+        self._step = _Step(number=0, target=0, due=None, origins=None)
         self._attempts: dict[AttemptKey, _Attempt] = {}
         self._in_flight = 0
         self._spent = SpentIds()
 
     # --- the node's own steps -------------------------------------------------------------------------------------
 
-    def open(self, step: int, target: int, due: Iterable[Slot] | None = None) -> list[AttemptKey]:
-        """Begin inner step `step` with `target` places, or with the `due` slots; returns those now admitted."""
-        self._step = _Step(step, target, None if due is None else set(due))
+    def open(
+        self, step: int, target: int, due: Iterable[Slot] | None = None, origins: tuple[PeerId, ...] | None = None
+    ) -> list[AttemptKey]:
+        """Begin inner step `step` with `target` places, or with the `due` slots; returns those now admitted.
+
+        `origins`: if given, stages go in step. A place is only for a microbatch of this step then; and unless slots are
+        due, the step is complete once most origins have left it.
+        """
+        self._step = _Step(step, target, None if due is None else set(due), origins)
         self._phase = Phase.OPEN
         return self._admit_from_line()
 
@@ -143,14 +151,9 @@ class Intake:
         return len(self._attempts) - self._in_flight
 
     @property
-    def queued(self) -> int:
-        """Attempts in the waiting line that have no waiting place."""
-        return sum(attempt.queued for attempt in self._attempts.values())
-
-    @property
     def missing_origins(self) -> list[PeerId]:
-        """Origins of the slots that are still due, sorted (`balanced` only)."""
-        return sorted({peer for peer, _ in self._step.due or ()})
+        """Origins that this step waits for, sorted: of the slots that are still due, or all, if stages go in step."""
+        return sorted(self._step.origins or () if self._step.due is None else {peer for peer, _ in self._step.due})
 
     # --- what arrives ---------------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Intake:
             self._run(key, attempt)
             return Verdict(Admission.ADMIT, "place")
         attempt.queued = self._free_places(ahead=self._ahead(attempt)) <= 0
-        if attempt.queued and (not patient or self.queued >= QUEUE_PLACES):
+        if attempt.queued and (not patient or sum(one.queued for one in self._attempts.values()) >= QUEUE_PLACES):
             return Verdict(Admission.BUSY, obstacle)
         self._attempts[key] = attempt
         return Verdict(Admission.QUEUE if attempt.queued else Admission.WAIT, obstacle)
@@ -202,15 +205,18 @@ class Intake:
         return self._admit_from_line()
 
     def drop_slots(self, has_left: Callable[[PeerId], bool]) -> list[AttemptKey]:
-        """Drop due slots whose origin has left this step or the swarm. Returns those now admitted (`balanced` only)."""
-        if self._step.due:
-            self._step.due = {slot for slot in self._step.due if not has_left(slot[0])}
+        """Do not wait for origins that have left this step or the swarm. Returns those now admitted."""
+        step, origins = self._step, self._step.origins or ()
+        if step.due:
+            step.due = {slot for slot in step.due if not has_left(slot[0])}
+        if 2 * sum(map(has_left, origins)) > len(origins):
+            step.target = 0
         return self._admit_from_line()
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _ahead(self, attempt: _Attempt) -> bool:
-        return self._step.due is not None and attempt.origin.step > self._step.number
+        return self._step.origins is not None and attempt.origin.step > self._step.number
 
     def _free_places(self, *, ahead: bool) -> int:
         """Number of free waiting places: those for labels `ahead` of the step, or the others."""
@@ -228,14 +234,16 @@ class Intake:
     def _slot(self, attempt: _Attempt) -> Slot | None:
         """The due slot that an attempt fills, if any."""
         slot = (attempt.origin.peer, attempt.origin.index)
-        due = self._step.due
-        return slot if due is not None and attempt.origin.step == self._step.number and slot in due else None
+        return slot if attempt.origin.step == self._step.number and slot in (self._step.due or ()) else None
 
     def _wants_place(self, key: AttemptKey, attempt: _Attempt) -> bool:
-        """Reply-only attempts take no place, nor, under `balanced`, do microbatches whose slot is not ours."""
+        """Reply-only attempts take no place, nor do microbatches of an earlier step if stages go in step, nor, under
+        `balanced`, those whose slot is not ours."""
         if key.microbatch in self._step.places or key.microbatch in self._spent:
             return False
-        return self._step.due is None or self._slot(attempt) is not None
+        if self._step.due is not None:
+            return self._slot(attempt) is not None
+        return self._step.origins is None or attempt.origin.step >= self._step.number
 
     def _obstacle(self, key: AttemptKey, attempt: _Attempt) -> str | None:
         """Why an attempt cannot be admitted now; None if it can.

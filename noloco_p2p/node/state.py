@@ -244,8 +244,7 @@ class NodeState:
         now, manifest = self.now(), self.manifest
         samples = [self.advert.step + 0.5] if self.index == 0 else []
         median = schedule.clock_median([*samples, *clocks])
-        pull = manifest.routing != "balanced" and not manifest.outer.update.gradients
-        self.update(step=schedule.advance(self.advert.step, median, manifest.steps, pull))
+        self.update(step=schedule.advance(self.advert.step, median, manifest.steps, pull=not manifest.in_step))
         began = max(self._clocked_at or 0.0, self.stepped_at or 0.0)  # pauses do not count
         if self._clocked_at is not None and now > began and not self.stood_still:
             self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - began))

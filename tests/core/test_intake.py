@@ -51,7 +51,7 @@ def test_a_failed_attempt_gives_its_place_back() -> None:
     assert not intake.ready
     intake.done(key("a", 2), counted=True)
     assert intake.ready
-    intake.open(1, target=1, due={("a", 3)})
+    intake.open(1, target=1, due={("a", 3)}, origins=("a",))
     intake.offer(key("a", 3), Origin("a", 1, 3))
     assert intake.missing_origins == []
     intake.leave(key("a", 3))
@@ -118,7 +118,7 @@ def test_balanced_labels() -> None:
     """A due slot is admitted, a slot that is not ours is admitted beyond the target, and one ahead of the step waits
     separately."""
     intake = Intake(lambda: 8)
-    intake.open(5, target=1, due={("a", 0)})
+    intake.open(5, target=1, due={("a", 0)}, origins=("a", "b"))
     for index in range(AHEAD_PLACES):
         assert intake.offer(key("b", index), Origin("b", 6, index)).answer is Admission.WAIT
     assert intake.offer(key("b", 9), Origin("b", 6, 9)).answer is Admission.BUSY
@@ -137,12 +137,12 @@ def test_balanced_labels() -> None:
         intake.done(key(name, number), counted=True)
     assert intake.ready
     intake.seal()
-    assert intake.open(6, target=2, due={("b", 0), ("b", 9)}) == [key("b", 0), key("b", 9)]
+    assert intake.open(6, target=2, due={("b", 0), ("b", 9)}, origins=("a", "b")) == [key("b", 0), key("b", 9)]
 
 
 def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
     intake = Intake(lambda: 1)
-    intake.open(0, 2, due={("a", 0), ("a", 1)})
+    intake.open(0, 2, due={("a", 0), ("a", 1)}, origins=("a",))
     for index in range(AHEAD_PLACES):
         assert intake.offer(key("b", index), Origin("b", 1, index)).answer is Admission.WAIT
     assert intake.offer(key("a", 0), Origin("a", 0, 0)).answer is Admission.ADMIT
@@ -152,13 +152,33 @@ def test_a_label_ahead_never_takes_the_place_of_a_due_slot() -> None:
 
 def test_a_struck_slot_is_not_waited_for() -> None:
     intake = Intake(lambda: 1)
-    intake.open(0, 2, due={("a", 0), ("b", 0)})
+    intake.open(0, 2, due={("a", 0), ("b", 0)}, origins=("a", "b"))
     intake.offer(key("a", 0), Origin("a", 0, 0))
     intake.done(key("a", 0), counted=True)
     assert not intake.ready
     assert intake.missing_origins == ["b"]
     intake.drop_slots(lambda peer: peer == "b")
     assert intake.ready
+
+
+def test_where_stages_go_in_step_places_are_for_microbatches_of_the_step_until_most_origins_have_left_it() -> None:
+    intake = Intake(lambda: 4)
+    intake.open(5, target=2, origins=("a", "b", "c"))
+    late, first, early = key("a", 0), key("b", 0), key("a", 1)
+    assert intake.offer(late, Origin("a", 4, 0)).answer is Admission.ADMIT, "its origin still waits for the gradient"
+    assert intake.offer(first, Origin("b", 5, 0)).answer is Admission.ADMIT
+    assert intake.offer(early, Origin("a", 6, 0)) == (Admission.WAIT, "ahead")
+    intake.done(late, counted=True)
+    intake.done(first, counted=True)
+    assert intake.missing_origins == ["a", "b", "c"]
+    assert intake.drop_slots({"a"}.__contains__) == []
+    assert not intake.ready, "most may still send something"
+    assert intake.drop_slots({"a", "b"}.__contains__) == []
+    assert intake.ready
+    intake.seal()
+    assert intake.open(6, target=1, origins=("a", "b", "c")) == [early]
+    intake.done(early, counted=True)
+    assert intake.ready, "the target is reached"
 
 
 def test_close_flushes_the_line_and_admits_nothing_new() -> None:
@@ -283,7 +303,7 @@ def test_a_patient_header_queues_and_each_origin_is_granted_in_turn() -> None:
     assert intake.done(key("a", 0), counted=True) == [key("a", 1)]
     for number in range(4):
         assert intake.granted() == [key("b", number)], "b has nothing in hand here, a has two"
-        assert (intake.in_flight, intake.waiting, intake.queued) == (1, 6 - number, 4 - number)
+        assert (intake.in_flight, intake.waiting) == (1, 6 - number)
         assert intake.leave(key("b", number)) == []
     assert intake.granted() == [key("a", 3)]
     assert intake.granted() == []
@@ -306,7 +326,7 @@ class MicrobatchServer(RuleBasedStateMachine):
     admitted.
     """
 
-    balanced = False
+    balanced = in_step = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +353,7 @@ class MicrobatchServer(RuleBasedStateMachine):
         due = self.due() if self.balanced else None
         self.target = len(due) if due is not None else 3
         self.opened = True
-        self.admit(self.intake.open(self.step, self.target, due))
+        self.admit(self.intake.open(self.step, self.target, due, ORIGINS if self.in_step else None))
 
     def admit(self, keys: list[AttemptKey]) -> None:
         for one in keys:
@@ -403,8 +423,10 @@ class MicrobatchServer(RuleBasedStateMachine):
     @rule(outer=st.booleans())
     def take_step(self, outer: bool) -> None:
         assert not self.running
-        if not self.balanced:
+        if not self.in_step:
             assert self.counted_in_step == self.target, "counted microbatches reach the target and never exceed it"
+        on_time = sum(at == self.step == one.counter // 2 for one, at in self.counted.items())
+        assert self.balanced or on_time <= self.target, "those of this step do not exceed it"
         self.intake.seal()
         self.version += 1
         self.step += 1
@@ -424,12 +446,17 @@ class MicrobatchServer(RuleBasedStateMachine):
         self.admit(self.intake.drop_slots(lambda peer: peer == gone))
         assert gone not in self.intake.missing_origins
 
+    @precondition(lambda self: self.in_step)
+    @rule()
+    def most_origins_leave(self) -> None:
+        self.admit(self.intake.drop_slots(lambda peer: peer != ORIGINS[0]))
+        assert self.balanced or self.running or self.intake.ready
+
     @invariant()
     def bounds_hold(self) -> None:
         assert self.intake.in_flight == len(self.running) <= 3
-        assert len(self.waiting) <= LAST_PLACES + (AHEAD_PLACES if self.balanced else 0)
+        assert len(self.waiting) <= LAST_PLACES + (AHEAD_PLACES if self.in_step else 0)
         assert self.intake.waiting == len(self.waiting) + len(self.queued)
-        assert self.intake.queued == len(self.queued)
 
     @invariant()
     def somebody_can_go_on(self) -> None:
@@ -447,12 +474,21 @@ class MicrobatchServer(RuleBasedStateMachine):
 class BalancedServer(MicrobatchServer):
     """The same under `balanced`: slots instead of arrival order."""
 
-    balanced = True
+    balanced = in_step = True
+
+
+class InStepServer(MicrobatchServer):
+    """The same where stages go in step: only microbatches of the step take places."""
+
+    in_step = True
 
 
 TestDoor = MicrobatchServer.TestCase
 TestBalancedDoor = BalancedServer.TestCase
-TestDoor.settings = TestBalancedDoor.settings = settings(max_examples=80, stateful_step_count=60)
+TestInStepDoor = InStepServer.TestCase
+TestDoor.settings = TestBalancedDoor.settings = TestInStepDoor.settings = settings(
+    max_examples=80, stateful_step_count=60
+)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -61,17 +61,17 @@ class MicrobatchServer:
     # --- the node's own steps ---------------------------------------------------------------------------------------
 
     def may_open(self) -> bool:
-        """Fix the membership of the coming step. Returns False under `balanced` if all origins are silent, because the
-        step would have no slots: a replica cut off from stage 0 would take one empty step after another, and get far
-        ahead of the others."""
+        """Fix the membership of the coming step. Returns False if steps wait for origins and all are silent: a replica
+        cut off from stage 0 would take one empty step after another, and get far ahead of the others."""
         self._swarm.fix_view()
         silent = all(map(self._origins.is_silent, self._swarm.view.origins))
-        return not silent or self._node.manifest.routing != "balanced"
+        return not (silent and self._node.manifest.in_step)
 
     def open(self) -> None:
         """Start admitting microbatches into the coming inner step."""
-        target, due = self._target()
-        self._admit(self.intake.open(self._node.step, target, due))
+        node, (target, due) = self._node, self._target()
+        in_step = node.manifest.in_step and node.step < node.manifest.steps
+        self._admit(self.intake.open(node.step, target, due, self._swarm.view.origins if in_step else None))
         self.drop_departed()
 
     async def until_ready(self, over: Callable[[], bool]) -> None:
@@ -89,8 +89,8 @@ class MicrobatchServer:
                 lambda: self.intake.ready or over(), "sign of life", AnyReplica(0), silence_s, idle=True
             ):
                 # Even if none is missing now: the slot of a microbatch that breaks off becomes due again.
-                silent = self._origins.give_up(self.intake.missing_origins, began, silence_s)
-                self._admit(self.intake.drop_slots(silent.__contains__))
+                self._origins.give_up(self.intake.missing_origins, began, silence_s)
+                self.drop_departed()
         if self.intake.ready:
             self._timeout.observe(node.now() - began)
 
@@ -105,10 +105,9 @@ class MicrobatchServer:
         self._report_gauges()
 
     def drop_departed(self) -> None:
-        """Under `balanced`: drop the due slots of origins that have left this step or are gone."""
-        if self.intake.missing_origins:
-            self._admit(self.intake.drop_slots(self._has_left))
-            self._node.waits.pulse()
+        """If the step waits for origins: do not wait for those that have left it or are gone."""
+        self._admit(self.intake.drop_slots(self._has_left))
+        self._node.waits.pulse()
 
     def _target(self) -> tuple[int, set[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` for which slots.
@@ -143,6 +142,8 @@ class MicrobatchServer:
         node = self._node
         key = AttemptKey(header.microbatch, header.digest)
         self._origins.heard(header.origin)
+        if header.origin.step > node.step:
+            self.drop_departed()
         verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
             case Admission.BUSY:
@@ -160,8 +161,6 @@ class MicrobatchServer:
                     call.granted.set()
                 call.task = asyncio.create_task(self._serve(key, call, caller))
                 call.task.add_done_callback(lambda task: self._ended(call, task))
-        if header.origin.step > node.step:
-            self.drop_departed()
         self._report_gauges()
         with node.waits.serving(caller, for_microbatch(header.microbatch)):
             return await self._wait(call, body)
