@@ -106,8 +106,9 @@ class MicrobatchServer:
 
     def drop_departed(self) -> None:
         """If the step waits for origins: do not wait for those that have left it or are gone."""
-        self._admit(self.intake.drop_slots(self._has_left))
-        self._node.waits.pulse()
+        if self.intake.missing_origins:
+            self._admit(self.intake.drop_slots(self._has_left))
+            self._node.waits.pulse()
 
     def _target(self) -> tuple[int, set[tuple[PeerId, int]] | None]:
         """How many microbatches this step takes, and under `balanced` for which slots.
