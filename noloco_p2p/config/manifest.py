@@ -208,8 +208,8 @@ class RunManifest(Settings):
 
     @property
     def in_step(self) -> bool:
-        """Whether a later stage takes microbatches only in the step that their labels name: because the policy says
-        which those are, or because each replica waits for all others at every inner step."""
+        """Whether the stages go in step: a microbatch takes a place only in the inner step that its label names. The
+        policy `balanced` needs it, and so do rules under which each replica waits for all others at every step."""
         joint = bool(self.outer.update.common) and self.outer.inner_steps == 1 and self.outer.pairing != "none"
         return joint or self.routing == "balanced"
 

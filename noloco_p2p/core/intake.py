@@ -22,7 +22,7 @@ LAST_PLACES = 3
 """Maximum of waiting places plus microbatches in flight, so that the next step's bodies travel while this step drains.
 If they came earlier, a body would be bound to a replica that need not be the first with room."""
 AHEAD_PLACES = 2
-"""Waiting places for microbatches that are ahead of the step (`balanced`), which no other replica can take."""
+"""Waiting places for microbatches that are ahead of the step, if stages go in step: no other replica is further on."""
 
 Slot = tuple[PeerId, int]
 """(origin, index): the place of a microbatch in a step under `balanced`."""
@@ -87,7 +87,7 @@ class _Step:
     due: set[Slot] | None
     """Slots that have not been taken yet (`balanced`)."""
     origins: tuple[PeerId, ...] | None
-    """Whose microbatches it takes, if stages go in step; None if only their order of arrival decides."""
+    """Whose microbatches it takes, if stages go in step; None if microbatches of any step count."""
     places: dict[MicrobatchId, _Place] = field(default_factory=dict)
 
     @property
@@ -98,8 +98,8 @@ class _Step:
 class Intake:
     """The admission of one replica.
 
-    `places` returns how many attempts may be in flight now (each may hold an autograd graph). Under `balanced`,
-    labels ahead of the step have their own waiting places, so that they take none from those that this step waits for.
+    `places` returns how many attempts may be in flight now (each may hold an autograd graph). If stages
+    go in step, labels ahead of it have waiting places of their own, so that they take none from those of this step.
     """
 
     def __init__(self, places: Callable[[], float]) -> None:
@@ -204,7 +204,7 @@ class Intake:
         self._end(key)
         return self._admit_from_line()
 
-    def drop_slots(self, has_left: Callable[[PeerId], bool]) -> list[AttemptKey]:
+    def drop_origins(self, has_left: Callable[[PeerId], bool]) -> list[AttemptKey]:
         """Do not wait for origins that have left this step or the swarm. Returns those now admitted."""
         step, origins = self._step, self._step.origins or ()
         if step.due:
@@ -248,7 +248,7 @@ class Intake:
     def _obstacle(self, key: AttemptKey, attempt: _Attempt) -> str | None:
         """Why an attempt cannot be admitted now; None if it can.
 
-        A label ahead of the step waits even while there is room, because its slot belongs to a later step. A label
+        A label ahead of the step waits even while there is room, because its place is in a later step. A label
         behind the step is served, because its origin still waits for the gradient, but it takes no place.
         """
         if self._phase is not Phase.OPEN:

@@ -48,7 +48,7 @@ def advance(step: float, median: float | None, steps: int, pull: bool) -> float:
     """The clock after an inner step: step + 1 + max(¼·behind, behind − 2) with behind = median − step − ½, at least
     SLOWEST ahead, never above `steps`.
 
-    Without `pull` (under `balanced` and rules that exchange gradients), or without clocks of stage 0, it is step + 1.
+    Without `pull` (where the stages go in step), or without clocks of stage 0, it is step + 1.
     """
     behind = median - step - 0.5 if pull and median is not None else 0.0
     return min(float(steps), max(step + SLOWEST, step + 1.0 + max(0.25 * behind, behind - FURTHEST_BEHIND)))

@@ -205,7 +205,7 @@ class Node:
                 await self._pause()
                 continue
             if not server.may_open():
-                # `balanced` without stage 0: there are no slots, so a step could never be complete.
+                # Stages go in step, and stage 0 is silent: the step would be empty.
                 await node.waits.until(lambda: over() or node.pausing or server.may_open(), "origins", AnyReplica(0))
                 continue
             server.open()

@@ -157,7 +157,7 @@ def test_a_struck_slot_is_not_waited_for() -> None:
     intake.done(key("a", 0), counted=True)
     assert not intake.ready
     assert intake.missing_origins == ["b"]
-    intake.drop_slots(lambda peer: peer == "b")
+    intake.drop_origins(lambda peer: peer == "b")
     assert intake.ready
 
 
@@ -171,9 +171,9 @@ def test_where_stages_go_in_step_places_are_for_microbatches_of_the_step_until_m
     intake.done(late, counted=True)
     intake.done(first, counted=True)
     assert intake.missing_origins == ["a", "b", "c"]
-    assert intake.drop_slots({"a"}.__contains__) == []
+    assert intake.drop_origins({"a"}.__contains__) == []
     assert not intake.ready, "most may still send something"
-    assert intake.drop_slots({"a", "b"}.__contains__) == []
+    assert intake.drop_origins({"a", "b"}.__contains__) == []
     assert intake.ready
     intake.seal()
     assert intake.open(6, target=1, origins=("a", "b", "c")) == [early]
@@ -443,13 +443,13 @@ class MicrobatchServer(RuleBasedStateMachine):
     @rule()
     def origins_leave(self) -> None:
         gone = self.intake.missing_origins[0]
-        self.admit(self.intake.drop_slots(lambda peer: peer == gone))
+        self.admit(self.intake.drop_origins(lambda peer: peer == gone))
         assert gone not in self.intake.missing_origins
 
     @precondition(lambda self: self.in_step)
     @rule()
     def most_origins_leave(self) -> None:
-        self.admit(self.intake.drop_slots(lambda peer: peer != ORIGINS[0]))
+        self.admit(self.intake.drop_origins(lambda peer: peer != ORIGINS[0]))
         assert self.balanced or self.running or self.intake.ready
 
     @invariant()

@@ -19,8 +19,6 @@ from noloco_p2p.io.dht.reach import in_turns
 
 WAIT_TIMEOUT_S = 2.0
 """Longest wait for one peer's answer to one DHT request."""
-PLACE_BYTES = 20
-"""Length of a node's place. hivemind fails at a longer one, in tasks whose errors only reach the log."""
 NEIGHBOURS = 20
 """How many DHT nodes nearest to a key a search asks: Kademlia's k."""
 STAGE_LIMIT_BYTES = 3 << 20
@@ -80,10 +78,11 @@ def _belongs_in_log(record: logging.LogRecord) -> bool:
 class _Inspection:
     """hivemind's hook to sign and check messages.
 
-    It refuses nodes with an impossible place, and requests that our nodes never make: to find several keys, because one
-    could be named tens of thousands of times, and its records would be sent as often; and to store more than one
-    record, because a message has room for as many as take seconds to check. The records of an answer are checked a few
-    at a time. hivemind then checks them again, all at once, but the validator remembers the results.
+    It refuses nodes whose DHT id is too long, because hivemind fails at one in a task of its own. It refuses requests
+    that our nodes never make: to find several keys, because one could be named tens of thousands of times, and its
+    records would be sent as often; and to store more than one record, because a message has room for as many as take
+    seconds to check. The records of an answer are checked a few at a time. hivemind then checks them again, all at
+    once, but the validator remembers the results.
     """
 
     def __init__(self, validator: AdvertValidator) -> None:
@@ -94,7 +93,9 @@ class _Inspection:
 
     async def validate_request(self, request: Any) -> bool:
         """Whether to answer a request."""
-        if len(request.peer.node_id) > PLACE_BYTES:
+        from hivemind.dht.routing import DHTID
+
+        if len(request.peer.node_id) > DHTID.HASH_NBYTES:
             return False
         if type(request).__name__ == "PingRequest":
             return True
@@ -106,6 +107,7 @@ class _Inspection:
     async def validate_response(self, response: Any, request: Any) -> bool:
         """Whether to accept a response."""
         from hivemind.dht.protocol import DHTProtocol
+        from hivemind.dht.routing import DHTID
         from hivemind.dht.validation import DHTRecord
 
         pack, unpack = DHTProtocol.serializer.dumps, DHTProtocol.serializer.loads
@@ -115,7 +117,7 @@ class _Inspection:
                 async for peer, (record, expires) in in_turns(held.items(), CHECKED_AT_ONCE):
                     if not self._validator.validate(DHTRecord(request.keys[0], pack(peer), record, expires)):
                         break  # hivemind drops all of them
-        return len(response.peer.node_id) <= PLACE_BYTES
+        return bool(len(response.peer.node_id) <= DHTID.HASH_NBYTES)
 
 
 def _valid(validate: Callable[[bytes, Any], bool], key: bytes, records: Any) -> bool:

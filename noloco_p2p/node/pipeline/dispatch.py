@@ -1,6 +1,6 @@
 """One stage's part in a microbatch: forward here, through the later stages and back, backward here.
 
-The source of stage 0 and the server of the later ones call `Dispatcher.train`. It keeps the output and its graph, so a
+The source of stage 0 and the server of the later ones call `Dispatcher.train`, which keeps the output and its graph: a
 peer that fails costs another call, never the microbatch (ARCHITECTURE.md, "A microbatch").
 """
 

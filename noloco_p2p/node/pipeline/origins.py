@@ -1,4 +1,4 @@
-"""Which origins a replica waits for under `balanced`, where each of its slots in a step belongs to one origin."""
+"""Which origins a replica waits for if stages go in step; under `balanced` each of its slots belongs to one origin."""
 
 from collections.abc import Sequence
 from math import inf
@@ -38,8 +38,8 @@ class Origins:
         if origin.peer in self._lapses:
             self._node.waits.pulse()
 
-    def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> list[PeerId]:
-        """Give up, and return, the `missing` origins from which nothing has come for `silence_s`, or that have not
+    def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> None:
+        """Give up the `missing` origins from which nothing has come for `silence_s`, or that have not
         filled their slots for LONGEST_STEP times as long. The step began at `began`.
 
         An advert counts as a sign of life only if all origins are missing, because then all may be waiting for
@@ -63,7 +63,6 @@ class Origins:
             again = min(max(silence_s, 2 * lapses[origin].pause_s), longest_s) if origin in lapses else 0.0
             lapses[origin] = _Lapse(now, again)
         self._lapses = lapses
-        return silent
 
     def is_silent(self, origin: PeerId) -> bool:
         """Whether the origin was given up, and none of its microbatches has come since; or is doubted, and none ever

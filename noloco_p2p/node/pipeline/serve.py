@@ -77,9 +77,9 @@ class MicrobatchServer:
     async def until_ready(self, over: Callable[[], bool]) -> None:
         """Wait until the step can be taken, or `over` holds.
 
-        Under `balanced` a step is complete when this replica's slots have been filled, each by the origin that it
-        names. So an origin that has been silent for longer than steps ever take is given up: it hangs, or is dead but
-        still listed. The steps that follow do not wait for it either, until one of its microbatches arrives.
+        If stages go in step, a step waits for its origins; under `balanced` each fills the slots that name it. So one
+        that has been silent for longer than steps ever take is given up: it hangs, or is dead but still listed. The
+        steps that follow do not wait for it either, until one of its microbatches arrives.
         """
         node, began, limits = self._node, self._node.now(), self._node.config.limits
         least_s = SILENT_READINGS * node.config.directory.refresh_s
@@ -107,7 +107,7 @@ class MicrobatchServer:
     def drop_departed(self) -> None:
         """If the step waits for origins: do not wait for those that have left it or are gone."""
         if self.intake.missing_origins:
-            self._admit(self.intake.drop_slots(self._has_left))
+            self._admit(self.intake.drop_origins(self._has_left))
             self._node.waits.pulse()
 
     def _target(self) -> tuple[int, set[tuple[PeerId, int]] | None]:
@@ -143,7 +143,7 @@ class MicrobatchServer:
         node = self._node
         key = AttemptKey(header.microbatch, header.digest)
         self._origins.heard(header.origin)
-        if header.origin.step > node.step:
+        if header.origin.step > node.step:  # a sign that its origin has left this step, even if it gets Busy
             self.drop_departed()
         verdict = self.intake.offer(key, header.origin, patient=header.patient)
         match verdict.answer:
