@@ -468,12 +468,13 @@ def test_a_measurement_shows_how_far_it_is(
         nonlocal shown
         if tells:
             line.tell("sending", 1e-9)
-        while not shown.count("\n") > 1:
+        capsys.readouterr()
+        while not shown.count("\n") > 1:  # the first line may have been made before it was told
             shown += capsys.readouterr().err
         return {}
 
     bench._report("a", measure, False, 3600.0)
-    assert re.match(f"measuring a; this takes more than 1 h\n{expected}\n", shown)
+    assert re.fullmatch(expected, shown.splitlines()[1])
 
 
 def test_the_bench_prints_its_figures_for_people(capsys: pytest.CaptureFixture[str]) -> None:
