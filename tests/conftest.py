@@ -14,6 +14,8 @@ settings.load_profile("untimed")
 
 # No test, and no process that a test starts, uses the hub: without a connection it would be retried for 47 s.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The workers of pytest use all cores already. (torch reads this when it is imported.)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
