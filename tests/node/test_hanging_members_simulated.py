@@ -102,7 +102,7 @@ def test_ten_times_as_many_hanging_members_cost_little(
     ("rule", "inner_steps", "count", "steps", "left"),
     [
         ("sync", 1, 1, 60, 0.72),
-        ("diloco", 4, 1, 60, 0.8),
+        *soak([("diloco", 4, 1, 60, 0.8)]),
         *soak([("sync", 1, 1, 120, 0.8), ("sync", 1, 20, 120, 0.65), ("diloco", 4, 20, 120, 0.85)]),
         *soak([("dct", 4, 2, 120, 0.85)]),
     ],
@@ -122,7 +122,7 @@ def test_hanging_members_do_not_hold_up_each_round_of_a_rule_that_takes_from_all
 
 
 @pytest.mark.parametrize(
-    ("stage", "times", "steps"), [(0, 2, 240), (1, 2, 240), *soak((stage, TIMES, 1200) for stage in (0, 1))]
+    ("stage", "times", "steps"), [(0, 2, 240), *soak([(1, 2, 240), (0, TIMES, 1200), (1, TIMES, 1200)])]
 )
 def test_a_newcomer_finds_a_donor_among_hanging_members_and_the_run_ends(
     stage: int, times: int, steps: int, monkeypatch: pytest.MonkeyPatch

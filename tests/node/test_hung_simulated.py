@@ -249,8 +249,10 @@ def test_a_stage_whose_nodes_serve_nobody_gets_another_one(refuses: str, monkeyp
         assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
 
 
-@pytest.mark.parametrize("routing", ["random", "balanced"])
-@pytest.mark.parametrize("replicas", [(3, 3), (3, 3, 3)])
+@pytest.mark.parametrize(
+    ("replicas", "routing"),
+    [((3, 3), "random"), ((3, 3, 3), "balanced"), *soak([((3, 3), "balanced"), ((3, 3, 3), "random")])],
+)
 def test_what_one_replica_calls_a_violation_goes_to_another(replicas: tuple[int, ...], routing: str) -> None:
     """It said so of every microbatch, and its word alone cost the swarm all that it was offered."""
     swarm = LiarSwarm(plan_of(replicas, routing, 1))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from elastic import plan_of
 from lawful import check
+from soak import soak
 
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.laws import recording_stages
@@ -45,10 +46,16 @@ def began_afresh(outcome: Outcome) -> int:
     return int(fresh.number("round"))
 
 
-@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
-    ("rule", "inner_steps", "routing"),
-    [("noloco", 4, "random"), ("gossip", 1, "balanced"), ("diloco", 4, "random"), ("dct", 1, "balanced")],
+    ("rule", "inner_steps", "routing", "stage"),
+    [
+        ("noloco", 4, "random", 0),
+        ("gossip", 1, "balanced", 1),
+        ("diloco", 4, "random", 1),
+        ("dct", 1, "balanced", 0),
+        *soak([("noloco", 4, "random", 1), ("gossip", 1, "balanced", 0)]),
+        *soak([("diloco", 4, "random", 0), ("dct", 1, "balanced", 1)]),
+    ],
 )
 def test_trained_replicas_that_were_cut_off_keep_their_weights_and_a_fresh_one_copies_them(
     rule: str, inner_steps: int, routing: str, stage: int
@@ -92,7 +99,7 @@ def test_the_only_replica_comes_back_with_its_checkpoint_after_a_newcomer_began_
     assert lineages(outcome, stage) == {0}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1, *soak([0])])
 def test_replicas_that_begin_afresh_at_the_same_time_end_up_with_the_same_lineage(stage: int) -> None:
     wiped = (Fault(LOST_S, "wipe", (f"s{stage}r{number}",), 3.0 + number / 5) for number in range(3))
     plan = plan_of((2, 3) if stage else (3, 2), steps=60, outer={"rule": "gossip", "inner_steps": 1})

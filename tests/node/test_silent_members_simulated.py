@@ -53,7 +53,8 @@ def served_at(outcome: Outcome, peer: str, after_s: float = 0.0) -> float:
 @pytest.mark.parametrize(
     ("routing", "seed", "steps"),
     [
-        *((routing, 1, STEPS) for routing in ROUTINGS),
+        ("random", 1, STEPS),
+        ("balanced", 1, STEPS),
         *soak((routing, i, 60) for routing in ROUTINGS for i in (1, 2, 3)),
     ],
 )
@@ -75,7 +76,7 @@ def test_ten_times_as_many_silent_members_cost_at_most_a_twentieth_of_the_tokens
 @pytest.mark.parametrize(
     ("stage", "routing", "seed"),
     [
-        *((stage, "random", 1) for stage in (0, 1)),
+        (0, "random", 1),
         *soak((stage, routing, i) for stage in (0, 1) for routing in ROUTINGS for i in (1, 2, 3)),
     ],
 )
@@ -112,7 +113,7 @@ def test_under_balanced_a_few_silent_members_that_all_count_cost_a_tenth_of_the_
     assert share >= 0.9, f"{share:.3f} of the tokens/s"
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1, *soak([0])])
 def test_under_balanced_a_newcomer_that_one_mate_cannot_reach_costs_nothing(stage: int) -> None:
     """That mate saw another membership than all others, and each waited for microbatches that never came: 0.7 of the
     tokens/s were left."""
