@@ -1,10 +1,9 @@
 """The Batches port over real data: a thread reads ahead, and every microbatch comes with the place after it."""
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Batch, PeerId
@@ -14,39 +13,31 @@ from noloco_p2p.io.data import corpora, hub_corpora, tokenizers
 from noloco_p2p.io.data.samples import SampleStream, StreamPosition
 
 READ_AHEAD = 8
-"""Most microbatches that wait in memory; when there are that many, the reading thread pauses."""
+"""Most microbatches that wait in memory."""
 
 
 class ThreadedBatches:
-    """Implements `ports.Batches`: a thread fills a bounded queue of (microbatch, place after it)."""
+    """Implements `ports.Batches`: a thread reads ahead of `next`, which may be called once at a time."""
 
     def __init__(self, stream: SampleStream, validation: tuple[Batch, ...], start: StreamPosition, units: int) -> None:
-        self._stream = stream
+        self._items = stream.batches(start)
         self._validation = validation
         self._place = start
         self._units = units
-        self._changed = threading.Condition()
-        self._ready: deque[tuple[Batch, StreamPosition]] = deque()
-        self._waiters: list[Future[None]] = []
-        self._ended: LocalError | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._ahead: deque[Future[tuple[Batch, StreamPosition]]] = deque()
+        """The next microbatches and the places after them. One that cannot be read stays the first."""
+        self._closed = False
 
     async def next(self) -> Batch:
         """The next microbatch. Raises LocalError if the data cannot be read, and after `close`."""
-        if self._thread is None and self._ended is None:
-            self._thread = threading.Thread(target=self._read, args=(self._place,), name="batches", daemon=True)
-            self._thread.start()
-        while True:
-            with self._changed:
-                if self._ready:
-                    batch, self._place = self._ready.popleft()
-                    self._changed.notify()
-                    return batch
-                if self._ended is not None:
-                    raise self._ended
-                arrival: Future[None] = Future()
-                self._waiters.append(arrival)
-            await asyncio.wrap_future(arrival)
+        if self._closed:
+            raise LocalError("the data is closed")
+        while len(self._ahead) <= READ_AHEAD:
+            self._ahead.append(self._thread.submit(next, self._items))
+        batch, self._place = await asyncio.shield(asyncio.wrap_future(self._ahead[0]))
+        self._ahead.popleft()
+        return batch
 
     def validation(self) -> Iterator[Batch]:
         """The held-out microbatches."""
@@ -58,40 +49,9 @@ class ThreadedBatches:
         return {"units": self._units, **self._place._asdict()}
 
     def close(self) -> None:
-        """Stop the reading thread. If it hangs in a read, it is abandoned after a second (it is a daemon thread)."""
-        self._end(LocalError("the data is closed"))
-        with self._changed:
-            self._ready.clear()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-
-    def _read(self, start: StreamPosition) -> None:
-        reason = LocalError("the thread that reads the data has died")
-        try:
-            for item in self._stream.batches(start):
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < READ_AHEAD or self._ended is not None)
-                    if self._ended is not None:
-                        return
-                    self._ready.append(item)
-                    self._wake()
-        except (LocalError, ConfigError) as error:
-            reason = LocalError(str(error))
-        finally:
-            self._end(reason)
-
-    def _end(self, reason: LocalError) -> None:
-        with self._changed:
-            self._ended = self._ended or reason
-            self._changed.notify_all()
-            self._wake()
-
-    def _wake(self) -> None:
-        """Wake every waiter. The lock must be held."""
-        for arrival in self._waiters:
-            if arrival.set_running_or_notify_cancel():
-                arrival.set_result(None)
-        self._waiters.clear()
+        """Stop reading. A read that hangs is abandoned."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def make_batches(

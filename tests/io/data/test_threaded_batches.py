@@ -146,14 +146,13 @@ def test_the_cursor_does_not_count_what_is_read_ahead(kind_and_files: tuple[str,
     for _ in range(6):
         read(batches, 1)
         deadline = time.monotonic() + 20.0
-        while len(batches._ready) < READ_AHEAD and time.monotonic() < deadline:
+        while not all(each.done() for each in batches._ahead) and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert len(batches._ready) == READ_AHEAD
+        assert [each.done() for each in batches._ahead] == [True] * READ_AHEAD
         cursors.append(batches.cursor)
     batches.close()
     one_by_one, expected = make_batches(manifest(kind), config, "peer"), []
-    stream = one_by_one._stream.batches(samples.StreamPosition())
-    for _, place in itertools.islice(stream, 6):
+    for _, place in itertools.islice(one_by_one._items, 6):
         expected.append({"units": fresh["units"], **place._asdict()})
     assert cursors == expected
     assert fresh not in cursors
@@ -587,7 +586,7 @@ def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
     batches.close()
 
 
-def test_close_ends_the_thread_and_a_waiting_next() -> None:
+def test_after_close_nothing_is_read_and_next_fails() -> None:
     batches = make_batches(manifest("stdlib"), NodeConfig(), "peer")
 
     async def closed() -> None:
@@ -597,8 +596,9 @@ def test_close_ends_the_thread_and_a_waiting_next() -> None:
             await batches.next()
 
     asyncio.run(closed())
-    assert batches._thread is not None
-    assert not batches._thread.is_alive()
+    batches._thread.shutdown(wait=True)
+    assert sum(each.done() and not each.cancelled() for each in batches._ahead) <= READ_AHEAD
+    assert not any(thread.is_alive() for thread in batches._thread._threads)
 
 
 def test_the_default_data_needs_no_heavy_import() -> None:
