@@ -77,7 +77,6 @@ def record(process: SimProcess, directory: Path, manifest: RunManifest, started_
         telemetry.event(event.kind, **dict(event.fields))
     if not process.crashed:
         journal.end()
-    files.close()
     return telemetry.totals()
 
 

@@ -13,19 +13,15 @@ so on; the one that would become .8 is deleted. Together they have at most FILES
 disk costs lines, and nothing else.
 """
 
-import errno
-import io
 import json
 import logging
-import logging.handlers
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from noloco_p2p.io.telemetry.counters import TALLIES, RunCounters
 from noloco_p2p.io.telemetry.log import BackgroundHandler, RepeatLimiter
@@ -179,7 +175,8 @@ class FileJournal(Journal):
     """The journal in a node's directory, begun by `open`. It never waits for the disk or raises because of it."""
 
     def __init__(self, directory: Path, counters: RunCounters) -> None:
-        self._background = BackgroundHandler(EventFiles(directory), QUEUE_LINES, "journal")
+        files = EventFiles(directory)
+        self._background = BackgroundHandler(lambda record: files.write(record.msg), QUEUE_LINES, "journal")
         super().__init__(lambda line: self._background.emit(logging.makeLogRecord({"msg": line})), counters)
 
     def open(self, **fields: object) -> None:
@@ -222,77 +219,49 @@ def _rounded(value: float) -> float | None:
     return round(value, DIGITS) if abs(value) >= 1 else float(f"{value:.{DIGITS}g}")
 
 
-class EventFiles(logging.handlers.RotatingFileHandler):
+class EventFiles:
     """Appends lines, each with one `write` system call, so that a process that is killed loses none it had written.
 
-    Used by one thread only. It has no lock, because `logging` would wait for that at exit while a disk hangs.
+    The file is opened for each line, because it may have been removed, along with its directory.
     """
 
-    def __init__(
-        self, directory: Path, file_bytes: int = FILE_BYTES, files: int = FILES, now: Clock = time.monotonic
-    ) -> None:
-        super().__init__(directory / NAME, maxBytes=file_bytes, backupCount=files - 1, encoding="ascii", delay=True)
+    def __init__(self, directory: Path, file_bytes: int = FILE_BYTES, now: Clock = time.monotonic) -> None:
+        self._paths = _newest_first(directory)
+        self._file_bytes = file_bytes
         self._now = now
         self._retry_at = -math.inf
 
     def write(self, line: str) -> None:
         """Append a line (without its newline, and shorter than a file). It is lost if nothing can be written."""
-        self.emit(logging.makeLogRecord({"msg": line}))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `write`."""
-        if self._now() >= self._retry_at:
-            if self.stream is not None and not os.path.exists(self.baseFilename):
-                self.close()  # the directory was removed, and may have been created again
-            super().emit(record)
-
-    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802
-        """Never roll over anything but a regular file: only that has the position that Python 3.13 asks for."""
-        return os.path.isfile(self.baseFilename) and bool(super().shouldRollover(record))
-
-    def createLock(self) -> None:  # noqa: N802
-        """Set a lock that does nothing; see the class."""
-        self.lock = _NoLock()  # type: ignore[assignment]
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Write nothing for a while. The file may then end in the middle of a line; see `_open`."""
-        self._retry_at = self._now() + RETRY_S
-        self.close()
-
-    def _open(self) -> io.TextIOWrapper:
-        # Open for reading, too: to look at the last byte, and because opening a pipe for writing only waits for a
-        # reader.
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        file = _WholeWrites(os.open(self.baseFilename, flags, 0o666), "w")
+        newest = self._paths[0]
+        if self._now() < self._retry_at:
+            return
         try:
-            size = os.fstat(file.fileno()).st_size
-            if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                file.write(b"\n")  # the process was killed, or the disk was full, in the middle of the last line
+            if newest.is_file() and newest.stat().st_size + len(line) >= self._file_bytes:
+                for path, older in reversed([*pairwise(self._paths)]):
+                    if path.exists():
+                        path.replace(older)
+            _append(newest, line.encode("ascii") + b"\n")
         except OSError:
-            file.close()
-            raise
-        return io.TextIOWrapper(file, encoding="ascii", write_through=True)
+            self._retry_at = self._now() + RETRY_S
 
 
-class _NoLock(nullcontext[None]):
-    """A lock that does nothing. It is false, so `logging` does not acquire it; Python 3.13 enters it anyway."""
+def _append(path: Path, line: bytes) -> None:
+    """Append a line to a file. Raises OSError; the file may then end in the middle of the line."""
+    # Open for reading, too: to look at the last byte, and because opening a pipe for writing only waits for a reader.
+    with open(path, "a+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            line = b"\n" + line  # the process was killed, or the disk was full, in the middle of the last line
+        if file.write(line) < len(line):
+            raise OSError("the disk is full")
 
-    def __bool__(self) -> bool:
-        return False
 
-
-class _WholeWrites(io.FileIO):
-    """Raises if the disk fills up within a line, just as before one, so that the next write starts a new line."""
-
-    def write(self, data: Any, /) -> int:
-        """See `io.RawIOBase`."""
-        written = super().write(data)
-        if written < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return written
+def _newest_first(directory: Path) -> list[Path]:
+    """The paths of the journal files in a directory, whether they exist or not."""
+    return [directory / NAME, *(directory / f"{NAME}.{number}" for number in range(1, FILES))]
 
 
 def oldest_first(directory: Path) -> list[Path]:
     """The journal files in a directory, oldest first."""
-    found = [directory / NAME, *(directory / f"{NAME}.{number}" for number in range(1, FILES))]
-    return [path for path in reversed(found) if path.is_file()]
+    return [path for path in reversed(_newest_first(directory)) if path.is_file()]

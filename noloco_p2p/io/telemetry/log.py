@@ -46,16 +46,16 @@ logger = logging.getLogger("noloco_p2p")
 
 
 class BackgroundHandler(logging.handlers.QueueHandler):
-    """Passes records to another handler in a separate thread; drops records while too many are waiting.
+    """Passes records to a function in a separate thread; drops records while too many are waiting.
 
     It does not use `QueueListener`, whose `stop` waits without a limit, and fails if the queue is full.
     """
 
-    def __init__(self, target: logging.Handler, most_waiting: int, name: str) -> None:
+    def __init__(self, write: Callable[[logging.LogRecord], object], most_waiting: int, name: str) -> None:
         self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(most_waiting)
         super().__init__(self._waiting)
         self.dropped = 0
-        self._target = target
+        self._write = write
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class BackgroundHandler(logging.handlers.QueueHandler):
 
     def _run(self) -> None:
         for record in iter(self._waiting.get, None):
-            self._target.handle(record)
+            self._write(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -104,7 +104,7 @@ def start(stream: TextIO, *, json_lines: bool = False, level: int = logging.INFO
     output = logging.StreamHandler(stream)
     lines = PlainFormatter("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
     output.setFormatter(JsonFormatter() if json_lines else lines)
-    background = BackgroundHandler(output, QUEUE_LINES, "log")
+    background = BackgroundHandler(output.handle, QUEUE_LINES, "log")
     root = logging.getLogger()
     before, level_before = root.handlers[:], root.level
     root.handlers[:] = [background]

@@ -194,7 +194,7 @@ def test_a_week_has_at_most_7500_progress_lines_and_counts_every_round(lines: Li
 
 def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) -> None:
     """What a node that keeps failing writes: many processes in turn, each with a burst of every kind of event."""
-    files = EventFiles(tmp_path, file_bytes=20_000, files=8)
+    files = EventFiles(tmp_path, file_bytes=20_000)
     clock, largest, events = Clock(), 0, 0
     for life in range(100):
         counters = RunCounters(2)
@@ -209,7 +209,6 @@ def test_200000_events_are_bounded_and_the_newest_can_be_read(tmp_path: Path) ->
         journal.end()
         events += 2_000
         largest = max(largest, size_of(tmp_path))
-    files.close()
     found = in_order(tmp_path)
     assert events == 200_000
     assert 100_000 < largest <= 8 * 20_000
@@ -224,7 +223,6 @@ def test_a_node_killed_within_a_line_continues_on_the_next(tmp_path: Path) -> No
     for process in ("second", "third"):
         files = EventFiles(tmp_path)
         files.write(process)
-        files.close()
     assert (tmp_path / NAME).read_bytes() == b'{"event":"start"}\n{"event":"prog\nsecond\nthird\n'
 
 
@@ -242,7 +240,6 @@ def test_a_full_disk_loses_lines_until_there_is_room_again(full_disk: Path) -> N
     files.write("lost as well")
     clock.at += 11.0
     files.write("written")
-    files.close()
     assert (full_disk / NAME).read_bytes().split() == [b"written"]
 
 
@@ -265,7 +262,6 @@ def test_a_line_written_in_part_does_not_spoil_the_next(tmp_path: Path) -> None:
         files.write("second")
     clock.at += 11.0
     files.write("third")
-    files.close()
     assert (tmp_path / NAME).read_bytes().splitlines() == [b"first", b"seco", b"third"]
 
 
@@ -281,7 +277,6 @@ def test_retries_on_a_full_disk_leak_no_descriptors(tmp_path: Path) -> None:
             clock.at += 11.0
     assert len(os.listdir("/proc/self/fd")) == opened
     files.write("written")
-    files.close()
     assert (tmp_path / NAME).read_bytes().splitlines() == [b'{"event":"prog', b"written"]
 
 
@@ -297,18 +292,17 @@ def test_a_removed_directory_does_no_harm_and_is_used_again_when_it_is_back(tmp_
     directory.mkdir()
     clock.at += 11.0
     files.write("second")
-    files.close()
     assert (directory / NAME).read_bytes() == b"second\n"
 
 
 def test_a_disk_that_hangs_does_not_stop_the_node(tmp_path: Path) -> None:
     """The file is a pipe that nobody reads, so the writing thread hangs once it is full."""
     os.mkfifo(tmp_path / NAME)
+    reader = os.open(tmp_path / NAME, os.O_RDONLY | os.O_NONBLOCK)
     journal = FileJournal(tmp_path, RunCounters(2))
     journal.open(peer_id="Q")
     for n in range(5_000):
         journal.start(text="x" * 300, n=n)
-    reader = os.open(tmp_path / NAME, os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert os.read(reader, 1 << 20).startswith(b'{"time"')
     finally:
