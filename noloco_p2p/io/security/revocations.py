@@ -91,8 +91,6 @@ class Revocations:
         """The current list, whose number is 0 if it is empty, and the peers on it."""
         self.admitted_by: Mapping[PeerId, PeerId | None] = {}
         """The issuer of each member, as far as its record was there at the last reading of the directory."""
-        self._is_stored = True
-        """Whether the adopted list has been written to the file."""
         self._listeners: list[Callable[[], object]] = []
         try:
             self.look()
@@ -108,12 +106,16 @@ class Revocations:
         self._listeners.append(changed)
 
     def look(self) -> None:
-        """Adopt a list that `noloco revoke` has written to the file, and write an adopted list that could not be
-        written before. Raises Violation, LocalError."""
-        data = read_if_there(self._path) if self._path is not None else None
+        """Adopt a list that `noloco revoke` has written to the file, or replace it there by a newer one that this node
+        has adopted. Raises Violation, LocalError."""
+        if self._path is None:
+            return
+        data = read_if_there(self._path) or b""
         if data and data != self.held.signed:
             self.adopt(data)
-        self._store()
+        if data != self.held.signed:
+            with writing(self._path):
+                write_whole(self._path, self.held.signed)
 
     def adopt(self, data: bytes) -> bool:
         """Adopt a list if it is newer; returns whether it is. Raises Violation if the root has not signed it,
@@ -123,18 +125,11 @@ class Revocations:
             return False
         if lost := self._peers.difference(found.peers):
             log.warning("list %d lacks revoked peers, such as %s: revoke them again", found.number, min(lost))
-        self.held, self._peers, self._is_stored = found, frozenset(found.peers), self._path is None
+        self.held, self._peers = found, frozenset(found.peers)
         for changed in self._listeners:
             changed()
         self.look()  # the file may just have got a newer list
         return True
-
-    def _store(self) -> None:
-        if self._path is None or self._is_stored:
-            return
-        with writing(self._path):
-            write_whole(self._path, self.held.signed)
-        self._is_stored = True
 
 
 async def serve(libp2p: Libp2pDaemon, revocations: Revocations) -> None:
