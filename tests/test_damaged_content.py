@@ -180,7 +180,7 @@ def readers() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         "invitations.json": (json.dumps(book).encode(), UseBook),
         "revoked": (CLUB.revoking(7, PEER), lambda path: Revocations(CLUB.trust, path)),
         "root.key": (key.read_bytes(), root),
-        "known-peers.json": (json.dumps([ADDRESS]).encode(), lambda path: KnownPeers(path).load()),
+        "known-peers.json": (json.dumps([ADDRESS]).encode(), KnownPeers),
         "join-address": (f"{ADDRESS}\n".encode(), join_file.read),
         "swarm.json": (json.dumps(manifest | {"data_files": []}).encode(), swarm),
         "manifest.json": (run.canonical_json(), lambda path: run_files.stored_manifest(path.parent)),

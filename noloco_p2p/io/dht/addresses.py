@@ -173,22 +173,18 @@ class KnownPeers:
     """
 
     def __init__(self, path: Path, joined: Iterable[JoinAddress] = ()) -> None:
-        """Does not read the file yet; see `load`. `joined`: addresses named by the owner. They are dialled even if
-        another address of the peer is known: such an address may be a name that leads to another IP address
-        tomorrow."""
+        """Reads the file if there is one, skipping anything that is not an address: the file is only a convenience.
+        Raises LocalError if it exists but cannot be read.
+
+        `joined`: addresses named by the owner. They are dialled even if another address of the peer is known: such an
+        address may be a name that leads to another IP address tomorrow.
+        """
         self._path, self._joined = path, tuple(joined)
         self._addresses: dict[PeerId, JoinAddress] = {}
         self._turn, self._remembering = 0, threading.Lock()
-
-    def load(self) -> None:
-        """Read the file if there is one, skipping anything that is not an address: the file is only a convenience.
-
-        Raises LocalError if the file exists but cannot be read.
-        """
-        try:
-            entries = json.loads(read_if_there(self._path) or b"[]")
-        except NO_JSON:
-            return
+        entries: object = []
+        with contextlib.suppress(*NO_JSON):
+            entries = json.loads(read_if_there(path) or b"[]")
         for entry in entries if isinstance(entries, list) else []:
             with contextlib.suppress(ConfigError):
                 self._put(JoinAddress.parse(str(entry)))

@@ -75,7 +75,6 @@ class HivemindDirectory:
         were joined and none answers as a DHT node. A node that joins nobody and finds nobody is the first one.
         """
         known = KnownPeers(known_path, libp2p.joined)
-        known.load()
         known.remember(libp2p.joined)
         directory = cls(libp2p, run_id, stages, known, members)
         directory._node = await directory._dht_node()

@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,15 +35,17 @@ class Invitation:
     uses: int
     stage: int | None
     """The stage that newcomers are to hold; None lets them take the neediest one."""
-    signature: bytes
+    data: bytes
+    """The signed form: all of the above, and the signature."""
 
     @classmethod
     def signed(
         cls, root: Ed25519PrivateKey, run_id: str, *, uses: int, until: float, stage: int | None
     ) -> "Invitation":
         """Make an invitation; `until` is in Unix seconds."""
-        unsigned = cls(bytes.fromhex(run_id)[:16], secrets.token_bytes(8), int(until), uses, stage, b"")
-        return replace(unsigned, signature=root.sign(_CONTEXT + unsigned._packed()))
+        run, number = bytes.fromhex(run_id)[:16], secrets.token_bytes(8)
+        content = _FORM.pack(run, number, int(until), uses, NO_STAGE if stage is None else stage)
+        return cls(run, number, int(until), uses, stage, content + root.sign(_CONTEXT + content))
 
     @classmethod
     def parse(cls, text: str) -> "Invitation":
@@ -51,28 +53,24 @@ class Invitation:
         with contextlib.suppress(ValueError):
             data = base58.b58decode(text)
             if len(data) == _FORM.size + 64:
-                run, number, until, uses, stage = _FORM.unpack(data[: _FORM.size])
-                return cls(run, number, until, uses, None if stage == NO_STAGE else stage, data[_FORM.size :])
+                run, number, until, uses, stage = _FORM.unpack_from(data)
+                return cls(run, number, until, uses, None if stage == NO_STAGE else stage, data)
         raise ConfigError("the invitation at the end of the join address is mistyped or cut off: copy the whole line")
 
     @property
     def text(self) -> str:
         """The invitation as about 130 letters and digits (base58)."""
-        return base58.b58encode(self._packed() + self.signature).decode("ascii")
+        return base58.b58encode(self.data).decode("ascii")
 
     def check(self, trust: RunTrust, now: float) -> None:
         """Raises Declined, with one line of text, unless the invitation admits to this run at `now` (Unix seconds)."""
         if self.run != bytes.fromhex(trust.run_id)[:16]:
             raise Declined(f"the invitation is for another run: {ANOTHER}")
-        if not trust.has_signed(_CONTEXT + self._packed(), self.signature):
+        if not trust.has_signed(_CONTEXT + self.data[: _FORM.size], self.data[_FORM.size :]):
             raise Declined(f"the invitation was altered, or not made by this run's root: {ANOTHER}")
         if now >= self.until:
             ended = datetime.fromtimestamp(self.until, UTC)
             raise Declined(f"the invitation has expired ({ended:%Y-%m-%d %H:%M} UTC): {ANOTHER}")
-
-    def _packed(self) -> bytes:
-        stage = NO_STAGE if self.stage is None else self.stage
-        return _FORM.pack(self.run, self.number, self.until, self.uses, stage)
 
 
 class UseBook:

@@ -84,10 +84,8 @@ def address(number: int) -> JoinAddress:
 def test_known_peers_survive_a_restart_and_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "node" / "known_peers.json"
     known = KnownPeers(path)
-    known.load()
     known.remember(address(number) for number in range(PEERS_LIMIT + 6))
     again = KnownPeers(path)
-    again.load()
     found = again.unlinked(set(), 1000)
     assert found == [address(number) for number in range(PEERS_LIMIT)]
     assert again.unlinked({one.peer_id for one in found[1:]}, 1000) == [found[0]]
@@ -127,7 +125,6 @@ def test_a_corrupt_file_of_known_peers_is_ignored(tmp_path: Path, text: str) -> 
     path = tmp_path / "known_peers.json"
     path.write_text(text)
     known = KnownPeers(path)
-    known.load()
     assert known.unlinked(set(), 10) == []
 
 
