@@ -10,6 +10,8 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from lzma import LZMAError
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from noloco_p2p.errors import ConfigError, LocalError
-from noloco_p2p.io.data.tokenizers import Ids, Tokenizer
+from noloco_p2p.io.data.tokenizers import Ids, Tokenizer, first_line
 
 HELD_OUT_EVERY = 50
 """One in this many files (or documents, or pieces) is held out for validation."""
@@ -37,7 +39,7 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error)
+READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, ImportError, LZMAError)
 """Errors that pyarrow and datasets raise for files that are missing, truncated or of another format."""
 
 
@@ -73,6 +75,20 @@ class Corpus(Protocol):
         """The held-out documents, in the same order on all nodes. Raises LocalError."""
 
 
+@contextmanager
+def failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
+    """Raises LocalError if reading a file fails, or `datasets` or a library that it uses."""
+    try:
+        yield
+    except StopIteration as error:  # raised by `datasets` for JSON without rows
+        raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
+    except KeyError as error:
+        raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
+    except READ_ERRORS as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise LocalError(f"{what} cannot be {outcome}: {reason}") from error
+
+
 class FileSpan(NamedTuple):
     """The bytes of a file from `start` to `stop`; `last` says whether they are its last ones."""
 
@@ -103,13 +119,9 @@ class FileCorpus:
         return map(self._read, self.held_out_pieces)
 
     def _read(self, piece: FileSpan) -> TokenizedDocument:
-        try:
-            with piece.path.open("rb") as file:
-                file.seek(piece.start)
-                ids = self._tokenizer.encode(file.read(piece.stop - piece.start))
-        except READ_ERRORS as error:
-            reason = getattr(error, "strerror", None) or error
-            raise LocalError(f"{piece.path} cannot be read: {reason}") from error
+        with failing_as_local_error(str(piece.path)), piece.path.open("rb") as file:
+            file.seek(piece.start)
+            ids = self._tokenizer.encode(file.read(piece.stop - piece.start))
         return TokenizedDocument(np.append(ids, np.int32(self._tokenizer.eos)) if piece.last else ids)
 
 

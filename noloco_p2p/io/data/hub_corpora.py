@@ -5,9 +5,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, repeat
-from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from numpy.typing import NDArray
 from noloco_p2p.config import DataSettings
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data import corpora
-from noloco_p2p.io.data.corpora import EMPTY, READ_ERRORS, FileCorpus, FileSpan, TakeDocument, TokenizedDocument
-from noloco_p2p.io.data.tokenizers import Tokenizer, first_line
+from noloco_p2p.io.data.corpora import EMPTY, FileCorpus, FileSpan, TakeDocument, TokenizedDocument
+from noloco_p2p.io.data.tokenizers import Tokenizer
 
 LAYOUTS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """File extension (without that of the compression) → the `datasets` reader for it. Everything else is read as text."""
@@ -64,26 +62,13 @@ class StreamCorpus:
         return chain.from_iterable(map(self._read, shards, repeat(lambda: True), self._names))
 
     def _read(self, rows: Any, take: TakeDocument, name: str = "the data") -> Iterator[TokenizedDocument]:
-        with _failing_as_local_error(name):
+        with corpora.failing_as_local_error(name):
             for row in rows:
                 yield self._encode(row) if take() else EMPTY
 
 
 def _is_held_out(document: TokenizedDocument) -> bool:
     return zlib.crc32(document.ids.tobytes()) % corpora.HELD_OUT_EVERY == 0
-
-
-@contextmanager
-def _failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
-    """Raises LocalError if `datasets`, or a library that it uses, fails."""
-    try:
-        yield
-    except StopIteration as error:  # raised by `datasets` for JSON without rows
-        raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
-    except KeyError as error:
-        raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except (*READ_ERRORS, ImportError, LZMAError) as error:
-        raise LocalError(f"{what} cannot be {outcome}: {first_line(error)}") from error
 
 
 def text_corpus(data: DataSettings, patterns: tuple[str, ...], tokenizer: Tokenizer) -> StreamCorpus:
@@ -106,7 +91,7 @@ def documents_of(path: Path, tokenizer: Tokenizer) -> Iterator[TokenizedDocument
     """All text of one file, as documents. Raises LocalError."""
     if not is_plain_text(path):
         return StreamCorpus(_local([str(path)], ["text"]), None, _encoder(tokenizer), [str(path)]).everything()
-    with _failing_as_local_error(str(path)):
+    with corpora.failing_as_local_error(str(path)):
         return FileCorpus([], [FileSpan(path, 0, path.stat().st_size, True)], tokenizer).held_out()
 
 
@@ -180,7 +165,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
         raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name only one kind")
     reader = readers.pop()
     options = {"data_files": files, "split": "train", "streaming": True, **OPTIONS.get(reader, {})}
-    with _failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
+    with corpora.failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block
             features = stream.features.copy()
@@ -193,7 +178,7 @@ def _local(files: list[str], columns: list[str]) -> Any:
 
 def _hub(name: str, subset: str | None, columns: list[str]) -> tuple[Any, Any | None]:
     datasets = _library()
-    with _failing_as_local_error(f"data set {name}", "opened"):
+    with corpora.failing_as_local_error(f"data set {name}", "opened"):
         names = {"train", *datasets.get_dataset_split_names(name, subset)} & {"train", "validation"}
         opened = {split: datasets.load_dataset(name, subset, split=split, streaming=True) for split in sorted(names)}
         streams = {split: stream.select_columns(columns) for split, stream in opened.items()}
