@@ -6,12 +6,13 @@ can do, not how much it is used: idle time does not count, and concurrent transf
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from statistics import median
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.core.recent import Recent
 from noloco_p2p.core.wire import PACK_BYTES
 
 PARTS = 128
@@ -155,18 +156,16 @@ class MeasuredLine:
         """`most_up`, `most_down`: the owner's caps, bytes per second."""
         self.up = LineRate(UP_SHARE, most=most_up)
         self.down = LineRate(DOWN_SHARE, MIN_DOWN_S, most_down)
-        self._round_trips: OrderedDict[PeerId, deque[float]] = OrderedDict()
-        self._lines: OrderedDict[PeerId, float] = OrderedDict()
+        self._round_trips = Recent[PeerId, deque[float]](PEERS)
+        self._lines = Recent[PeerId, float](PEERS)
         """Rates of peers' own lines, as far as they limit what is sent to them."""
-        self._leaving: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+        self._leaving = Recent[PeerId, tuple[int, float]](PEERS)
         """For each peer: how many bodies are being sent to it, and when the last one had been sent."""
 
     def answered(self, peer: PeerId, seconds: float) -> None:
         """A short request to a peer was answered after `seconds`."""
-        self._round_trips.setdefault(peer, deque(maxlen=ROUND_TRIPS)).append(seconds)
-        self._round_trips.move_to_end(peer)
-        if len(self._round_trips) > PEERS:
-            self._round_trips.popitem(last=False)
+        self._round_trips[peer] = last = self._round_trips.get(peer, deque(maxlen=ROUND_TRIPS))
+        last.append(seconds)
 
     def round_trip_s(self, peer: PeerId) -> float | None:
         """Seconds that a short request and its answer take if nothing delays them; None if never measured."""
@@ -203,9 +202,6 @@ class MeasuredLine:
         beyond the cap."""
         if wanted_bytes:
             self._lines[peer] = wanted_bytes / MESSAGE_S if wanted_bytes < PACK_BYTES else math.inf
-            self._lines.move_to_end(peer)
-        if len(self._lines) > PEERS:
-            self._lines.popitem(last=False)
         return self.connections(peer, nbytes)
 
     def connections(self, peer: PeerId, nbytes: int, *, comes: bool = False) -> int:
@@ -222,18 +218,12 @@ class MeasuredLine:
     def leaves(self, peer: PeerId) -> None:
         """A body begins to be sent to a peer; `has_left` must follow."""
         bodies, left_at = self._leaving.get(peer, (0, -math.inf))
-        self._note(peer, bodies + 1, left_at)
+        self._leaving[peer] = bodies + 1, left_at
 
     def has_left(self, peer: PeerId, now: float) -> None:
         """A body has been sent to a peer, or never will be."""
         bodies, _ = self._leaving.get(peer, (0, 0.0))
-        self._note(peer, max(0, bodies - 1), now)
-
-    def _note(self, peer: PeerId, bodies: int, left_at: float) -> None:
-        self._leaving[peer] = bodies, left_at
-        self._leaving.move_to_end(peer)
-        if len(self._leaving) > PEERS:
-            self._leaving.popitem(last=False)
+        self._leaving[peer] = max(0, bodies - 1), now
 
     def rested(self, peer: PeerId, now: float) -> bool:
         """Whether the connections to a peer have become slow, because nothing has been sent to it for RESTED_S."""

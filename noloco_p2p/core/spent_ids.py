@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from noloco_p2p.core.messages import MicrobatchId, PeerId
+from noloco_p2p.core.recent import Recent
 
 SPENT_STEPS = 8
 SPENT_IDS = 4096
@@ -21,7 +22,7 @@ class SpentIds:
 
     def __init__(self) -> None:
         self._step_of: OrderedDict[MicrobatchId, int] = OrderedDict()
-        self._forgotten: OrderedDict[tuple[PeerId, int], int] = OrderedDict()
+        self._forgotten = Recent[tuple[PeerId, int], int](ORIGINS)
         self._steps = 0
 
     def __contains__(self, microbatch: MicrobatchId) -> bool:
@@ -54,6 +55,4 @@ class SpentIds:
                 break
             del self._step_of[oldest]
             origin = (oldest.peer, oldest.incarnation)
-            self._forgotten[origin] = max(oldest.counter, self._forgotten.pop(origin, -1))
-            if len(self._forgotten) > ORIGINS:
-                self._forgotten.popitem(last=False)
+            self._forgotten[origin] = max(oldest.counter, self._forgotten.get(origin, -1))

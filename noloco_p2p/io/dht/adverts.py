@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding, PeerId
+from noloco_p2p.core.recent import Recent
 from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.io.dht.addresses import JoinAddress
 from noloco_p2p.io.dht.identity import SIGNATURE_BYTES, Identity, public_key_of, verify
@@ -223,7 +224,7 @@ class AdvertValidator:
     """Returns DHT time."""
     members: MemberRecords | None = None
     """If given, only members' records are valid."""
-    _checked: dict[bytes, bool] = field(default_factory=dict)
+    _checked: Recent[bytes, bool] = field(default_factory=lambda: Recent(_CHECKED_LIMIT))
     """Digest of a record → whether it is valid, in order of last use."""
 
     def sign_value(self, record: "DHTRecord") -> bytes:
@@ -244,10 +245,8 @@ class AdvertValidator:
         # The answer may change when a new list of revoked peers arrives.
         revoked = 0 if self.members is None else self.members.revoked.held.number
         digest = hashlib.blake2b(b"%d " % revoked + _signed(record, record.value), digest_size=32).digest()
-        known = self._checked.pop(digest, None)
+        known = self._checked.get(digest)
         self._checked[digest] = found = self._well_formed(record) if known is None else known
-        if len(self._checked) > _CHECKED_LIMIT:
-            del self._checked[next(iter(self._checked))]
         return found
 
     def _well_formed(self, record: "DHTRecord") -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from noloco_p2p.core.recent import Recent
 from noloco_p2p.humanize import plain, progress
 from noloco_p2p.io.telemetry.counters import EVENTS, Fields, RunCounters
 
@@ -127,7 +128,7 @@ class RepeatLimiter:
     def __init__(self, interval_s: float = QUIET_S, now: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = interval_s
         self._now = now
-        self._seen: dict[str, tuple[float, int]] = {}
+        self._seen = Recent[str, tuple[float, int]](MAX_KEYS)
 
     def admit(self, key: str) -> int | None:
         """None to hold a line back, otherwise the number of lines held back since the last one with this key."""
@@ -136,8 +137,6 @@ class RepeatLimiter:
         if now - last < self._interval_s:
             self._seen[key] = (last, held + 1)
             return None
-        if len(self._seen) >= MAX_KEYS:
-            self._seen.clear()
         self._seen[key] = (now, 0)
         return held
 

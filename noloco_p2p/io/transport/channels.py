@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import STREAM, Advert, PeerId
+from noloco_p2p.core.recent import Recent
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.io.dht.reach import RELAY, is_private
 from noloco_p2p.io.dht.streams import cancelled
@@ -142,7 +143,7 @@ class ChannelPool:
         self._awaited = Counter[ChannelKey]()
         """How many calls are waiting for a connection that is being opened, or has just been opened."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._not_near: dict[str, float] = {}
+        self._not_near = Recent[str, float](MAX_NOT_NEAR)
         """Private addresses that did not answer, and when."""
         self._closed = False
 
@@ -236,7 +237,7 @@ class ChannelPool:
                     return channel
                 self._close(channel)
                 if seconds == NEAR_S:
-                    self._note_not_near(address)
+                    self._not_near[address] = asyncio.get_running_loop().time()
                 reasons.append(f"{address}: {reason}")
             return "; ".join(reasons) or "it announces no address"
         finally:
@@ -248,12 +249,6 @@ class ChannelPool:
         behind = [address for address in addresses[1:] if is_private(address)]
         near = [one for one in behind if now - self._not_near.get(one, -inf) >= NOT_NEAR_S]
         return [*((one, NEAR_S) for one in near), *((one, CONNECT_S) for one in addresses)]
-
-    def _note_not_near(self, address: str) -> None:
-        self._not_near.pop(address, None)
-        self._not_near[address] = asyncio.get_running_loop().time()
-        if len(self._not_near) > MAX_NOT_NEAR:
-            del self._not_near[next(iter(self._not_near))]
 
     def _make_room(self) -> None:
         unused = [key for key, channel in self._kept.items() if channel.calls == 0 and not self._awaited[key]]
