@@ -129,13 +129,10 @@ class SampleStream:
             yield EMPTY, StreamPosition(pass_number)
 
     def _take(self, pass_number: int, unit: int, skip: int) -> Callable[[], bool]:
-        share = self._corpus.share
-        if share == 1.0:
-            return lambda: True
         chance = generator(self._manifest.seed, "data", "share", self._peer_id, pass_number, unit)
         for _ in range(skip):
             chance.random()
-        return lambda: chance.random() < share
+        return lambda: chance.random() < self._corpus.share
 
 
 def _cut(documents: list[TokenizedDocument], length: int) -> Samples:

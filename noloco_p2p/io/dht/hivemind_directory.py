@@ -88,10 +88,8 @@ class HivemindDirectory:
 
     async def announce(self, advert: Advert, ttl_s: float) -> None:
         """See `ports.Directory`. Raises ConfigError for an advert that no peer would accept."""
-        if (advert.peer_id, advert.run_id) != (self._libp2p.peer_id, self._run_id):
-            raise ConfigError(f"the advert is of {advert.peer_id} in run {advert.run_id[:12]}: another node or run")
-        if stage_key(self._run_id, advert.stage) not in self._keys or not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
-            raise ConfigError(f"advert for stage {advert.stage}, living {ttl_s} s: no such stage, or a bad lifetime")
+        if not 0.0 < ttl_s <= adverts.LONGEST_TTL_S:
+            raise ConfigError(f"directory.ttl_s: no peer accepts an advert that lives {ttl_s} s")
         async with self._announcing:
             if self._newest is not None and self._newest.stage != advert.stage:
                 await self._withdraw(advert.step)

@@ -90,7 +90,7 @@ class GrpcTransport:
         self.warm = self._warming.warm
         """See `ports.Transport`."""
         self._server: Any = None
-        self._numbers, self._closed = count(1), False
+        self._numbers = count(1)
 
     async def listen(self) -> None:
         """Start the server; it declines calls until `serve` sets a handler. Raises LocalError if the port is in use."""
@@ -107,7 +107,6 @@ class GrpcTransport:
 
     async def close(self) -> None:
         """Refuse new calls, cancel those in flight in both directions, and free everything."""
-        self._closed = True
         await self._warming.close()
         await self._channels.close()
         if self._server is not None:
@@ -287,8 +286,6 @@ class GrpcTransport:
         self, peer: Advert, what: str, seconds: float, *, control: bool = False, part: int = 0
     ) -> AsyncIterator[tuple[PeerChannel, float]]:
         """A connection for one call, and the seconds left once it is open; gRPC's errors are translated to ours."""
-        if self._closed:
-            raise Unreachable("this node's transport is closed")
         if seconds <= 0:
             raise Unreachable(f"no time is left to wait for a {what} from {peer.peer_id}")
         clock = asyncio.get_running_loop().time
