@@ -36,7 +36,7 @@ class Credentials:
         self.trust = trust
         self.revoked = revoked or Revocations(trust)
         self.clock = clock
-        self._identity = identity
+        self.identity = identity
         self.peer_id = identity.peer_id
         """This node's peer id."""
         self._keep = keep
@@ -64,10 +64,6 @@ class Credentials:
             raise Violation(f"the certificate belongs to {membership.peer_id}, not to this node")
         return membership
 
-    def sign(self, message: bytes) -> bytes:
-        """A signature with this node's libp2p key."""
-        return self._identity.sign(message)
-
     @property
     def renewal_at(self) -> float:
         """When half of the certificate's life is over, Unix seconds; now, if a clock that was ahead made it."""
@@ -82,7 +78,7 @@ class Credentials:
                 mine = self.membership
                 until = min(now + certificates.LEAF_S, mine.until)
                 name = self.trust.name_of(self.peer_id, mine.role)
-                key, cert = certificates.leaf(self._identity.key, name, mine.begins, until)
+                key, cert = certificates.leaf(self.identity.key, name, mine.begins, until)
                 self._leaf = key, cert + self.chain
                 self._replaced_at = max(now, (now + until) / 2)
             return self._leaf

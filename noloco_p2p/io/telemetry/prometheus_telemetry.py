@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from noloco_p2p.core.health import HealthProblem, problem, problem_line
 from noloco_p2p.core.members import STATES
-from noloco_p2p.core.status import NodeFigures, Status
+from noloco_p2p.core.status import Status
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MAX_LABELS, TALLIES, RunCounters, known_labels
 from noloco_p2p.io.telemetry.http_server import STARTING, Health, HttpServer, Page, pages, without_addresses
@@ -44,7 +44,6 @@ class PrometheusTelemetry(Collector):
         self._log = EventLog(self.counters, steps)
         self._limiter = RepeatLimiter()
         self._journal: Journal | None = None
-        self._directory: Path | None = None
         self._status: Callable[[], Status] | None = None
         self._watchdog: Watchdog | None = None
         self._server: HttpServer | None = None
@@ -86,9 +85,8 @@ class PrometheusTelemetry(Collector):
         """Begin watching a node, which works in `directory`; `status` may be called from any thread."""
 
         def with_figures() -> Status:
-            return replace(status(), figures=self.figures())
+            return replace(status(), figures=node_figures.status_figures(self.counters, directory))
 
-        self._directory = directory
         self._status = with_figures
         self._watchdog = Watchdog(with_figures, lambda line, well: self.event("stuck", message=line, well=well))
         self._watchdog.start()
@@ -133,10 +131,6 @@ class PrometheusTelemetry(Collector):
     def totals(self) -> dict[str, Any]:
         """Everything counted so far, under the names of `summary.json`."""
         return node_figures.run_totals(self.counters)
-
-    def figures(self) -> NodeFigures:
-        """The figures for the node's status, as counted so far; may be called from any thread."""
-        return node_figures.status_figures(self.counters, self._directory)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics except the histogram of phases. A bug in the status only loses the metrics that come from it."""

@@ -82,7 +82,7 @@ class Links:
         if header.stage > 1:
             return header
         until = _UNTIL.pack(int(self._credentials.clock() + LABEL_S))
-        return replace(header, label=until + self._credentials.sign(_labelled(header, until)))
+        return replace(header, label=until + self._credentials.identity.sign(_labelled(header, until)))
 
     def check_label(self, header: Header, caller: PeerId) -> None:
         """Raises Violation unless the origin began this microbatch and, at stage 1, is the caller."""

@@ -92,7 +92,7 @@ def test_a_caller_that_expired_or_was_revoked_is_refused_and_an_observer_may_onl
     later[0] = 0.0
     assert mine.caller(shown_by(caller), observers=False) == caller.peer_id
     revoked = Revocations(club.trust)
-    mine = Credentials(club.trust, mine._identity, mine.chain, revoked=revoked)
+    mine = Credentials(club.trust, mine.identity, mine.chain, revoked=revoked)
     revoked.adopt(club.revoking(1, caller.peer_id))
     with pytest.raises(Violation, match="was revoked"):
         mine.caller(shown_by(caller), observers=False)

@@ -133,7 +133,7 @@ def friend(m: Mallory, name: Callable[[str], str]) -> Shown:
 
 def unadmitted(m: Mallory) -> Shown:
     """A peer that is what it says, but that no issuer has admitted."""
-    key, now = m.victim._identity.key, m.club.now
+    key, now = m.victim.identity.key, m.club.now
     return certificates.leaf(key, m.victims_name, now - HOUR_S, now + HOUR_S)
 
 

@@ -146,7 +146,7 @@ def test_every_event_reaches_its_metric(telemetry: PrometheusTelemetry) -> None:
 
 def test_a_rate_that_has_not_been_measured_does_not_hide_the_others(telemetry: PrometheusTelemetry) -> None:
     telemetry.event("line", up_bytes_per_s=None, down_bytes_per_s=3e6, round_trip_s=0.02)
-    figures = telemetry.figures()
+    figures = node_figures.status_figures(telemetry.counters, None)
     assert (figures.upload_bytes_per_s, figures.download_bytes_per_s, figures.round_trip_s) == (None, 3e6, 0.02)
 
 
@@ -322,7 +322,11 @@ def test_metrics_summary_status_and_journal_agree(telemetry: PrometheusTelemetry
     everything(telemetry)
     telemetry.event("inner_step", step=9.0, tokens=7, busy_s="malformed", loss_sum=1.0, loss_tokens=1.0)
     journal.end()
-    metrics, totals, status = scraped(telemetry), telemetry.totals(), telemetry.figures()
+    metrics, totals, status = (
+        scraped(telemetry),
+        telemetry.totals(),
+        node_figures.status_figures(telemetry.counters, None),
+    )
     (progress,) = [line for line in map(json.loads, lines) if line["event"] == "progress"]
     assert [json.loads(line)["event"] for line in lines].count("checkpoint") == 2
     assert progress["phase_s"].keys() == {"forward", "other"}
@@ -533,7 +537,7 @@ def test_a_disk_that_hangs_during_a_status_request_does_not_block_events(
         return 0
 
     monkeypatch.setattr(node_figures, "rss_bytes", hangs)
-    reader = threading.Thread(target=telemetry.figures)
+    reader = threading.Thread(target=node_figures.status_figures, args=(telemetry.counters, None))
     reader.start()
     assert asked.wait(10)
     event = threading.Thread(target=telemetry.event, args=("lag",), kwargs={"seconds": 0.0})
