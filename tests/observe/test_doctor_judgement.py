@@ -1,10 +1,15 @@
 """Judgements of `noloco doctor`: whose clock is wrong, and which speed the links and the device allow."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from noloco_p2p.config import RunManifest
+from noloco_p2p.io.dht import join_handshake
 from noloco_p2p.observe.diagnosis.findings import Finding
 from noloco_p2p.observe.doctor import peers
+from noloco_p2p.observe.doctor.doctor_report import DoctorReport
 from noloco_p2p.observe.doctor.run_requirements import StageLinks, expected_rate, round_seconds
 
 # --- clocks -------------------------------------------------------------------------------------------------------
@@ -42,6 +47,27 @@ def test_if_no_clocks_agree_one_counts_as_right_whatever_the_order() -> None:
     assert [f.peer for f in found] == ["a", "b", "c"]
     assert found[0].sentence == "the clocks of node a and of this machine are 100.0 s apart"
     assert found[2].sentence == "the clock of node c is 200.0 s ahead of the others'"
+
+
+@pytest.mark.parametrize("joined", [2, peers.MAX_CLOCKS, peers.MAX_CLOCKS + 3])
+def test_only_so_many_nodes_are_asked_for_the_time(joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them this machine has joined, which have told theirs."""
+    asked: list[str] = []
+
+    class Linked:
+        async def links(self) -> set[str]:
+            return {f"node {number:02}" for number in range(20)}
+
+    async def fetch_manifest(libp2p: object, peer: str) -> tuple[bytes, float]:
+        asked.append(peer)
+        return b"", 0.5
+
+    monkeypatch.setattr(join_handshake, "fetch_manifest", fetch_manifest)
+    libp2p: Any = Linked()
+    ahead = {f"node {number:02}": 0.0 for number in range(joined)}
+    found = asyncio.run(peers.clocks(DoctorReport(), libp2p, ahead))
+    assert len(asked) == max(0, peers.MAX_CLOCKS - joined)
+    assert len(found) == max(peers.MAX_CLOCKS, joined)
 
 
 # --- expectations -------------------------------------------------------------------------------------------------

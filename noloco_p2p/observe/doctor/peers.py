@@ -131,7 +131,7 @@ def _check_agrees(report: DoctorReport, given: Overrides, manifest: RunManifest,
 
 async def clocks(report: DoctorReport, libp2p: Libp2pDaemon, ahead: Mapping[PeerId, float]) -> dict[PeerId, float]:
     """The known clocks, and those of further nodes with a link to this one, up to MAX_CLOCKS in all."""
-    more = sorted((await libp2p.links()) - ahead.keys())[: MAX_CLOCKS - len(ahead)]
+    more = sorted((await libp2p.links()) - ahead.keys())[: max(0, MAX_CLOCKS - len(ahead))]
     with report.step(f"asking {plural(len(more), 'node')} for the time"):
         answers = await asyncio.gather(*(or_error(join_handshake.fetch_manifest(libp2p, peer)) for peer in more))
     found = {peer: one[1] for peer, one in zip(more, answers, strict=True) if not isinstance(one, NolocoError)}
