@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_p2p import humanize
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch.progress_line import Position
 from noloco_p2p.observe.plotting.axes import Points
 from noloco_p2p.observe.plotting.plots import KIND_COLOURS, Bars, Chart, Curve, Plot, save
@@ -137,20 +137,16 @@ def _byte_table(traffic: TrafficFigures) -> "Table":
 
 
 def write_trace(path: Path, lines: Sequence[str]) -> None:
-    """Write a trace; `sha256sum` of the file is its trace_hash. Raises ConfigError if it cannot be written."""
-    try:
+    """Write a trace; `sha256sum` of the file is its trace_hash. Raises LocalError if it cannot be written."""
+    with writing(path):
         path.write_text("\n".join(lines), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def draw(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int, directory: Path) -> list[Path]:
-    """Write the plots of a run to a directory. Raises ConfigError if it cannot be written."""
-    try:
+    """Write the plots of a run to a directory. Raises LocalError if it cannot be written."""
+    with writing(directory):
         directory.mkdir(exist_ok=True)
         return [save(chart, directory) for chart in _charts(found, outcome, tokens_per_microbatch)]
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
 
 
 def _charts(found: RunFigures, outcome: Outcome, tokens_per_microbatch: int) -> list[Chart]:
