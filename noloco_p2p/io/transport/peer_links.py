@@ -48,9 +48,9 @@ class Links:
         return {} if self.streams is None else self.streams.hosts
 
     @property
-    def leaf(self) -> object:
-        """The leaf that this node presents on new connections. New calls avoid connections on which it presented an
-        earlier leaf, because the peer refuses every call on them once that leaf has expired."""
+    def leaf(self) -> tuple[bytes, bytes]:
+        """The key and the chain of the leaf that this node presents on new connections. New calls avoid connections on
+        which it presented an earlier leaf, because the peer refuses every call on them once that leaf has expired."""
         return self._credentials.leaf()
 
     def add_port(self, server: Any, address: str) -> int:

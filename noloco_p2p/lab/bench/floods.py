@@ -24,13 +24,10 @@ from noloco_p2p.core.messages import HostTensor, PeerId, TensorSpec
 from noloco_p2p.io.dht.identity import Identity
 from noloco_p2p.io.dht.libp2p import Stream
 from noloco_p2p.io.dht.streams import splice
-from noloco_p2p.io.security import certificates
-from noloco_p2p.io.security.certificates import RunTrust
-from noloco_p2p.io.security.credentials import Credentials
 from noloco_p2p.io.transport import callers, message_codec
 from noloco_p2p.io.transport import noloco_pb2 as pb
 from noloco_p2p.io.transport.connection_limit import allow_many_files
-from noloco_p2p.io.transport.peer_links import Links
+from noloco_p2p.io.transport.peer_links import Links, open_links
 
 STRANGER = "127.0.0.2"
 CONNECTIONS, STREAMS = 4096, 512
@@ -85,7 +82,7 @@ class Stranger:
 
     async def handshakes(self) -> None:
         """Make HANDSHAKES_PER_S handshakes with the certificate of another run."""
-        context = _context(self._credentials("0" * 64))
+        context = _context(_stranger_links("0" * 64))
 
         async def shake_hands() -> None:
             with suppress(OSError):
@@ -105,7 +102,7 @@ class Stranger:
 
     async def connections(self) -> None:
         """Open CONNECTIONS under an identity of its own, which an open run does not refuse, and make no call."""
-        context = _context(self._credentials(self._run_id))
+        context = _context(_stranger_links(self._run_id))
 
         async def stay(number: int) -> None:
             reader, writer = await self._dial(ssl=context)
@@ -126,7 +123,7 @@ class Stranger:
         await self._calls(self._header, _drip)
 
     async def _calls(self, first: Callable[[Links, int], bytes], rest: Callable[[Any], Awaitable[object]]) -> None:
-        links, done = Links(self._credentials(self._run_id)), 0
+        links, done = _stranger_links(self._run_id), 0
 
         async def call(number: int) -> None:
             nonlocal done
@@ -156,10 +153,6 @@ class Stranger:
         header = messages.Header(self._run_id, microbatch, origin, 1, 300.0, patient=True)
         body = [HostTensor(*spec, memoryview(bytes(spec.nbytes))) for spec in specs]
         return message_codec.announced(messages.Activation(links.labelled(header), *body))[0]
-
-    def _credentials(self, run_id: str) -> Credentials:
-        identity, trust = Identity(Path(STRANGER), Ed25519PrivateKey.generate(), -1), RunTrust.of_open_run(run_id)
-        return Credentials(trust, identity, certificates.own_chain(identity.key, trust))
 
     async def _dial(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         async with self._dialling:
@@ -201,13 +194,18 @@ async def _for_ever(count: int, do: Callable[[int], Awaitable[None]]) -> None:
     await asyncio.gather(*map(repeat, range(count)))
 
 
-def _context(credentials: Credentials) -> ssl.SSLContext:
-    """The TLS context of a client that presents this certificate and accepts any."""
+def _stranger_links(run_id: str) -> Links:
+    """The links of somebody with a new identity."""
+    return open_links(Identity(Path(STRANGER), Ed25519PrivateKey.generate(), -1), run_id)
+
+
+def _context(links: Links) -> ssl.SSLContext:
+    """The TLS context of a client that presents the certificate of these links and accepts any."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     with tempfile.NamedTemporaryFile() as file:
-        file.write(b"".join(credentials.leaf()))
+        file.write(b"".join(links.leaf))
         file.flush()
         context.load_cert_chain(file.name)
     return context
