@@ -73,20 +73,16 @@ def _window(fleet: Fleet, victim: NodeEndpoints, seconds: float, attacker: int) 
     time.sleep(seconds)
     end, window_s = pipeline.sample_nodes(fleet), time.monotonic() - began
     took = [_cpu_s(pid) - before for pid, before in zip((victim.pid, attacker), spent, strict=True)]
-    heard = [sum(_busy(sample) for name, sample in one.items() if name.startswith("0-")) for one in (begin, end)]
+    first = [name for name in begin if name.startswith("0-")]
     status = Path(f"/proc/{victim.pid}/status").read_text()
     return {
         "tokens_per_s": float(pipeline.figures(begin, end)["tokens_per_s"]),
-        "busy_per_s": (heard[1] - heard[0]) / window_s,
+        "busy_per_s": pipeline.growth(begin, end, first, "busy_replies_total", direction="out") / window_s,
         "attacker_cores": took[1] / window_s,
         "victim_cores": took[0] / window_s,
         "victim_mib": int(status.partition("VmRSS:")[2].split()[0]) / 1024,
         "victim_files": len(os.listdir(f"/proc/{victim.pid}/fd")),
     }
-
-
-def _busy(sample: pipeline.NodeSample) -> float:
-    return sample.metrics.total("busy_replies_total", direction="out")
 
 
 def _cpu_s(pid: int) -> float:

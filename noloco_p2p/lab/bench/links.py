@@ -12,7 +12,7 @@ per stage.
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
@@ -22,7 +22,7 @@ from noloco_p2p.config import RunManifest
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.bench.links_page import PAGE, add_gains, row_text, write_page
 from noloco_p2p.lab.bench.node_fleet import ENDLESS_STEPS, START_S, Fleet, InnerStepLine
-from noloco_p2p.lab.bench.pipeline import Samples, sample_nodes
+from noloco_p2p.lab.bench.pipeline import Samples, growth, sample_nodes
 from noloco_p2p.lab.processes import workers
 from noloco_p2p.lab.scenario_files import StageCosts, compute_costs
 from noloco_p2p.launch.line_spec import LineSpec
@@ -172,16 +172,11 @@ def real_figures(
     tokens_per_s = rate_of(lines)
     seconds = min(end[name].metrics.at - begin[name].metrics.at for name in begin)
 
-    def grown(names: Iterable[str], metric: str, **labels: str) -> float:
-        return sum(
-            end[name].metrics.total(metric, **labels) - begin[name].metrics.total(metric, **labels) for name in names
-        )
-
-    kinds = {kind: grown(begin, "bytes_total", direction="out", kind=kind) for kind in KINDS}
+    kinds = {kind: growth(begin, end, begin, "bytes_total", direction="out", kind=kind) for kind in KINDS}
     if not any(kinds.values()):
         raise LocalError("nothing was sent during the measurement: give more --nodes or --seconds")
     by_stage = [[*names] for _, names in groupby(begin, lambda name: name.partition("-")[0])]
-    work = [{metric: grown(names, f"{metric}_total") for metric in WORK} for names in by_stage]
+    work = [{metric: growth(begin, end, names, f"{metric}_total") for metric in WORK} for names in by_stage]
     before, after = (counts["lines"] for counts in carried)
     moved = {(name, way): after[name][way] - before[name][way] for name in begin for way in ("sent", "received")}
     rates = {"sent": spec.up_bytes_per_s, "received": spec.down_bytes_per_s}
@@ -192,7 +187,6 @@ def real_figures(
         "by_kind": {kind: count / seconds / tokens_per_s for kind, count in kinds.items()},
         "line_bytes": sent / seconds / tokens_per_s,
         "line_use": max(count / seconds / rates[way] for (_, way), count in moved.items()),
-        "relay_cpu_s_per_gb": (carried[1]["cpu_s"] - carried[0]["cpu_s"]) / max(sent / 1e9, 1e-9),
         "work": work,
     }
 
@@ -218,12 +212,12 @@ def rate_of(lines: Sequence[InnerStepLine]) -> float:
 
 def measure_stages(manifest: RunManifest) -> StageCosts:
     """For each stage, alone on the CPU with one thread: seconds of its operations, and `parameters`."""
-    from noloco_p2p.compute.factory import make_torch_stage
+    from noloco_p2p.compute.factory import stage_sizes
     from noloco_p2p.lab.bench import stage
 
     costs = stage.run("cpu", manifest, ProgressLine())["stages_costs"]
-    stages = [make_torch_stage(manifest, index, "bench", device="cpu", self_test=False) for index in range(len(costs))]
-    return [{**each, "parameters": made.state.parameters} for each, made in zip(costs, stages, strict=True)]
+    sizes = stage_sizes(manifest)
+    return [{**each, "parameters": size.parameters} for each, size in zip(costs, sizes, strict=True)]
 
 
 def device_factors(work: Sequence[Mapping[str, float]], stages: StageCosts) -> list[float]:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,13 +115,18 @@ def sample_nodes(fleet: Fleet) -> dict[str, NodeSample]:
     return samples
 
 
+def growth(begin: Samples, end: Samples, names: Iterable[str], metric: str, **labels: str) -> float:
+    """By how much a counter of these nodes grew between two samples, summed over the nodes."""
+    return sum(end[one].metrics.total(metric, **labels) - begin[one].metrics.total(metric, **labels) for one in names)
+
+
 def figures(begin: Samples, end: Samples) -> dict[str, Any]:
     """What the swarm did between two samples; see DEFINITIONS. Tokens and steps are those of stage 0."""
     windows = {name: end[name].metrics.at - begin[name].metrics.at for name in begin}
 
     def grown(name: str, metric: str) -> float:
         """A counter's increase per second."""
-        return (end[name].metrics.total(metric) - begin[name].metrics.total(metric)) / windows[name]
+        return growth(begin, end, [name], metric) / windows[name]
 
     first = [name for name in begin if name.startswith("0-")]
     idle: dict[str, float] = {}
