@@ -209,12 +209,12 @@ async def admission(
     invited = any(address.invitation for address in libp2p.joined)
     if own_node and not invited and manifest.security.root_key is not None:
         report.ok("members", "links between nodes are not checked; for that, give --join an address from noloco invite")
-        return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
-    asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
-    advice = "give the address that noloco invite prints; links between nodes are not checked without it"
-    standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
-    if standing is not None:
-        return standing, True
+    else:
+        asking = run_key.of_observer(libp2p.identity, manifest, libp2p, calls=True)
+        advice = "give the address that noloco invite prints; links between nodes are not checked without it"
+        standing = await report.attempt("members", "asking for an observer's certificate", asking, advice)
+        if standing is not None:
+            return standing, True
     return await run_key.of_observer(libp2p.identity, manifest, libp2p, calls=False), False
 
 
