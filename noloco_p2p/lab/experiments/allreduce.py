@@ -2,7 +2,7 @@
 
 A message of b bytes arrives after a latency, drawn for each message, plus b / speed. Messages that enter or leave one
 node at the same time share its speed, which is the same in both directions. Every model returns the time until the last
-node has the mean, in seconds. What precedes an all-reduce, such as matchmaking, is not included.
+node has the mean, in seconds. What precedes an all-reduce, such as matchmaking, is not included. N is a power of two.
 """
 
 import math
@@ -47,13 +47,6 @@ def dice(seed: int, *purpose: str | int) -> np.random.Generator:
     return np.random.default_rng(generator(seed, *purpose).getrandbits(64))
 
 
-def levels(nodes: int) -> int:
-    """log2 of `nodes`. Raises ValueError unless it is a power of two above 1."""
-    if nodes < 2 or nodes & (nodes - 1):
-        raise ValueError(f"the number of nodes must be a power of two, not {nodes}")
-    return nodes.bit_length() - 1
-
-
 def exchange_s(wire: Wire, rng: np.random.Generator) -> float:
     """The paper's pair: both send one vector to each other at the same time; the later arrival counts."""
     return float(wire.draw(rng, (2,)).max()) + wire.vector_s
@@ -66,10 +59,10 @@ def tree_s(wire: Wire, nodes: int, rng: np.random.Generator) -> float:
     (tests). Its inner vertices are separate nodes here.
     """
     at = np.zeros(nodes)
-    for _ in range(levels(nodes)):
+    while len(at) > 1:
         arrived = at + wire.draw(rng, at.shape) + 2 * wire.vector_s
         at = np.maximum(arrived[0::2], arrived[1::2])
-    for _ in range(levels(nodes)):
+    while len(at) < nodes:
         sent = np.repeat(at, 2)
         at = sent + wire.draw(rng, sent.shape) + 2 * wire.vector_s
     return float(at.max())

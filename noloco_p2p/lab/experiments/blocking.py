@@ -20,7 +20,6 @@ measured here (see `staleness`).
 """
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from noloco_p2p.core.messages import PeerId
 from noloco_p2p.core.seeds import generator
 from noloco_p2p.lab.experiments.allreduce import Times, Wire, dice
 from noloco_p2p.lab.experiments.bounds import members, partners
-from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, group, mean_std, table, total_shares
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Results, Table
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -108,7 +107,6 @@ def swarm(settings: Mapping[str, Any]) -> SimSwarm:
         link=Link(0.0),
         costs=Costs(0.0, 0.0, steps.median_s, 0.0, spread=steps.sigma),
         slowness=slowness(settings),
-        save_s=0.0,
     )
     return SimSwarm(plan)
 
@@ -225,11 +223,7 @@ def _rounds(groups: Groups) -> Table:
     """What the bounded wait and the clock cost: rounds that merged an old snapshot, and inner steps per round."""
 
     def share(kind: str) -> Callable[[Results], Cell]:
-        def cell(found: Results) -> Cell:
-            rounds = sum((Counter(one["node"]["results"]) for one in found), Counter[str]())
-            return 100 * rounds[kind] / rounds.total()
-
-        return cell
+        return lambda found: 100 * total_shares(found, lambda one: one["node"]["results"]).get(kind, 0.0)
 
     columns: Columns = {
         **SETTING_COLUMNS,

@@ -126,12 +126,6 @@ def put_in(groups: Groups, wire: WireCase) -> list[float]:
     return known(groups[wire.base], added)
 
 
-def seed_noise(groups: Groups, wire: WireCase) -> float:
-    """Standard deviation of float32's loss over the seeds; 0 for a single one."""
-    losses = known(groups[wire.base], "validation_loss")
-    return statistics.stdev(losses) if len(losses) > 1 else 0.0
-
-
 def _answer(groups: Groups) -> str:
     """The range of perplexity over families and numbers of stages, for each codec in both directions."""
     parts = []
@@ -149,7 +143,7 @@ def _verdict(groups: Groups) -> str:
         found, added = above(groups[wire], groups[wire.base], "validation_loss"), put_in(groups, wire)
         if wire.codec not in ("int8", "int4") or not found or not added:
             continue
-        limit = seed_noise(groups, wire) if wire.codec == "int8" else math.log1p(GOAL_INT4)
+        limit = outer_codecs.seed_noise(groups[wire.base]) if wire.codec == "int8" else math.log1p(GOAL_INT4)
         goal = "the seed noise" if wire.codec == "int8" else f"{GOAL_INT4:.0%} of perplexity"
         met = [
             f"{what} {mean_std(values, 2)}{'' if statistics.fmean(values) <= limit else ', above it'}"

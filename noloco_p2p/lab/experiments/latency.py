@@ -35,7 +35,7 @@ import numpy as np
 from noloco_p2p.config import NodeConfig
 from noloco_p2p.lab.experiments import allreduce
 from noloco_p2p.lab.experiments.allreduce import Wire
-from noloco_p2p.lab.experiments.results import Columns, plus_minus, table, value_range
+from noloco_p2p.lab.experiments.results import Columns, plus_minus, select, table, value_range
 from noloco_p2p.lab.experiments.spec import Block, Case, Cell, Figures, Result, Results, Table, published
 from noloco_p2p.lab.experiments.training import FOREVER_S, timing_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -118,7 +118,6 @@ def pull_round(settings: Mapping[str, Any], seed: int) -> Outcome:
         # In the latency-bound regime a snapshot has no size.
         sizes=MessageSizes(0, 0, (VECTOR_BYTES if bound else 0,), (0,), (0,)),
         costs=Costs(0.0, 0.0, 0.0, 0.0),
-        save_s=0.0,
     )
     return SimSwarm(plan).run(limit_s=FOREVER_S)
 
@@ -152,22 +151,17 @@ def summary(sample: Sequence[float]) -> dict[str, float]:
 
 
 def report(results: Results) -> list[Block]:
-    """The answer, tables by regime and spread, the comparison with the paper, and the plots."""
-    matched = [one for one in results if one["pairing"] == "matched"]
+    """The answer, tables by regime and spread, the comparison with the paper, and the plots. Small swarms first."""
+    results = sorted(results, key=lambda one: int(one["nodes"]))
+    matched = select(results, pairing="matched")
     spreads = sorted({float(one["std_over_mean"]) for one in results} & set(QUICK_SPREADS))
     blocks: list[Block] = [_answer(matched), _beside_paper(matched)]
     for regime, title in REGIMES.items():
-        shown = {spread: _of(matched, regime, spread) for spread in spreads}
+        shown = {spread: select(matched, regime=regime, std_over_mean=spread) for spread in spreads}
         blocks.append(f"### {title.capitalize()}: milliseconds for one synchronisation")
         blocks += [_times_table(found, f"Latency with std/mean {spread:g}:") for spread, found in shown.items()]
         blocks += [_times_plot(found, regime, spread) for spread, found in shown.items() if spread in (0.0, 1.0)]
     return [*blocks, _ratios(matched), _quicker(matched), _random_pairs(results)]
-
-
-def _of(results: Results, regime: str, std_over_mean: float | None = None, nodes: int | None = None) -> list[Result]:
-    """The results of a regime, and of one spread or number of nodes if given; small swarms first."""
-    found = [one for one in results if one["regime"] == regime and std_over_mean in (None, one["std_over_mean"])]
-    return sorted([one for one in found if nodes in (None, one["nodes"])], key=lambda one: int(one["nodes"]))
 
 
 def ratio(result: Result) -> float:
@@ -184,8 +178,9 @@ def _answer(results: Results) -> str:
     """How much longer the quickest all-reduce takes than a pull, in the largest swarm of each regime."""
     parts = []
     for regime, title in REGIMES.items():
-        nodes = max(one["nodes"] for one in _of(results, regime))
-        ratios = [min(_times(one, name, "pair") for name in MODELS) for one in _of(results, regime, nodes=nodes)]
+        nodes = max(one["nodes"] for one in select(results, regime=regime))
+        largest = select(results, regime=regime, nodes=nodes)
+        ratios = [min(_times(one, name, "pair") for name in MODELS) for one in largest]
         parts.append(f"{value_range(ratios)} times as long with {nodes} replicas if {title}")
     words = " and ".join(parts)
     return f"Compared with the pull of a pair, the quickest all-reduce takes {words}, depending on the spread."
@@ -209,8 +204,8 @@ def _beside_paper(results: Results) -> Table:
         f"tree / node's pull, N = {largest}": ratio,
     }
     caption = "### Next to the paper (arXiv 2506.10911, figure 5; the ratios are its model, recomputed)"
-    found = sorted(_of(results, "latency", nodes=largest), key=lambda one: float(one["std_over_mean"]))
-    return table(columns, found, caption)
+    found = select(results, regime="latency", nodes=largest)
+    return table(columns, sorted(found, key=lambda one: float(one["std_over_mean"])), caption)
 
 
 def _times_table(results: Results, caption: str) -> Table:
@@ -239,9 +234,9 @@ def _times_plot(results: Results, regime: str, std_over_mean: float) -> Plot:
 
 
 def _ratios(results: Results) -> Plot:
-    shown = sorted({int(one["nodes"]) for one in results})
+    latency, shown = select(results, regime="latency"), sorted({int(one["nodes"]) for one in results})
     curves = [
-        Curve(f"N = {n}", sorted((one["std_over_mean"], ratio(one)) for one in _of(results, "latency", nodes=n)))
+        Curve(f"N = {n}", sorted((one["std_over_mean"], ratio(one)) for one in select(latency, nodes=n)))
         for n in shown
         if n in QUICK_NODES or n == shown[-1]
     ]
@@ -253,7 +248,7 @@ def _quicker(results: Results) -> Table:
     """How the all-reduces compare with a replica's pull over all cases, and where each does best."""
     rows: list[list[Cell]] = []
     for regime, title in REGIMES.items():
-        found = _of(results, regime)
+        found = select(results, regime=regime)
         for name in MODELS if found else ():
             ratios = [_times(one, name, "replica") for one in found]
             quicker = f"{sum(value < 0.99 for value in ratios)} of {len(ratios)} cases"
@@ -266,7 +261,8 @@ def _quicker(results: Results) -> Table:
 
 def _random_pairs(results: Results) -> Table:
     """Several pulls at one node share its access under random pairing; under a matching each node serves one."""
-    found = {(one["pairing"], one["nodes"]): one["pull"] for one in _of(results, "bandwidth", 0.0)}
+    even = select(results, regime="bandwidth", std_over_mean=0.0)
+    found = {(one["pairing"], one["nodes"]): one["pull"] for one in even}
     caption = (
         "### Matched against random pairing, bandwidth-bound, no spread\n\n"
         "A replica chosen by several others shares its access among them:"

@@ -64,12 +64,17 @@ Groups = Mapping[OuterCase, Results]
 """The runs of each case, by seed."""
 
 
+def seed_noise(runs: Results) -> float:
+    """Standard deviation of the loss over the seeds; 0 for a single one."""
+    losses = known(runs, "validation_loss")
+    return statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+
 def report(results: Results) -> list[Block]:
     """Every codec compared with uncompressed vectors, and whether the difference is within the noise of the seeds."""
     groups = {OuterCase(*key): runs for key, runs in group(results, *OuterCase._fields).items()}
     base = groups[OuterCase("matched", BASE)]
-    losses = known(base, "validation_loss")
-    noise = statistics.stdev(losses) if len(losses) > 1 else 0.0
+    noise = seed_noise(base)
     seen = [f"Outer rounds: {REPLICAS} replicas of {base[0]['parameters'][0]:,} parameters, {base[0]['steps']} steps."]
     for one in groups:
         found = above(groups[one], groups[one.base], "validation_loss")

@@ -14,11 +14,10 @@ Limits: As in `staleness`, the runs are short, the weights still move fast and t
 outer rounds average away shows: a delay costs more than it does when weights have settled. Few seeds of one tiny model.
 """
 
-from collections import Counter
 from typing import NamedTuple
 
 from noloco_p2p.lab.experiments import staleness
-from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table, total_shares
 from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Results, seeded
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
@@ -69,8 +68,8 @@ def report(results: Results) -> list[Block]:
     groups = {DelayVariant(*key): runs for key, runs in group(results, *DelayVariant._fields).items()}
 
     def delays(variant: DelayVariant) -> str:
-        found = sum((Counter(dict(one["delays"])) for one in groups[variant]), Counter[int]())
-        return ", ".join(f"{delay}: {count / found.total():.0%}" for delay, count in sorted(found.items())) or "none"
+        found = total_shares(groups[variant], lambda one: dict(one["delays"]))
+        return ", ".join(f"{delay}: {share:.0%}" for delay, share in found.items()) or "none"
 
     columns: Columns = {
         "rounds": lambda variant: variant.kind,

@@ -1,6 +1,7 @@
 """Functions for reports that select and group results, turn them into tables and curves, and write them in Markdown."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
@@ -55,6 +56,12 @@ def above(runs: Results, base: Results, name: str, base_name: str | None = None)
 def loss(result: Result) -> float:
     """Final loss on held-out text, mean over the replicas; infinite if it was not finite."""
     return inf if result["validation_loss"] is None else float(result["validation_loss"])
+
+
+def total_shares(results: Results, figure: Callable[[Result], Mapping[Any, int]]) -> dict[Any, float]:
+    """A tally summed over the results, each name's count as a share of the total, sorted by name."""
+    totals = sum((Counter(figure(one)) for one in results), Counter[Any]())
+    return {name: count / totals.total() for name, count in sorted(totals.items())}
 
 
 def best_rate(runs: Results) -> float:

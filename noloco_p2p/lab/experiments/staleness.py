@@ -26,11 +26,10 @@ deviation mean nothing.
 """
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table
+from noloco_p2p.lab.experiments.results import Columns, above, group, known, mean_std, table, total_shares
 from noloco_p2p.lab.experiments.spec import Block, Case, Figures, Result, Results, Table, seeded
 from noloco_p2p.lab.experiments.training import TrainingPlan, one_layer_manifest
 from noloco_p2p.observe.plotting.plots import Curve, Plot
@@ -137,6 +136,10 @@ def _answer(groups: Groups) -> str:
 
 
 def _table(groups: Groups) -> Table:
+    def rounds(variant: Variant) -> str:
+        found = total_shares(groups[variant], lambda one: one["rounds"])
+        return ", ".join(f"{result} {share:.0%}" for result, share in found.items()) or "none"
+
     columns: Columns = {
         "pairing": lambda variant: variant.pairing,
         "stale by": lambda variant: variant.stale_rounds,
@@ -146,14 +149,9 @@ def _table(groups: Groups) -> Table:
         "loss of the merged model": lambda variant: mean_std(known(groups[variant], "merged_loss")),
         "spread / baseline's": lambda variant: mean_std(wider(groups, variant), 3),
         "outer step": outer_step,
-        "rounds by result": lambda variant: _rounds(groups[variant]),
+        "rounds by result": rounds,
     }
     return table(columns, groups, "All variants.")
-
-
-def _rounds(runs: Results) -> str:
-    totals = sum((Counter(one["rounds"]) for one in runs), Counter[str]())
-    return ", ".join(f"{result} {count / totals.total():.0%}" for result, count in sorted(totals.items())) or "none"
 
 
 def _plots(groups: Groups) -> list[Block]:
