@@ -136,8 +136,10 @@ async def _report(advert: Advert, places: asyncio.Semaphore) -> Report:
             base = base_url(advert.metrics)
             async with places:
                 report = replace(await ask(base), advert=advert)
-            if report.peer != advert.peer_id:
-                report = replace(failed, failure=f"another node answers at {base}: {short_id(report.peer)}")
+            own = report.newest
+            if (own.peer_id, own.run_id) != (advert.peer_id, advert.run_id):
+                other = f"{short_id(own.peer_id)} of run {line(own.run_id)[:12]}"
+                report = replace(failed, failure=f"another node or run answers at {base}: {other}")
         except (PeerError, ConfigError) as error:
             report = replace(failed, failure=line(str(error)))
     return replace(report, age_s=max(0.0, asyncio.get_running_loop().time() - advert.announced_at))

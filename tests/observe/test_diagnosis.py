@@ -228,13 +228,6 @@ ONE_NODE: dict[str, tuple[str, str, str, Change, Change]] = {
         _set("S1R0", lambda r: replace(silent(r, "no answer from http://192.0.2.1:9101"), age_s=7.0)),
         _set("S1R0", lambda r: silent(with_advert(r, state="draining"))),
     ),
-    "another run": (
-        "run",
-        "error",
-        "works on another run: ffffffffffff, not abababababab",
-        _set("S1R0", lambda r: with_advert(r, run_id="f" * 64)),
-        _set("S1R0", lambda r: r),
-    ),
     "another version": (
         "version",
         "warning",

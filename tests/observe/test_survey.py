@@ -355,24 +355,24 @@ def test_a_node_known_to_few_is_not_asked() -> None:
 
 def test_a_node_without_a_status_is_reported_with_the_reason() -> None:
     async def go() -> dict[str, Report]:
-        async with _swarm(swarm(2, 2)) as nodes:
-            gone, other, mute, left = (nodes[name].advert for name in ("S0R0", "S0R1", "S1R0", "S1R1"))
-            assert gone is not None
-            assert other is not None
-            assert mute is not None
-            assert left is not None
+        async with _swarm(swarm(2, 3)) as nodes:
+            names = ("S0R0", "S0R1", "S1R0", "S1R1", "S1R2")
+            gone, other, mute, left, elsewhere = (nodes[name].advert for name in names)
             adverts = [
                 replace(gone, metrics="http://127.0.0.1:1/metrics"),
                 replace(other, metrics=mute.metrics),
                 replace(mute, metrics=""),
                 replace(left, state="left"),
+                replace(elsewhere, run_id="cd" * 32),
             ]
             return {report.peer: report for report in await survey.by_adverts(adverts)}
 
     found = asyncio.run(go())
-    assert {at: report.status for at, report in found.items()} == dict.fromkeys([peer(0, 0), peer(0, 1), peer(1, 0)])
+    silent = [peer(0, 0), peer(0, 1), peer(1, 0), peer(1, 2)]
+    assert {at: report.status for at, report in found.items()} == dict.fromkeys(silent)
     assert "Connection refused" in found[peer(0, 0)].failure
-    assert "another node answers at" in found[peer(0, 1)].failure
+    assert "another node or run answers at" in found[peer(0, 1)].failure
+    assert found[peer(1, 2)].failure.endswith("S1R2 of run abababababab")
     assert found[peer(1, 0)].failure == "it announces no metrics address that can be asked from here"
     assert found[peer(0, 0)].advert is not None
 

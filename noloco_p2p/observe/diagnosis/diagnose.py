@@ -22,7 +22,7 @@ from noloco_p2p.observe.diagnosis.throughput_advice import line_advice
 
 ORDER = (
     *("loop", "device", "stage-empty", "libp2p", "disk", "port", "half-open-link", "unreachable", "slow-node"),
-    *("nonfinite", "stall", "overdue", "clock", "start", "run", "stage-thin", "version"),
+    *("nonfinite", "stall", "overdue", "clock", "start", "stage-thin", "version"),
 )
 """For equal severity, likely causes come before likely consequences. Unknown names come last."""
 HOLDERS = frozenset({"loop", "device", "stage-empty", "port", "half-open-link", "unreachable", "stall", "overdue"})

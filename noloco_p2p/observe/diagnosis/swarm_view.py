@@ -24,12 +24,8 @@ class SwarmView:
     """
 
     def __init__(self, reports: Sequence[Report]) -> None:
-        self.everybody = sorted(reports, key=lambda r: r.peer)
-        """All nodes, including those of other runs."""
-        self.run_id = most_common(r.newest.run_id for r in self.everybody) or ""
-        """The run that most of them work on."""
-        self.reports = [r for r in self.everybody if r.newest.run_id == self.run_id]
-        """The nodes of that run."""
+        self.reports = sorted(reports, key=lambda r: r.peer)
+        self.run_id = most_common(r.newest.run_id for r in self.reports) or ""
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
         self.adverts = {r.peer: r.newest for r in self.reports}
         self.stages = self._count_stages()

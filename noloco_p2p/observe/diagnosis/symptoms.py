@@ -136,7 +136,7 @@ NODE_RULES = (_silent_loop, _stuck_device, _troubles, _disk, _non_finite, _refus
 
 
 def _clocks(swarm: SwarmView) -> Iterator[Cause]:
-    known = {r.peer: r.clock_ahead_s for r in swarm.everybody if r.clock_ahead_s is not None}
+    known = {r.peer: r.clock_ahead_s for r in swarm.reports if r.clock_ahead_s is not None}
     # No place is given, because nothing waits for a clock; waits of or for that node are diagnosed separately.
     yield from (Cause(finding, None) for finding in wrong_clocks(known, CLOCK_OFF_S, CLOCK_BAD_S))
 
@@ -178,15 +178,6 @@ def _unreachable(swarm: SwarmView) -> Iterator[Cause]:
         age = f"it announced itself {elapsed(report.age_s)} ago"
         sentence = f"{swarm.name(report.peer)} does not return its status{at}: {report.failure}; {age}"
         yield at_node("warning" if swarm.statuses else "error", "unreachable", report.peer, sentence, advice)
-
-
-def _of_another_run(swarm: SwarmView) -> Iterator[Cause]:
-    for report in swarm.everybody:
-        if report.newest.run_id != swarm.run_id:
-            other, mine = line(report.newest.run_id)[:12], swarm.run_id[:12]
-            sentence = f"node {short_id(report.peer)} works on another run: {other}, not {mine}"
-            advice = "start it with the join address of this run (and --run to be sure)"
-            yield at_node("error", "run", report.peer, sentence, advice)
 
 
 def _versions(swarm: SwarmView) -> Iterator[Cause]:
@@ -280,4 +271,4 @@ def _start(swarm: SwarmView) -> Iterator[Cause]:
         yield at_node("warning", "start", None, f"waiting for {some}{lasted}: the run has not begun", advice)
 
 
-SWARM_RULES = (_clocks, _unreachable, _of_another_run, _versions, _slow, _stages, _start)
+SWARM_RULES = (_clocks, _unreachable, _versions, _slow, _stages, _start)
