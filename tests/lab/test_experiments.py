@@ -130,7 +130,9 @@ def test_another_experiments_directory_is_refused() -> None:
     _run(TOY, quick=True)
     with pytest.raises(ConfigError, match="quick run of toy"):
         _run(TOY)
-    for text in ("no JSON", "[" * 100_000, "[]", '"text"', '{"experiment": "toy", "quick": false}'):
+    one = {"case": "case-3", "figures": {"square": 9}}
+    torn = {"experiment": "toy", "quick": False, "code": runner.code_digest(), "runs": [one], "wall": {"cases_s": {}}}
+    for text in ("no JSON", "[" * 100_000, "[]", '"text"', '{"experiment": "toy", "quick": false}', json.dumps(torn)):
         Path("out", "results.json").write_text(text)
         with pytest.raises(ConfigError, match="not a results file"):
             _run(TOY)

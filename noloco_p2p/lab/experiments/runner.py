@@ -104,8 +104,8 @@ class ResultsFile:
             return 0
         try:
             old = json.loads(self.path.read_text())
-            name, quick, code = old["experiment"], old["quick"], old["code"]
-            kept, walls = {run["case"]: run["figures"] for run in old["runs"]}, old["wall"]["cases_s"]
+            name, quick, code, walls = old["experiment"], old["quick"], old["code"], old["wall"]["cases_s"]
+            kept = {run["case"]: (run["figures"], walls[run["case"]]) for run in old["runs"]}
         except (*NO_JSON, KeyError, TypeError) as error:
             raise ConfigError(f"{self.path} is not a results file of noloco; give another --out") from error
         if (name, quick) != (self.experiment.name, self.quick):
@@ -113,7 +113,7 @@ class ResultsFile:
         if code != self.code:
             return 0
         while known := [case for case in self.missing() if case.name in kept]:
-            self.found |= {case.name: Result(case, kept[case.name], walls[case.name]) for case in known}
+            self.found |= {case.name: Result(case, *kept[case.name]) for case in known}
         return len(self.found)
 
     def write(self, *, complete: bool) -> None:
