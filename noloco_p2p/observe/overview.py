@@ -11,7 +11,7 @@ from noloco_p2p.io.dht.reach import endpoint
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
 from noloco_p2p.observe.diagnosis.findings import Finding, Report, Severity, line
-from noloco_p2p.observe.diagnosis.swarm_view import STAGES_LIMIT, most_common
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 
 ROUNDS = ("partner", "stale", "other", "alone"), ("all", "some", "alone")
 """Results of outer rounds: under rules that pull from one peer, and under those that pull from all replicas."""
@@ -61,15 +61,12 @@ class Overview:
 
 def overview(reports: Sequence[Report]) -> Overview:
     """The overview of the swarm that these reports describe."""
-    found = diagnose(reports)
+    found, swarm = diagnose(reports), SwarmView(reports)
     severity: Severity = next((f.severity for f in found.findings if f.sentence == found.sentence), "ok")
     nodes = sorted(map(_node, reports), key=lambda n: (n["stage"] is None, n["stage"] or 0, n["peer"]))
-    statuses = [report.status for report in reports if report.status is not None]
-    name = line(most_common(status.run_name for status in statuses) or "")
-    stages = {node["stage"] for node in nodes if node["stage"] is not None}
-    stages |= set(range(min(most_common(status.stages for status in statuses) or 0, STAGES_LIMIT)))
+    stages = {*range(swarm.stages), *(node["stage"] for node in nodes)} - {None}
     rows = tuple(_stage(stage, [node for node in nodes if node["stage"] == stage]) for stage in sorted(stages))
-    return Overview(name, found.sentence, severity, found.progress, found.findings, rows, tuple(nodes))
+    return Overview(line(swarm.run_name), found.sentence, severity, found.progress, found.findings, rows, tuple(nodes))
 
 
 def _stage(stage: int, nodes: Sequence[Row]) -> Row:

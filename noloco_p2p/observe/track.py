@@ -24,7 +24,7 @@ from noloco_p2p.io.durable_files import writing
 from noloco_p2p.launch import homes, node_probe
 from noloco_p2p.observe import survey
 from noloco_p2p.observe.diagnosis.findings import Report
-from noloco_p2p.observe.diagnosis.swarm_view import SwarmView, most_common
+from noloco_p2p.observe.diagnosis.swarm_view import SwarmView
 from noloco_p2p.observe.top import Readings, readings
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -219,8 +219,7 @@ async def _observe(join: Sequence[str], url: str | None, to: Tracker, directory:
     async with readings(join, url) as read:
         reports = await read()
         swarm = _answering(reports)
-        name = most_common(status.run_name for status in swarm.statuses.values()) or ""
-        label = re.sub(r"[^\w-]+", "-", f"{name[:64]}-{swarm.run_id[:8]}")
+        label = re.sub(r"[^\w-]+", "-", f"{swarm.run_name[:64]}-{swarm.run_id[:8]}")
         config = {"run_id": swarm.run_id, "stages": swarm.stages, "steps": swarm.steps}
         tracking = Tracking(open_sink(to, directory or HOME / label, label, config))
         say(f"track     {tracking.sink.how_to_view}")

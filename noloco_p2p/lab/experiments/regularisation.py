@@ -101,9 +101,8 @@ def measure(case: Case) -> Figures:
     rule = {"rule": method} if method in _QUIET else {"rule": "sync"}
     inner = {"optimizer": "muon", "peak_learning_rate": RATE}
     manifest = sized_manifest(size, inner, outer=rule, evaluation={"microbatches": 2 * HELD_OUT})
-    noise = tuple(tuple((int(at), float(std)) for at, std in stage) for stage in size["noise"])
-    replicas = (REPLICAS,) * STAGES
-    trained, losses = train_by_kind(TrainingPlan(manifest, replicas, size["seed"], corpora=texts(), noise=noise))
+    plan = TrainingPlan(manifest, (REPLICAS,) * STAGES, size["seed"], corpora=texts(), noise=size["noise"])
+    trained, losses = train_by_kind(plan)
     held_out, training = map(fmean, zip(*losses, strict=True))
     bytes_read = sum(piece.stop - piece.start for piece in texts()[0].pieces)
     return {

@@ -88,8 +88,6 @@ def measure(case: Case) -> Figures:
 
     one = case.settings
     changed = {} if one["what"] == DEFAULT else {one["what"]: one["value"]}
-    if "inner_steps" in changed:
-        changed["inner_steps"] = int(one["value"])
     inner = {"optimizer": "muon", "peak_learning_rate": one["rate"]}
     manifest = sized_manifest(one, inner, sequence_length=32, outer={"rule": one["rule"], **changed})
     trained = train(TrainingPlan(manifest, (one["replicas"],), one["seed"]))

@@ -27,6 +27,7 @@ class SwarmView:
         self.reports = sorted(reports, key=lambda r: r.peer)
         self.run_id = most_common(r.newest.run_id for r in self.reports) or ""
         self.statuses = {r.peer: r.status for r in self.reports if r.status is not None}
+        self.run_name = most_common(s.run_name for s in self.statuses.values()) or ""
         self.adverts = {r.peer: r.newest for r in self.reports}
         self.stages = self._count_stages()
 
