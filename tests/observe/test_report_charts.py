@@ -43,7 +43,7 @@ def boxes(panel: Panel) -> dict[str, list[Box]]:
 
 
 def legend(panel: Panel) -> list[tuple[str, Colour]]:
-    return [(key.label, key.colour) for key in panel.legend]
+    return list(panel.legend.items())
 
 
 def labels(panel: Panel) -> list[tuple[str, Colour]]:

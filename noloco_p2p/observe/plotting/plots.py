@@ -9,7 +9,7 @@ from noloco_p2p import humanize
 from noloco_p2p.observe.plotting import svg as drawing
 from noloco_p2p.observe.plotting.axes import PAGE_SIZE, RIGHT, Axes, Points, Scale, fitted
 from noloco_p2p.observe.plotting.labels import label_width
-from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, Element, LegendKey, LineStyle, element
+from noloco_p2p.observe.plotting.svg import CHARACTER, SERIES_COLOURS, Colour, Element, LineStyle, element
 
 WIDTH, HEIGHT = 640.0, 330.0
 BAR_LEFT, BAR_HEIGHT, BAR_GAP = 74.0, 24.0, 6.0
@@ -73,14 +73,14 @@ def save(chart: Chart, directory: Path) -> Path:
 def svg(chart: Chart) -> str:
     """The text of an SVG file with the chart, its title and its legend."""
     if isinstance(chart, Bars):
-        keys = dict.fromkeys(LegendKey(name, colour) for _, pieces in chart.rows for name, _, colour in pieces)
+        legend = {name: colour for _, pieces in chart.rows for name, _, colour in pieces}
         left = CHARACTER * max((len(label) for label, _ in chart.rows), default=0) + 10
-        return drawing.document(chart.title, bars(chart.title, chart.rows, width=WIDTH, left=left), list(keys))
+        return drawing.document(chart.title, bars(chart.title, chart.rows, width=WIDTH, left=left), legend)
     axes = _axes(chart)
     for curve, colour in zip(chart.curves, itertools.cycle(SERIES_COLOURS), strict=False):
         _draw(axes, curve, colour)
     axes.write_labels()
-    return drawing.document(chart.title, axes.svg)
+    return drawing.document(chart.title, axes.svg, {})
 
 
 def _axes(plot: Plot) -> Axes:

@@ -5,8 +5,7 @@ The style sheet follows the reader's light or dark scheme. It uses no CSS variab
 do not support them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from string import Template
 from typing import Literal
@@ -23,6 +22,8 @@ CHARACTER = 6.4
 Colour = IntEnum("Colour", "BLUE RED GREEN PINK ORANGE SKY YELLOW GREY PALE INK SLATE", start=0)
 """Colours of the style sheet. Each has four classes, with N its number: `sN` is the stroke, `fN` the fill, `bN` the
 background, and `nN` text upon it."""
+Legend = Mapping[str, Colour]
+"""What each colour means: by name, in the order in which they are shown."""
 SERIES_COLOURS = (Colour.BLUE, Colour.SLATE, Colour.SKY, Colour.GREY)
 """Colours of replicas, stages and curves, given to them in this order: an accent and its tint, and two greys, because
 labels beside the lines tell them apart."""
@@ -106,15 +107,7 @@ def markup(svg: Element) -> str:
     return ElementTree.tostring(svg, encoding="unicode", short_empty_elements=True)
 
 
-@dataclass(frozen=True, slots=True)
-class LegendKey:
-    """One entry of a legend."""
-
-    label: str
-    colour: Colour
-
-
-def document(title: str, chart: Element, keys: Sequence[LegendKey] = ()) -> str:
+def document(title: str, chart: Element, legend: Legend) -> str:
     """A self-contained file: a title, the chart, a legend below it, style sheet and background."""
     chart_width, chart_height = map(float, str(chart.get("viewBox")).split()[2:])
     width = chart_width + 2 * MARGIN
@@ -126,20 +119,20 @@ def document(title: str, chart: Element, keys: Sequence[LegendKey] = ()) -> str:
     place = {"x": MARGIN, "y": TITLE, "width": chart_width, "height": chart_height}
     chart.attrib |= {name: decimal(value) for name, value in place.items()} | {"overflow": "visible"}
     svg.append(chart)
-    height = _legend(svg, keys, TITLE + chart_height + 8, width - MARGIN) + MARGIN
+    height = _draw_legend(svg, legend, TITLE + chart_height + 8, width - MARGIN) + MARGIN
     svg.attrib |= {"width": decimal(width), "height": decimal(height), "viewBox": _box(width, height)}
     return markup(svg) + "\n"
 
 
-def _legend(svg: Element, keys: Sequence[LegendKey], top: float, right: float) -> float:
+def _draw_legend(svg: Element, legend: Legend, top: float, right: float) -> float:
     """Entries from left to right, in as many rows as needed. Returns the bottom of the last row."""
     x, y = MARGIN, top
-    for key in keys:
+    for label, colour in legend.items():
         # The text width is a guess, because fonts differ between readers.
-        width = 28 + CHARACTER * len(key.label) + 14
+        width = 28 + CHARACTER * len(label) + 14
         if x + width > right and x > MARGIN:
             x, y = MARGIN, y + 18
-        element(svg, "rect", x=x + 8, y=y + 2, width=12, height=12, class_=f"f{key.colour}")
-        element(svg, "text", key.label, x=x + 28, y=y + 12, class_="key")
+        element(svg, "rect", x=x + 8, y=y + 2, width=12, height=12, class_=f"f{colour}")
+        element(svg, "text", label, x=x + 28, y=y + 12, class_="key")
         x += width
-    return y + 18 if keys else top - 8
+    return y + 18 if legend else top - 8

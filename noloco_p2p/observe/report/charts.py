@@ -11,7 +11,7 @@ from markupsafe import Markup
 from noloco_p2p import humanize
 from noloco_p2p.observe.plotting.axes import MAX_POINTS, PAGE_SIZE, Axes, Axis, Points, fitted, time_unit
 from noloco_p2p.observe.plotting.plots import BAR_LEFT, bars
-from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, LegendKey, markup
+from noloco_p2p.observe.plotting.svg import IDLE_COLOURS, SERIES_COLOURS, Colour, Element, Legend, markup
 from noloco_p2p.observe.plotting.time_bins import TimeBins
 from noloco_p2p.observe.report.node_history import UNKNOWN
 from noloco_p2p.observe.report.recorded_run import WORKS, RecordedRun
@@ -61,7 +61,7 @@ class Panel(NamedTuple):
 
     title: str
     svg: Markup
-    legend: Sequence[LegendKey]
+    legend: Legend
     note: str
 
 
@@ -86,7 +86,7 @@ class RunCharts:
         ]
         if validation := self.mean("validation"):
             lines.append(ChartLine("validation", Colour.INK, validation, "validation"))
-        return panel(by_step("Loss", lines, from_zero=False, kind="" if few else "faint"), (), NATS)
+        return panel(by_step("Loss", lines, from_zero=False, kind="" if few else "faint"), {}, NATS)
 
     def mean(self, curve: str) -> Points:
         """A curve by step: the mean over the replicas of stage 0, at no more than BINS points."""
@@ -101,7 +101,7 @@ class RunCharts:
         svg = over_time(
             "Tokens per second", [ChartLine("tokens per second", Colour.BLUE, self.rates("tokens"))], self._span_s
         )
-        return panel(svg, (), "The whole swarm, evaluations and waits included.")
+        return panel(svg, {}, "The whole swarm, evaluations and waits included.")
 
     def time(self) -> Panel:
         """How each stage spent the time while its nodes were training."""
@@ -115,7 +115,7 @@ class RunCharts:
             rows.append((f"stage {stage}", [(WORKS, spent[WORKS], Colour.BLUE), *pieces, rest]))
         legend = {WORKS: Colour.BLUE, **colours, "the rest: evaluation, merging, saving": Colour.PALE}
         note = "Shares of the time for which the nodes of a stage were training."
-        return panel(bars("Where the time went", rows), _keys(legend), note)
+        return panel(bars("Where the time went", rows), legend, note)
 
     def rounds(self) -> Panel:
         """Outer rounds by result, over time."""
@@ -135,14 +135,14 @@ class RunCharts:
                 place = ((n + 0.05) * width, (n + 0.95) * width), (low, low + counts[name])
                 axes.cell(*place, colours[name], f"{name}: {counts[name]}")
                 low += counts[name]
-        return panel(axes.svg, _keys(colours), "Rounds of all nodes that ended in each interval.")
+        return panel(axes.svg, colours, "Rounds of all nodes that ended in each interval.")
 
     def round_seconds(self) -> Panel:
         """How long outer rounds took: mean and longest, over time."""
         points = [point for node in self._run.nodes for point in node.round_seconds]
         mean, largest = self._columns.mean_and_largest(points)
         lines = [ChartLine("mean", Colour.BLUE, mean, "mean"), ChartLine("longest", Colour.SLATE, largest, "longest")]
-        return panel(over_time("Seconds per outer round", lines, self._span_s), (), "")
+        return panel(over_time("Seconds per outer round", lines, self._span_s), {}, "")
 
     def by_stage(self, title: str, curve: str, note: str) -> Panel:
         """A curve of every node by step, in the colour of its stage."""
@@ -152,13 +152,13 @@ class RunCharts:
             for node in self._run.of_stage(stage)
             for piece in node.curves[curve]
         ]
-        return panel(by_step(title, lines), (), note)
+        return panel(by_step(title, lines), {}, note)
 
     def learning_rate(self) -> Panel:
         """The learning rate by step, of the node that recorded it most often."""
         longest = max(self._run.nodes, key=lambda node: sum(map(len, node.curves["learning_rate"])))
         rates = [ChartLine("learning rate", Colour.BLUE, piece) for piece in longest.curves["learning_rate"]]
-        return panel(by_step("Learning rate", rates), (), "By step.")
+        return panel(by_step("Learning rate", rates), {}, "By step.")
 
     def membership(self) -> Panel:
         """How many nodes were in each state, over time."""
@@ -180,7 +180,7 @@ class RunCharts:
             upper = [low + counts[name] for low, counts in zip(heights, found, strict=True)]
             axes.area(heights, upper, colour, name)
             heights = upper
-        return panel(axes.svg, _keys(colours), note)
+        return panel(axes.svg, colours, note)
 
     def lives(self) -> Panel:
         """The life of every node: a row for each, with its states by colour."""
@@ -214,13 +214,13 @@ class RunCharts:
         note += f" Training began {humanize.duration(before_s)} after the first node started." if before_s else ""
         left_out = len(self._run.nodes) - len(nodes)
         note += f" Nodes not shown: {left_out}." if left_out else ""
-        return panel(axes.svg, [key for key in _keys(STATE_COLOURS) if key.label in states], note)
+        return panel(axes.svg, {name: colour for name, colour in STATE_COLOURS.items() if name in states}, note)
 
     def bytes(self) -> Panel:
         """Bytes per second that the nodes sent and received."""
         ways = (("received", "in", Colour.BLUE), ("sent", "out", Colour.SLATE))
         lines = [ChartLine(name, colour, self.rates(way), name) for name, way, colour in ways]
-        return panel(over_time("Bytes per second", lines, self._span_s), (), "All nodes together.")
+        return panel(over_time("Bytes per second", lines, self._span_s), {}, "All nodes together.")
 
     def rates(self, name: str) -> Points:
         """(seconds since training began, growth per second) of a count in `NodeHistory.increments`, over all nodes."""
@@ -269,13 +269,9 @@ def by_step(title: str, lines: Sequence[ChartLine], *, from_zero: bool = True, k
     return axes.svg
 
 
-def panel(svg: Element, legend: Sequence[LegendKey], note: str) -> Panel:
+def panel(svg: Element, legend: Legend, note: str) -> Panel:
     """The panel of a drawn chart; its heading is the title in the SVG."""
     return Panel(svg.findtext("title", ""), Markup(markup(svg)), legend, note)
-
-
-def _keys(colours: dict[str, Colour]) -> list[LegendKey]:
-    return [LegendKey(name, colour) for name, colour in colours.items()]
 
 
 def _apart(items: Sequence[T], at: Callable[[T], float], least_s: float) -> Iterator[T]:

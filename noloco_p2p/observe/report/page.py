@@ -164,7 +164,7 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
 
     losses = {"Loss": "loss", "Validation loss": "validation"}
     panels = [
-        panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), (), NATS)
+        panel(by_step(title, lines([one.mean(curve) for one in charts]), from_zero=False), {}, NATS)
         for title, curve in losses.items()
     ]
     tokens = over_time("Tokens per second", lines([one.rates("tokens") for one in charts]), span_s)
@@ -178,7 +178,7 @@ def _several(runs: Mapping[str, RecordedRun]) -> dict[str, Any]:
     different = [row for row in different if len(set(row[1:])) > 1][:MAX_SETTINGS]
     if different:
         tables.append(("Settings that differ", ("", *runs), different))
-    sections = [("Training", [*panels, panel(tokens, (), "")], []), ("Runs", [], tables)]
+    sections = [("Training", [*panels, panel(tokens, {}, "")], []), ("Runs", [], tables)]
     return {"name": f"{len(runs)} runs", "sections": sections, "run": None}
 
 
