@@ -78,7 +78,7 @@ def test_further_rates_follow_while_the_best_is_at_the_edge_then_further_seeds_a
     optimizer: str, best: float, tried: list[float], chosen: float
 ) -> None:
     results = gone_through(best)
-    for method in [name for name, one in METHODS.items() if one.inner.get("optimizer", "adamw") == optimizer]:
+    for method in [name for name, one in METHODS.items() if one.optimizer == optimizer]:
         mine = [one.case.settings for one in results if one["method"] == method]
         assert sorted(one["rate"] for one in mine if one["seed"] == 1 and not one["long"]) == tried
         assert [(one["rate"], one["seed"]) for one in mine if one["seed"] > 1] == [(chosen, 2), (chosen, 3)]

@@ -73,15 +73,10 @@ class Method:
     """Microbatches per optimizer step, as a multiple of one replica's."""
     outer: Mapping[str, Any] = field(default_factory=lambda: {"pairing": "none"})
     """Settings of the outer round."""
-    inner: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the inner optimizer."""
+    optimizer: str = "adamw"
+    """The inner optimizer."""
     long: bool = False
     """Whether it is also run for LONG_FACTOR times as many steps."""
-
-    @property
-    def optimizer(self) -> str:
-        """The optimizer's name."""
-        return str(self.inner.get("optimizer", "adamw"))
 
 
 INT4 = {"rule": "gossip", "codec": "int4", "overlap": True}
@@ -97,7 +92,7 @@ BY_ADAMW = {
     "apart": Method("no communication", 1),
 }
 METHODS = BY_ADAMW | {
-    f"{name}-muon": replace(method, title=f"{method.title}, Muon", inner={"optimizer": "muon"})
+    f"{name}-muon": replace(method, title=f"{method.title}, Muon", optimizer="muon")
     for name, method in BY_ADAMW.items()
 }
 
@@ -139,7 +134,7 @@ def plan_of(settings: Mapping[str, Any]) -> TrainingPlan:
     method = METHODS[settings["method"]]
     manifest = sized_manifest(
         settings,
-        {"peak_learning_rate": settings["rate"], **method.inner},
+        {"optimizer": method.optimizer, "peak_learning_rate": settings["rate"]},
         microbatches_per_step=method.share,
         routing="fixed" if method.replicas == 1 else "balanced",
         outer=method.outer,
