@@ -6,7 +6,7 @@ from itertools import chain
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core.exchanges import PROBES
-from noloco_p2p.core.messages import Advert, Batch, LossSum, MicrobatchId, Origin
+from noloco_p2p.core.messages import Advert, LossSum, MicrobatchId, Origin
 from noloco_p2p.core.status import AnyReplica, Resource
 from noloco_p2p.errors import PeerError
 from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL
@@ -55,35 +55,28 @@ class Shutdown:
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
-        gate = asyncio.Semaphore(EVALUATIONS_AT_ONCE)
-        began, missed = node.now(), False
+        assert node.batches is not None, "stage 0 has data"
+        began, left, losses = node.now(), enumerate(node.batches.validation()), dict[int, LossSum]()
 
-        async def one(number: int, batch: Batch) -> LossSum | None:
-            nonlocal missed
-            with node.waits.waiting("place for an evaluation", Resource.DEVICE, idle=True):
-                await gate.acquire()
-            try:
-                if missed:
-                    return None
+        async def evaluate_some() -> None:
+            for number, batch in left:
                 # Evaluations have ids of their own, with incarnation 0, which no process has.
                 microbatch, origin = MicrobatchId(node.me, 0, number), Origin(node.me, node.step, rank)
-                return await self._dispatcher.evaluate(
-                    StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
-                )
-            except PeerError as error:
-                # If one is not evaluated within its deadline, the others will not be either.
-                missed = True
-                node.event("warning", message=f"a held-out microbatch was not evaluated: {error}")
-                return None
-            finally:
-                gate.release()
+                task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
+                losses[number] = await self._dispatcher.evaluate(task)
 
-        assert node.batches is not None, "stage 0 has data"
-        flights = [one(number, batch) for number, batch in enumerate(node.batches.validation())]
-        sums = [loss for loss in await asyncio.gather(*flights) if loss is not None]
-        tokens = sum(s.tokens for s in sums)
+        try:
+            async with asyncio.TaskGroup() as flights:
+                for _ in range(EVALUATIONS_AT_ONCE):
+                    flights.create_task(evaluate_some())
+        except* PeerError as missed:
+            # If one is not evaluated within its deadline, the others will not be either.
+            node.event("warning", message=f"a held-out microbatch was not evaluated: {missed.exceptions[0]}")
+            losses.clear()
         node.spend_on_evaluation(node.now() - began)
-        if tokens and not missed:
+        sums = [loss for _, loss in sorted(losses.items())]
+        tokens = sum(s.tokens for s in sums)
+        if tokens:
             node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def finish(self) -> None:
