@@ -21,21 +21,12 @@ WITH_WEIGHTS = TRAINED | {"draining"}
 
 
 def guardians_of(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """The nodes that guard `stage`, at most GUARDIANS, best first; none for a stage that many replicas keep.
+    """The nodes that guard `stage` while it has GUARDED_REPLICAS or fewer: at most GUARDIANS, best first.
 
     `adverts` are those of all nodes, the caller included, in any order. The nodes of other stages that train or have
     finished are ranked by a score drawn for this stage (rendezvous hashing). A node that comes or goes does not change
     the order of the others, so a guardian changes only if one of them goes or a better one comes.
     """
-    everybody = list(adverts)
-    replicas = {a.peer_id for a in everybody if a.stage == stage and a.state in TRAINED}
-    if len(replicas) > GUARDED_REPLICAS:
-        return ()
-    return candidates(stage, everybody, seed)
-
-
-def candidates(stage: int, adverts: Iterable[Advert], seed: int) -> tuple[PeerId, ...]:
-    """The nodes that guard `stage` whenever it needs guardians."""
     able = {a.peer_id for a in adverts if a.stage not in (stage, NO_STAGE) and a.state in HOLDING}
     return tuple(sorted(able, key=lambda peer: (_score(seed, stage, peer), peer), reverse=True)[:GUARDIANS])
 

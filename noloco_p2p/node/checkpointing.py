@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from noloco_p2p.core import members as membership
 from noloco_p2p.core import resume, schedule
-from noloco_p2p.core.guardians import WITH_WEIGHTS, candidates, holders
+from noloco_p2p.core.guardians import WITH_WEIGHTS, guardians_of, holders
 from noloco_p2p.core.messages import Checkpoint, Holding, PeerId
 from noloco_p2p.core.status import ForRound, Resource, Task
 from noloco_p2p.errors import LocalError
@@ -131,7 +131,7 @@ class Checkpointer:
         return not self._guardians(held.stage) or bool(inquiry.answering(asked, membership.PRESENT))
 
     def _guardians(self, stage: int) -> tuple[PeerId, ...]:
-        return candidates(stage, self._swarm.everybody(), self._node.manifest.seed)
+        return guardians_of(stage, self._swarm.everybody(), self._node.manifest.seed)
 
     async def _save(self, round: int) -> None:
         """Wait for the previous write to end, freeze everything, and write it in the background."""

@@ -33,7 +33,6 @@ class MembershipLoop:
         self._read_at = float("-inf")
         self._sought_at = float("-inf")
         """When callers that were not listed were last looked for."""
-        self._readings = 0
 
     async def run(self) -> None:
         """Announce and read, forever. No other task uses the directory; all work with what this one has read."""
@@ -62,9 +61,9 @@ class MembershipLoop:
 
     async def next_reading(self) -> None:
         """Wait for the next reading of the membership."""
-        before = self._readings
-        await self._node.waits.until(
-            lambda: self._readings > before or self._node.draining, "next reading of the membership", Resource.DIRECTORY
+        node, swarm, before = self._node, self._swarm, self._swarm.readings
+        await node.waits.until(
+            lambda: swarm.readings > before or node.draining, "next reading of the membership", Resource.DIRECTORY
         )
 
     # --- when -------------------------------------------------------------------------------------------------------
@@ -161,6 +160,5 @@ class MembershipLoop:
             node.event("warning", message=f"the membership could not be read: {error}")
             return
         self._swarm.read(adverts)
-        self._readings += 1
         self._changed()
         node.waits.pulse()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import floor, inf
 
 from noloco_p2p.core import members as membership
-from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, candidates, guardians_of, holders
+from noloco_p2p.core.guardians import GUARDED_REPLICAS, WITH_WEIGHTS, guardians_of, holders
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.resume import age
 from noloco_p2p.core.snapshots import Snapshot, SnapshotRequest
@@ -49,7 +49,6 @@ class Guardian:
         """Wards that have been asked → when weights last arrived, and this node's step at that time. The first pull is
         made at once, because it matters most."""
         self._rests_until = 0.0
-        self._read = True
 
     def snapshot_of(self, stage: int) -> Snapshot | None:
         """The newest weights of another stage that are held here."""
@@ -60,19 +59,18 @@ class Guardian:
         held = self._held.get(stage)
         return None if held is None else Holding(stage, held.round, held.step, held.fresh_round)
 
-    def membership_was_read(self) -> None:
-        """Look again, because the membership has been read."""
-        self._read = True
-
     async def run(self) -> None:
         """Once this node trains, look after each outer round and reading of the membership what to pull. Never ends."""
-        node, inquiry = self._node, self._swarm.inquiry
+        node, swarm = self._node, self._swarm
         await node.waits.until(lambda: node.advert.state == "training", "training", Resource.INNER_STEP, idle=True)
-        self._list_holdings()
         if node.manifest.stages == 1 or node.manifest.outer.pairing == "none":
             await node.waits.until(lambda: False, "stage to guard", Resource.SWARM, idle=True)
+
+        def news() -> tuple[int, int, int]:
+            return node.advert.outer_round, swarm.readings, swarm.inquiry.answers
+
         while True:
-            self._read, seen = False, (node.advert.outer_round, inquiry.answers)
+            seen = news()
             self._drop()
             # The stage that has waited longest comes first, because the rest after its pull delays the others.
             for stage in sorted(self._wards(), key=lambda stage: self._pulled.get(stage, NEVER)):
@@ -80,7 +78,7 @@ class Guardian:
             leaving = any(self._leaving(self._replicas(stage)) for stage in self._wards())
             rest_s = self._rests_until - node.now()
             await node.waits.until(
-                lambda seen=seen: self._read or (node.advert.outer_round, inquiry.answers) != seen,  # type: ignore[misc]
+                lambda seen=seen: news() != seen,  # type: ignore[misc]
                 "stage to guard",
                 Resource.SWARM,
                 AGAIN_S if leaving else rest_s if rest_s > 0 else None,
@@ -92,10 +90,8 @@ class Guardian:
     def _guardians(self, stage: int) -> tuple[str, ...]:
         """The guardians of a stage. Adverts alone never end guarding: more than GUARDED_REPLICAS must answer."""
         node, listed = self._node, self._swarm.members.of_stage(stage, membership.TRAINED)
-        if len(listed) <= GUARDED_REPLICAS or stage == node.index:
-            return guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
-        found = candidates(stage, self._swarm.everybody(), node.manifest.seed)
-        return found if node.me in found and self._has_few(listed) else ()
+        found = guardians_of(stage, self._swarm.everybody(), node.manifest.seed)
+        return found if len(listed) <= GUARDED_REPLICAS or (node.me in found and self._has_few(listed)) else ()
 
     def _has_few(self, listed: Sequence[Advert]) -> bool:
         """Whether these replicas have been asked, and at most GUARDED_REPLICAS answer."""

@@ -240,7 +240,6 @@ class Node:
     def _members_read(self) -> None:
         self._server.drop_departed()
         self._rebalancer.consider()
-        self._guardian.membership_was_read()
         self.swarm.update_deserted(reading=True)
 
     # === inner steps ================================================================================================

@@ -44,10 +44,13 @@ class Membership:
         """When this node learnt that."""
         self.unlisted_called = False
         """Whether a peer that is not listed in the stage before has called since the last reading."""
+        self.readings = 0
+        """How often the directory has been read."""
 
     def read(self, adverts: Sequence[Advert]) -> None:
         """Take over the result of a reading of the directory."""
         node = self._node
+        self.readings += 1
         begun = any(advert.state in members.TRAINED for advert in (node.advert, *adverts))
         joined, departed = self.members.update(adverts, now=node.now(), doubts=begun)
         own, counts = (node.advert.stage, node.advert.state), self.members.counts()

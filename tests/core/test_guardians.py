@@ -36,22 +36,6 @@ def test_guardians_are_a_function_of_the_set_and_never_of_the_stage_itself(seed:
     assert len(found) == min(GUARDIANS, len(able)) == len(set(found))
 
 
-@pytest.mark.parametrize(("states", "guarded"), [
-    ([], True),
-    (["waiting"], True),
-    (["starting", "syncing"], True),
-    (["training"], True),
-    (["paused"], True),
-    (["draining", "finished"], True),
-    (["training", "training", "syncing"], True),
-    (["training", "training", "draining"], True),
-    (["training", "training", "paused"], False),
-])  # fmt: skip
-def test_only_a_stage_of_at_most_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
-    adverts = [advert(f"w{i}", 0, state) for i, state in enumerate(states)] + [advert(p, 1) for p in "abc"]
-    assert bool(guardians_of(0, adverts, 1)) == guarded
-
-
 def test_stages_and_runs_have_guardians_of_their_own() -> None:
     adverts = [advert("w", 0), advert("x", 1), *(advert(f"p{i}", 2) for i in range(30))]
     assert len({guardians_of(stage, adverts, seed) for stage in (0, 1) for seed in range(10)}) > 15

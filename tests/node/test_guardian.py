@@ -80,7 +80,7 @@ class Place:
         gone = [a for a in self.members.all() if a.peer_id not in {b.peer_id for b in adverts}]
         left = [self.advert(a.peer_id, a.stage, "left") for a in gone]
         self.members.update([*adverts, *left], now=self.node.now())
-        self.guardian.membership_was_read()
+        self.swarm.readings += 1
         self.node.waits.pulse()
         await asyncio.sleep(0.1)
 
@@ -206,6 +206,26 @@ def test_a_guardian_that_nobody_can_dial_first_asks_replicas_that_need_no_relay(
             place.goes_on(round)
             await place.sees(hidden, place.advert("w", WARD))
             assert [peer for peer, _, _ in place.asked] == ["w", "v"], "turns matter less than relays"
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("states", "guarded"), [
+    ([], True),
+    (["waiting"], True),
+    (["starting", "syncing"], True),
+    (["training"], True),
+    (["paused"], True),
+    (["draining", "finished"], True),
+    (["training", "training", "syncing"], True),
+    (["training", "training", "draining"], True),
+    (["training", "training", "paused"], False),
+])  # fmt: skip
+def test_only_a_stage_of_at_most_two_replicas_is_guarded(states: list[str], guarded: bool) -> None:
+    async def scenario(place: Place) -> None:
+        for _ in range(2):
+            await place.sees(*(place.advert(f"w{i}", WARD, state) for i, state in enumerate(states)))
+        assert (WARD in place.guardian._wards()) == guarded
 
     at(scenario)
 
