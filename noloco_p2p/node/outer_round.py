@@ -53,8 +53,6 @@ class OpenRound:
     pulled_in: int
     """The round in which the pull began; always that of `mine` under a `lasting` rule."""
     frozen_at: float
-    inner_steps: int
-    """The number of inner steps taken when it was frozen."""
 
 
 class OuterRounds:
@@ -69,8 +67,6 @@ class OuterRounds:
         self.frozen = FrozenRounds(node, self._group.will_freeze)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
-        self._pulling: asyncio.Task[Pull] | None = None
-        """The pull in progress, even while its round is being ended."""
         self._step_busy_s = 0.0
         self.ahead: tuple[PeerId, ...] = ()
         """Under a rule that takes from all: the replicas from which this one differed in the newest round."""
@@ -140,16 +136,16 @@ class OuterRounds:
         if self._rule.lasting:
             node.publish(outer_round=due)
         if going_on is not None and not self._rule.lasting:
-            self._open = replace(going_on, mine=mine, frozen_at=frozen_at, inner_steps=node.inner_steps)
+            self._open = replace(going_on, mine=mine, frozen_at=frozen_at)
         elif going_on is None:
             if mine.view is not None:
                 pulled, anybody = self._group.pull(mine, goes_on), bool({*mine.view.peers} - {node.me})
             else:
                 choice = self._choose_partner(due)
                 pulled, anybody = self._pull(mine, choice, goes_on), choice.partner is not None
-            self._pulling = pull = asyncio.create_task(pulled, name=f"outer round {due}")
+            pull = asyncio.create_task(pulled, name=f"outer round {due}")
             pull.add_done_callback(self._pull_ended)
-            self._open = OpenRound(mine, pull, due, frozen_at, node.inner_steps)
+            self._open = OpenRound(mine, pull, due, frozen_at)
             goes_on &= anybody
         return 0.0 if goes_on else await self.end("", wait=True)
 
@@ -159,7 +155,7 @@ class OuterRounds:
         A node that is to leave waits no longer. Without `cancel`, an unfinished pull continues for the next round.
         Returns the seconds counted as idle.
         """
-        opened, self._open, node, idle_s = self._open, None, self._node, 0.0
+        opened, node, idle_s = self._open, self._node, 0.0
         if opened is None:
             return idle_s
         with node.span("outer"):
@@ -174,30 +170,30 @@ class OuterRounds:
                 with node.waits.waiting("outer round", Resource.SWARM, why=why):
                     await asyncio.wait([opened.pull])
                 pull = pull if opened.pull.cancelled() else opened.pull.result()
+                self._open = None
             if wait and not is_there:
                 idle_s = node.now() - began
                 node.event("idle", cause="partner", seconds=idle_s)
-            await self._merge(opened.mine, pull, opened.frozen_at, node.inner_steps - opened.inner_steps)
+            await self._merge(opened, pull)
         return idle_s
 
     async def forget(self) -> None:
         """Give up the open round, if there is one. It will be due again when training continues."""
-        self._open = None
-        if self._pulling is not None:
-            self._pulling.cancel()
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.pull.cancel()
             with self._node.waits.waiting("outer round", Resource.SWARM):
-                await asyncio.wait([self._pulling])
+                await asyncio.wait([opened.pull])
 
     def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
         """Wake whoever waits for it. Report a bug at once, because the next boundary may never be reached."""
-        self._pulling = None
         self._node.waits.pulse()
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._node.fail(error)
 
-    async def _merge(self, mine: FrozenRound, pull: Pull, frozen_at: float, trained: int) -> None:
-        """Apply N1 to N3. `trained` is the number of inner steps since the round was frozen."""
-        node, self.ahead = self._node, pull.ahead
+    async def _merge(self, opened: OpenRound, pull: Pull) -> None:
+        """Apply N1 to N3."""
+        node, mine, self.ahead = self._node, opened.mine, pull.ahead
         if pull.ahead:
             return
         if any(abs(one.round - mine.round) > node.manifest.outer.max_stale_rounds for one in pull.theirs):
@@ -206,6 +202,7 @@ class OuterRounds:
             replica_std = await node.stage.merge(mine, pull.theirs, pull.counted)
         if not self._rule.gradients:
             node.publish(outer_round=max(mine.round, node.advert.outer_round))
+        trained = node.inner_steps - mine.inner_steps
         found = {"asked_again": pull.asked_again, "trained": trained, "left_out": pull.left_out}
         node.event(
             "outer_round",
@@ -213,7 +210,7 @@ class OuterRounds:
             result=pull.result(mine, bool(self._rule.common)),
             partner=pull.theirs[0].peer if pull.theirs and not self._rule.common else None,
             reason=pull.reason,
-            seconds=node.now() - frozen_at,
+            seconds=node.now() - opened.frozen_at,
             bytes=pull.nbytes,
             **{name: n for name, n in found.items() if n},
         )
@@ -283,9 +280,8 @@ class OuterRounds:
         left = schedule.due_round(run.steps, run.outer.inner_steps, done + 1, run.steps)
         return run.outer.pairing != "none" and left is not None
 
-    async def go_on_from(self, round: int) -> None:
-        """Continue with weights of `round` from elsewhere: forget the rounds frozen so far, and freeze this one."""
+    async def freeze_anew(self) -> None:
+        """Continue with other weights: forget the rounds frozen so far, and freeze the round of these weights."""
         await self.forget()
-        self._node.update(outer_round=round)
         self.frozen.clear()
-        await self.freeze(round)
+        await self.freeze(self._node.advert.outer_round)

@@ -95,7 +95,7 @@ class Pauses:
             self.begin()
             if entrusted:
                 # The weights were frozen for the guardians under the number of the next round.
-                await rounds.go_on_from(node.advert.outer_round)
+                await rounds.freeze_anew()
         if not node.draining:
             node.enter("resume", "the device is back")
 

@@ -251,4 +251,4 @@ class WeightRestorer:
     ) -> None:
         self._node.update(outer_round=round, fresh_round=fresh_round)
         self._node.go_on_at(step, inner_steps, partner_from_round)
-        await self._rounds.go_on_from(round)
+        await self._rounds.freeze_anew()

@@ -68,9 +68,8 @@ class Place:
 
     async def snapshot(self, round: int, step: int) -> FrozenRound:
         self.frozen.append(round)
-        return FrozenRound(
-            "me", round, step, NOTHING, NOTHING, view=GroupView((), self.digest) if self.common else None
-        )
+        view = GroupView((), self.digest) if self.common else None
+        return FrozenRound("me", round, step, NOTHING, NOTHING, self.node.inner_steps, view=view)
 
     async def encode(self, frozen: FrozenRound, request: object, caller: PeerId) -> Snapshot:
         return Snapshot("me", frozen.round, frozen.step, ())
@@ -130,7 +129,7 @@ def test_a_replica_trains_on_until_its_partner_s_vector_is_there() -> None:
         assert found["seconds"] > 1.0
         await place.border(M + 3)
         assert (place.closed, len(place.merged)) == (0, 1)
-        assert place.rounds._pulling is None, "the vector does not stay in memory until the next round"
+        assert place.rounds._open is None, "the vector does not stay in memory until the next round"
 
     at(scenario)
 
@@ -215,7 +214,7 @@ def test_a_node_that_leaves_waits_no_longer_and_begins_no_round(overlap: bool) -
         place.node.drain("told to leave")
         await border
         await place.border(2 * M)
-        assert place.rounds._pulling is None, "nobody needs the vector any more"
+        assert place.rounds._open is None, "nobody needs the vector any more"
         await place.rounds.end("leaving")
         assert (place.frozen, place.merged) == ([1], [(1, [])])
         [found] = [fields for kind, fields in place.events if kind == "outer_round"]
@@ -321,14 +320,15 @@ def test_a_round_that_was_given_up_is_due_again() -> None:
     async def scenario(place: Place) -> None:
         await place.border(M)
         await place.rounds.forget()
-        assert (place.rounds._pulling, place.merged, place.results) == (None, [], [])
+        assert (place.rounds._open, place.merged, place.results) == (None, [], [])
         place.comes.set()
         await place.border(M + 1)
         await place.border(M + 2)
         assert (place.frozen, place.merged) == ([1, 1], [(1, ["b"])])
         place.comes.clear()
         await place.border(2 * M)
-        await place.rounds.go_on_from(6)
+        place.node.update(outer_round=6)
+        await place.rounds.freeze_anew()
         assert (place.done, place.frozen[2:]) == (6, [2, 6])
         assert (await place.rounds.frozen.serve("b", SnapshotRequest(0, 2))).round == 6
         place.comes.set()

@@ -54,8 +54,8 @@ class Place:
         self.did.append("entrust")
         return self.entrusts
 
-    async def go_on_from(self, round: int) -> None:
-        self.did.append(round)
+    async def freeze_anew(self) -> None:
+        self.did.append(self.node.advert.outer_round)
 
     async def catch_up(self) -> bool:
         self.did.append("catch up")

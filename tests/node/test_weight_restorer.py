@@ -52,7 +52,7 @@ class Place:
         transport = SimpleNamespace(fetch_state=self._fetch, fetch_snapshot=self._fetch)
         checkpoints = SimpleNamespace(held=self._held, load=self._load)
         world: Any = SimpleNamespace(transport=transport, checkpoints=checkpoints, make_batches=self._open)
-        rounds = SimpleNamespace(go_on_from=self._goes_on_from, frozen=SimpleNamespace(clear=lambda: None))
+        rounds = SimpleNamespace(freeze_anew=self._goes_on_from, frozen=SimpleNamespace(clear=lambda: None))
         guardian = SimpleNamespace(snapshot_of=lambda stage: self.mine, holding=lambda stage: None)
         self.weights = WeightRestorer(self.node, self.swarm, world, cast(Any, rounds), cast(Any, guardian))
 
@@ -77,8 +77,8 @@ class Place:
             raise self.answer
         return self.answer
 
-    async def _goes_on_from(self, round: int) -> None:
-        self.gone_on_from.append(round)
+    async def _goes_on_from(self) -> None:
+        self.gone_on_from.append(self.node.advert.outer_round)
 
     async def _held(self) -> list[Holding]:
         return list(self.disk)
