@@ -1,6 +1,5 @@
 """The frozen rounds that a replica keeps for others to pull (ARCHITECTURE.md, "An outer round")."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from noloco_p2p.core.messages import PeerId
@@ -17,11 +16,10 @@ GIVEN_ROUNDS = 3
 
 
 class FrozenRounds:
-    """The frozen rounds of one replica. `will_freeze`: whether a round that its whole group needs will be frozen."""
+    """The frozen rounds of one replica."""
 
-    def __init__(self, node: NodeState, will_freeze: Callable[[int], bool]) -> None:
+    def __init__(self, node: NodeState) -> None:
         self._node = node
-        self._will_freeze = will_freeze
         self._kept: dict[int, FrozenRound] = {}
         self._given: dict[PeerId, tuple[float, int]] = {}
         """Peers that were sent a vector within the last `deadline_s` → when, and of which round. After that time they
@@ -55,6 +53,12 @@ class FrozenRounds:
     def _forget_pullers(self) -> None:
         since = self._node.now() - self._node.manifest.outer.deadline_s
         self._given = {peer: given for peer, given in self._given.items() if given[0] > since}
+
+    def _will_freeze(self, round: int) -> bool:
+        """Whether this replica will freeze a round that its whole group needs, unless it has already."""
+        node = self._node
+        going_on = not node.draining and node.advert.state not in ("paused", "finished")
+        return going_on and node.advert.partner_from_round <= round
 
     async def serve(self, caller: PeerId, request: SnapshotRequest) -> Snapshot:
         """See ports.Handler.fetch_snapshot."""

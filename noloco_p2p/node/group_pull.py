@@ -31,12 +31,6 @@ class GroupPull:
         own = [node.me] if node.advert.partner_from_round <= mine.round else []
         return replace(mine, view=GroupView(tuple(sorted(own + self._trials.among(peers))), mine.view.digest))
 
-    def will_freeze(self, round: int) -> bool:
-        """Whether this replica will freeze the round, unless it has already."""
-        node = self._node
-        going_on = not node.draining and node.advert.state not in ("paused", "finished")
-        return going_on and node.advert.partner_from_round <= round
-
     async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
         """The round's vectors of all replicas that this one expects to count, reduced to those that all agree on.
 

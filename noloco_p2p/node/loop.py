@@ -65,7 +65,7 @@ class Node:
         self._dispatcher = dispatcher = Dispatcher(node, swarm, world.transport)
         self._source = MicrobatchSource(node, swarm, dispatcher, world.secret, self._incarnation)
         self._server = MicrobatchServer(node, swarm, dispatcher)
-        self._rounds = OuterRounds(node, swarm, world.transport)
+        self._rounds = OuterRounds(node, swarm, world.transport, self._server.close)
         weights = WeightRestorer(node, swarm, world, self._rounds, self._guardian)
         self._joining = Joining(node, swarm, world.transport, self._membership_loop, weights)
         self._shutdown = Shutdown(node, swarm, dispatcher, self._rounds)
@@ -252,7 +252,7 @@ class Node:
             step, manifest.steps, inner.peak_learning_rate, inner.warmup_steps, inner.final_fraction
         )
         # A rule of gradients adds up those of all replicas here. The wait for them is reported as idle time separately.
-        began += await self._rounds.before_step(self._server.close)
+        began += await self._rounds.before_step()
         with node.span("step"), node.waits.computing("inner step"):
             result = await node.stage.inner_step(StepLabel(node.inner_steps + 1, node.step, rate, node.routes, batches))
         self._rounds.inner_step_took(result.busy_s)
@@ -277,13 +277,13 @@ class Node:
         """Do what is due between two inner steps. A replica that must then copy another one does so."""
         if self.state.stood_still:
             await self._pause()
-        await self._rounds.at_border(self._server.close)
+        await self._rounds.at_border()
         ahead, self._rounds.ahead = self._joining.of_earlier_lineage() or self._rounds.ahead, ()
         if ahead and not self.state.draining:
             self._server.close()
             await self._joining.take_over(ahead)
             if self.state.step >= self.state.manifest.steps:  # the copied state may lack the last round
-                await self._rounds.at_border(self._server.close)
+                await self._rounds.at_border()
 
     def status(self, now: float) -> Status:
         """The status of this node at `now` on the loop's clock, without `figures`. Callable from any thread."""

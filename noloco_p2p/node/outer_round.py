@@ -56,15 +56,19 @@ class OpenRound:
 
 
 class OuterRounds:
-    """The outer rounds of one replica, and the snapshots that it keeps for others."""
+    """The outer rounds of one replica, and the snapshots that it keeps for others. `close_intake` makes it answer Busy
+    and flushes its waiting line."""
 
-    def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
+    def __init__(
+        self, node: NodeState, swarm: Membership, transport: Transport, close_intake: Callable[[], None]
+    ) -> None:
         self._node = node
         self._swarm = swarm
+        self._close_intake = close_intake
         self._puller = VectorPuller(node, transport)
         self._trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
         self._group = GroupPull(node, swarm, self._puller, self._trials)
-        self.frozen = FrozenRounds(node, self._group.will_freeze)
+        self.frozen = FrozenRounds(node)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
         self._step_busy_s = 0.0
@@ -85,12 +89,12 @@ class OuterRounds:
         """Update the average of the device-busy seconds per inner step, which bounds the wait for a partner."""
         self._step_busy_s = busy_s if not self._step_busy_s else 0.8 * self._step_busy_s + 0.2 * busy_s
 
-    async def at_border(self, close_intake: Callable[[], None]) -> None:
+    async def at_border(self) -> None:
         """Between two inner steps, with nothing in flight: merge what has arrived, and start the round that is due.
 
         A round without a partner merges at once. The node waits only for the last round of a run, or without
-        `outer.overlap` for every round. While it waits, the intake answers Busy and its waiting line is flushed, so
-        that no wait is circular. A node that is leaving starts no round.
+        `outer.overlap` for every round. While it waits, its intake is closed, so that no wait is circular. A node that
+        is leaving starts no round.
         """
         node, outer, opened = self._node, self._node.manifest.outer, self._open
         if outer.pairing == "none":
@@ -108,29 +112,27 @@ class OuterRounds:
             if begins and useful and not (self._rule.common or opened.pull.done()):
                 going_on = opened
             if self._rule.common and not opened.pull.done():
-                close_intake()
+                self._close_intake()
             if going_on is None or not self._rule.lasting:
                 await self.end("late", wait=bool(self._rule.common), cancel=going_on is None)
         if due is not None and begins:
-            await self._begin(due, going_on, outer.overlap and not is_last, close_intake)
+            await self._begin(due, going_on, outer.overlap and not is_last)
 
-    async def before_step(self, close_intake: Callable[[], None]) -> float:
+    async def before_step(self) -> float:
         """Under a rule of gradients, run the round of the coming inner step, and wait for it. Inner steps that a later
         stage takes after its clock has reached the end have no round. Returns the seconds spent waiting for others."""
         node, run = self._node, self._node.manifest
         if self._rule.gradients and run.outer.pairing != "none" and node.step < run.steps and not node.draining:
-            return await self._begin(node.step + 1, None, False, close_intake)
+            return await self._begin(node.step + 1, None, False)
         return 0.0
 
-    async def _begin(
-        self, due: int, going_on: OpenRound | None, goes_on: bool, close_intake: Callable[[], None]
-    ) -> float:
+    async def _begin(self, due: int, going_on: OpenRound | None, goes_on: bool) -> float:
         """Freeze a round and start its pull. The round stays open while the snapshot is in transit; unless training
         `goes_on`, the node waits for it here. Returns the seconds spent waiting. A pull that is still `going_on` from
         an earlier round serves this one as well."""
         node = self._node
         if not goes_on:
-            close_intake()
+            self._close_intake()
         with node.span("outer"):
             frozen_at, mine = node.now(), await self.freeze(due)
         if self._rule.lasting:

@@ -1,12 +1,14 @@
 """The frozen rounds that a replica keeps: one that is being sent stays until it can be requested again."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.agreement import NOT_YET
 from noloco_p2p.core.messages import Advert, HostTensor, PeerId, TensorSpec
 from noloco_p2p.core.outer_rules import RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
@@ -20,6 +22,7 @@ from noloco_p2p.sim.virtual_time import run
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
 NOTHING = HostTensor("vector", "float32", (0,), memoryview(b""))
 ENCODE_S = 1.0
+ROUND = 5
 
 
 class SlowStage:
@@ -40,9 +43,10 @@ def kept_at(first: int, rule: RuleName = "gossip", *, freezes: bool = True, boun
     telemetry = SimpleNamespace(event=lambda kind, **fields: None)
     manifest = RunManifest(outer=OuterSettings(rule=rule))
     advert = Advert("me", manifest.run_id, 0, ("127.0.0.1:1",), state="training", step=float(first))
+    advert = replace(advert, partner_from_round=0 if freezes else NOT_YET)
     node = NodeState(advert, manifest, NodeConfig(), cast(Telemetry, telemetry))
     node.hold(cast(DeviceStage, SlowStage(bounds)))
-    rounds = FrozenRounds(node, lambda round: freezes)
+    rounds = FrozenRounds(node)
     rounds.keep(frozen(first))
     return rounds
 
@@ -126,6 +130,30 @@ def test_the_round_that_is_given(rule: RuleName, wanted: int | None, given: int 
         rounds.clear()
         with pytest.raises(Declined, match="no snapshot yet"):
             await rounds.serve("guardian", SnapshotRequest(0, None, weights="bfloat16"))
+
+    run(scenario(), limit_s=100)
+
+
+@pytest.mark.parametrize(
+    ("state", "from_round", "freezes"),
+    [
+        ("training", ROUND, True),
+        ("syncing", ROUND, True),
+        ("training", ROUND + 1, False),
+        ("training", NOT_YET, False),
+        ("paused", 0, False),
+        ("finished", 0, False),
+        ("draining", 0, False),
+    ],
+)
+def test_whether_others_need_not_wait_for_its_round(state: str, from_round: int, freezes: bool) -> None:
+    async def scenario() -> None:
+        rounds = kept_at(4, "diloco")
+        rounds._node.update(partner_from_round=from_round)
+        if state == "draining":
+            rounds._node.drain("told to leave")
+        rounds._node.update(state=state)
+        assert rounds._will_freeze(ROUND) == freezes
 
     run(scenario(), limit_s=100)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
-from noloco_p2p.core.agreement import NOT_YET, GroupView
+from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.messages import Advert, HostTensor, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
 from noloco_p2p.core.trials import Trials
@@ -92,29 +92,6 @@ def test_it_expects_itself_and_all_mates_that_count_in_the_round() -> None:
         assert place.expected == "ad", "b is set aside"
         place.node.update(partner_from_round=ROUND + 1)
         assert place.expected == "d", "it has just copied its weights"
-
-    at(scenario)
-
-
-@pytest.mark.parametrize(
-    ("state", "from_round", "freezes"),
-    [
-        ("training", ROUND, True),
-        ("syncing", ROUND, True),
-        ("training", ROUND + 1, False),
-        ("training", NOT_YET, False),
-        ("paused", 0, False),
-        ("finished", 0, False),
-        ("draining", 0, False),
-    ],
-)
-def test_whether_others_need_not_wait_for_its_round(state: str, from_round: int, freezes: bool) -> None:
-    async def scenario(place: Place) -> None:
-        place.node.update(partner_from_round=from_round)
-        if state == "draining":
-            place.node.drain("told to leave")
-        place.node.update(state=state)
-        assert place.group.will_freeze(ROUND) == freezes
 
     at(scenario)
 

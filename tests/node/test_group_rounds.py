@@ -172,7 +172,7 @@ def test_a_node_that_copies_a_state_after_the_end_of_the_run_has_reached_its_las
         node.swarm.first_stage_is_done = lambda: True  # type: ignore[method-assign]
         node._rounds.before_step = differs  # type: ignore[method-assign]
 
-    async def differs(close_intake: Any) -> float:
+    async def differs() -> float:
         swarm.process("s1r0").node._rounds.ahead = ("s1r1",)
         return 0.0
 

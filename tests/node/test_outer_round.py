@@ -49,7 +49,7 @@ class Place:
         self.frozen: list[int] = []
         self.merged: list[tuple[int, list[PeerId]]] = []
         self.closed = 0
-        self.rounds = OuterRounds(self.node, self.swarm, cast(Any, self))
+        self.rounds = OuterRounds(self.node, self.swarm, cast(Any, self), self.close_intake)
 
     @staticmethod
     def _span(_: str) -> Any:
@@ -88,7 +88,7 @@ class Place:
     async def border(self, step: float) -> None:
         self.node.update(step=float(step))
         self.node.inner_steps = int(step)
-        await self.rounds.at_border(self.close_intake)
+        await self.rounds.at_border()
         await asyncio.sleep(0.1)
 
     @property
@@ -116,7 +116,7 @@ def at(scenario: Callable[[Place], Awaitable[None]], **outer: Any) -> None:
 def test_a_replica_trains_on_until_its_partner_s_vector_is_there() -> None:
     async def scenario(place: Place) -> None:
         for step in range(1, M + 3):
-            assert await place.rounds.before_step(place.close_intake) == 0.0
+            assert await place.rounds.before_step() == 0.0
             await place.border(step)
         assert (place.frozen, place.merged, place.done) == ([1], [], 0)
         place.comes.set()
@@ -288,7 +288,7 @@ def test_a_replica_that_differs_merges_nothing_and_knows_whom_to_copy() -> None:
 
 def test_gradients_are_added_up_before_the_step_and_rounds_follow_the_clock() -> None:
     async def scenario(place: Place) -> None:
-        step = asyncio.create_task(place.rounds.before_step(place.close_intake))
+        step = asyncio.create_task(place.rounds.before_step())
         await asyncio.sleep(7.0)
         assert (step.done(), place.closed, place.frozen) == (False, 1, [1])
         place.comes.set()
@@ -297,10 +297,10 @@ def test_gradients_are_added_up_before_the_step_and_rounds_follow_the_clock() ->
         await place.border(1)
         assert (place.done, place.frozen) == (1, [1])
         place.node.update(step=float(STEPS))
-        assert await place.rounds.before_step(place.close_intake) == 0.0
+        assert await place.rounds.before_step() == 0.0
         place.node.update(step=2.0)
         place.node.drain("told to leave")
-        assert await place.rounds.before_step(place.close_intake) == 0.0
+        assert await place.rounds.before_step() == 0.0
         assert place.frozen == [1]
 
     at(scenario, rule="sync", inner_steps=1)
@@ -309,7 +309,7 @@ def test_gradients_are_added_up_before_the_step_and_rounds_follow_the_clock() ->
 @pytest.mark.parametrize("rule", ["noloco", "sync"])
 def test_without_pairs_there_are_no_rounds(rule: str) -> None:
     async def scenario(place: Place) -> None:
-        assert await place.rounds.before_step(place.close_intake) == 0.0
+        assert await place.rounds.before_step() == 0.0
         await place.border(M)
         assert (place.frozen, place.done, place.rounds.lacks_rounds()) == ([], 0, False)
 
