@@ -5,10 +5,7 @@ import asyncio
 from dataclasses import replace
 
 from noloco_p2p.core.agreement import GroupView, agree
-from noloco_p2p.core.messages import Advert
 from noloco_p2p.core.snapshots import FrozenRound
-from noloco_p2p.core.trials import Trials
-from noloco_p2p.errors import Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.node.vector_pull import Pull, VectorPuller
@@ -17,11 +14,10 @@ from noloco_p2p.node.vector_pull import Pull, VectorPuller
 class GroupPull:
     """Runs the group pulls of one replica."""
 
-    def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller, trials: Trials) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, puller: VectorPuller) -> None:
         self._node = node
         self._swarm = swarm
         self._puller = puller
-        self._trials = trials
 
     def with_view(self, mine: FrozenRound) -> FrozenRound:
         """The frozen round, with the replicas that this one expects to count filled in."""
@@ -29,7 +25,7 @@ class GroupPull:
         node, members, now = self._node, self._swarm.members, self._node.now()
         peers = [a.peer_id for a in self._swarm.partners(mine.round) if not members.is_aside(a.peer_id, now=now)]
         own = [node.me] if node.advert.partner_from_round <= mine.round else []
-        return replace(mine, view=GroupView(tuple(sorted(own + self._trials.among(peers))), mine.view.digest))
+        return replace(mine, view=GroupView(tuple(sorted(own + self._puller.trials.among(peers))), mine.view.digest))
 
     async def pull(self, mine: FrozenRound, idle: bool) -> Pull:
         """The round's vectors of all replicas that this one expects to count, reduced to those that all agree on.
@@ -42,7 +38,9 @@ class GroupPull:
         mates = [a for peer in mine.view.peers if peer != me and (a := members.get(peer)) is not None]
         if not mates:
             return Pull("nobody")
-        found = await asyncio.gather(*(self._try_fetch(mate, mine, idle) for mate in mates))
+        outer = self._node.manifest.outer
+        wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s
+        found = await asyncio.gather(*(self._puller.try_fetch(mate, mine, wait_s, idle) for mate in mates))
         came = {one.peer: one for pull in found for one in pull.theirs}
         agreed = agree({peer: one.view for peer, one in came.items() if one.view is not None} | {me: mine.view})
         theirs = tuple(came[peer] for peer in agreed.counted if peer != me)
@@ -55,22 +53,3 @@ class GroupPull:
             left_out=len(mates) - len(theirs),
             ahead=() if agreed.digest == mine.view.digest else agreed.counted,
         )
-
-    async def _try_fetch(self, mate: Advert, mine: FrozenRound, idle: bool) -> Pull:
-        """What a mate has frozen for the round, or the reason why there is nothing, as a label. A mate that fails, or
-        does not freeze the round in time, is set aside."""
-        node, members = self._node, self._swarm.members
-        outer, began = node.manifest.outer, node.now()
-        wait_s = outer.deadline_s if outer.partner_wait_s is None else outer.partner_wait_s
-        try:
-            with self._trials.call(mate.peer_id):
-                found = await self._puller.fetch(mate, mine, wait_s, idle)
-            if found.theirs[0].view is None:
-                raise Violation(f"{mate.peer_id} does not say which replicas it expects")
-        except PeerError as error:
-            if not isinstance(error, Declined) or node.now() - began >= wait_s:
-                members.failed(mate.peer_id, now=node.now())
-            node.event("warning", message=f"no vector of round {mine.round} from {mate.peer_id}: {error}")
-            return Pull(type(error).__name__.lower())
-        members.answered(mate.peer_id)
-        return found

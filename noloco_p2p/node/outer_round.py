@@ -25,8 +25,6 @@ from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.outer_rules import OuterRule
 from noloco_p2p.core.snapshots import FrozenRound
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.core.trials import Trials
-from noloco_p2p.errors import PeerError, Violation
 from noloco_p2p.node.frozen_rounds import FrozenRounds
 from noloco_p2p.node.group_pull import GroupPull
 from noloco_p2p.node.membership import Membership
@@ -65,9 +63,8 @@ class OuterRounds:
         self._node = node
         self._swarm = swarm
         self._close_intake = close_intake
-        self._puller = VectorPuller(node, transport)
-        self._trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
-        self._group = GroupPull(node, swarm, self._puller, self._trials)
+        self._puller = VectorPuller(node, swarm, transport)
+        self._group = GroupPull(node, swarm, self._puller)
         self.frozen = FrozenRounds(node)
         self._rule: OuterRule = node.manifest.outer.update
         self._open: OpenRound | None = None
@@ -237,13 +234,13 @@ class OuterRounds:
 
     async def _pull(self, mine: FrozenRound, choice: PartnerChoice, goes_on: bool) -> Pull:
         """The partner's snapshot of the same round, else its newest, else another replica's, else none."""
-        node, members = self._node, self._swarm.members
+        node, members, trials = self._node, self._swarm.members, self._puller.trials
         mates, hidden, chosen, reason = choice
         if chosen is None:
             return Pull(reason)
         failure = "aside"
-        if not members.is_aside(chosen, now=node.now()) and chosen in self._trials.among([*mates]):
-            found = await self._try_fetch(mates[chosen], mine, self._partner_wait_s(goes_on), goes_on)
+        if not members.is_aside(chosen, now=node.now()) and chosen in trials.among([*mates]):
+            found = await self._puller.try_fetch(mates[chosen], mine, self._partner_wait_s(goes_on), goes_on)
             if found.theirs:
                 return replace(found, reason=reason)
             failure = found.reason
@@ -251,21 +248,9 @@ class OuterRounds:
         if not others:
             return Pull(failure)
         # Peers that have answered with a snapshot before exist; others may only be listed.
-        likely = pairing.without_relay(self._trials.among(others, proven=True), node.me, hidden)
-        found = await self._try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
+        likely = pairing.without_relay(trials.among(others, proven=True), node.me, hidden)
+        found = await self._puller.try_fetch(mates[node.rng.choice(likely)], mine, 0.0, goes_on)
         return replace(found, reason=failure, other=True) if found.theirs else found
-
-    async def _try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
-        """A peer's snapshot of about the same round, or the reason why there is none, as a label. The peer's error
-        message goes to the log."""
-        try:
-            with self._trials.call(peer.peer_id):
-                return await self._puller.fetch(peer, mine, wait_s, idle)
-        except PeerError as error:
-            if isinstance(error, Violation):  # late weights prove nothing: a full line delays them
-                self._swarm.members.failed(peer.peer_id, now=self._node.now(), answered=True)
-            self._node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
-            return Pull(type(error).__name__.lower())
 
     def _partner_wait_s(self, goes_on: bool) -> float:
         """How long to wait for a partner that has not reached the round, seconds. By default two inner steps: in wall

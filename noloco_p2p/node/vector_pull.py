@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from noloco_p2p.core.messages import Advert, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector, SnapshotRequest
 from noloco_p2p.core.status import ForRound, Resource
-from noloco_p2p.errors import Declined, Violation
+from noloco_p2p.core.trials import Trials
+from noloco_p2p.errors import Declined, PeerError, Violation
+from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.ports import Transport
 
@@ -43,9 +45,31 @@ class Pull:
 class VectorPuller:
     """Pulls vectors for one replica."""
 
-    def __init__(self, node: NodeState, transport: Transport) -> None:
+    def __init__(self, node: NodeState, swarm: Membership, transport: Transport) -> None:
         self._node = node
+        self._members = swarm.members
         self._transport = transport
+        self.trials = Trials(node.config.limits.patience_floor_s, node.now, swarm.members.get)
+
+    async def try_fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
+        """What `fetch` returns, or the reason why there is nothing, as a label. The peer's error message goes to the
+        log. A peer is set aside for a violation, and if all replicas wait for each other, also if it fails, or does not
+        freeze the round in time; otherwise late weights prove nothing, because a full line delays them."""
+        node, began, of_all = self._node, self._node.now(), mine.view is not None
+        try:
+            with self.trials.call(peer.peer_id):
+                found = await self.fetch(peer, mine, wait_s, idle)
+            if of_all and found.theirs[0].view is None:
+                raise Violation(f"{peer.peer_id} does not say which replicas it expects")
+        except PeerError as error:
+            false = isinstance(error, Violation)
+            if false or (of_all and (not isinstance(error, Declined) or node.now() - began >= wait_s)):
+                self._members.failed(peer.peer_id, now=node.now(), answered=false)
+            node.event("warning", message=f"no snapshot from {peer.peer_id}: {error}")
+            return Pull(type(error).__name__.lower())
+        if of_all:
+            self._members.answered(peer.peer_id)
+        return found
 
     async def fetch(self, peer: Advert, mine: FrozenRound, wait_s: float, idle: bool) -> Pull:
         """A peer's complete vector of about the same round; only chunks that arrived wrong are requested again.

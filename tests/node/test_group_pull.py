@@ -13,12 +13,11 @@ from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.agreement import GroupView
 from noloco_p2p.core.messages import Advert, HostTensor, PeerId
 from noloco_p2p.core.snapshots import FrozenRound, PartnerVector
-from noloco_p2p.core.trials import Trials
 from noloco_p2p.errors import Declined, PeerError, Unreachable
 from noloco_p2p.node.group_pull import GroupPull
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
-from noloco_p2p.node.vector_pull import Pull
+from noloco_p2p.node.vector_pull import Pull, VectorPuller
 from noloco_p2p.sim import virtual_time
 
 ROUND = 5
@@ -40,8 +39,9 @@ class Place:
         self.sees()
         self.answers: dict[PeerId, PartnerVector | PeerError] = {}
         self.took_s = 0.0
-        trials = Trials(1.0, self.node.now, self.members.get)
-        self.group = GroupPull(self.node, self.swarm, cast(Any, self), trials)
+        puller = VectorPuller(self.node, self.swarm, cast(Any, None))
+        puller.fetch = self.fetch  # type: ignore[method-assign]
+        self.group = GroupPull(self.node, self.swarm, puller)
 
     def sees(self, **from_round: int) -> None:
         """Read the membership, with `partner_from_round` by peer."""
