@@ -60,7 +60,7 @@ class Waits:
         """Operations of the device that are queued or running, oldest first → since when."""
         self._calls: dict[object, tuple[PeerId, Purpose, float]] = {}
         """Calls of peers that this node is serving: (caller, on whose behalf, since when)."""
-        self._conditions: dict[asyncio.Future[bool], Callable[[], bool]] = {}
+        self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         """The conditions of `until`. They are evaluated here, so that a pulse wakes only tasks that may continue."""
         self._check: asyncio.Handle | None = None
         self.operations = 0
@@ -129,20 +129,18 @@ class Waits:
         """
         if condition():
             return True
-        loop = asyncio.get_running_loop()
-        ends_at = None if timeout_s is None else loop.time() + timeout_s
         with self.waiting(what, whom, timeout_s, why, idle=idle):
-            while not condition():
-                waiter = loop.create_future()
-                timer = None if ends_at is None else loop.call_at(ends_at, _time_is_up, waiter)
-                self._conditions[waiter] = condition
-                try:
-                    if not await waiter:
-                        return condition()
-                finally:
-                    del self._conditions[waiter]
-                    if timer is not None:
-                        timer.cancel()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    while not condition():
+                        waiter = asyncio.get_running_loop().create_future()
+                        self._conditions[waiter] = condition
+                        try:
+                            await waiter
+                        finally:
+                            del self._conditions[waiter]
+            except TimeoutError:
+                return condition()
         return True
 
     def pulse(self) -> None:
@@ -154,7 +152,7 @@ class Waits:
         self._check = None
         for waiter, condition in tuple(self._conditions.items()):
             if not waiter.done() and _may_hold(condition):
-                waiter.set_result(True)
+                waiter.set_result(None)
 
     def current(self, now: float) -> tuple[Wait, ...]:
         """All open waits, longest first; `now` is on the loop's clock."""
@@ -185,8 +183,3 @@ def _may_hold(condition: Callable[[], bool]) -> bool:
         return condition()
     except Exception:  # noqa: BLE001 - see above
         return True
-
-
-def _time_is_up(waiter: "asyncio.Future[bool]") -> None:
-    if not waiter.done():
-        waiter.set_result(False)
