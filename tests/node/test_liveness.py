@@ -332,7 +332,7 @@ def ends(peers: _Peers, *calls: Watched, rate: float = 1.0, then_s: float = 0.0)
 
         found = await asyncio.gather(*(one(counter, *call) for counter, call in enumerate(calls)))
         await asyncio.sleep(max(0.001, then_s))
-        assert liveness._tick is None, "no timer is left"
+        assert liveness._tick.cancelled(), "no timer is left"
         assert not liveness._asking, "and no question is open"
         return list(found)
 

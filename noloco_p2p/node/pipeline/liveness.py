@@ -67,7 +67,8 @@ class Liveness:
         self._calls: dict[_WatchedCall, None] = {}
         self._answers = AdaptiveTimeout()
         """Learns how long answers about progress take."""
-        self._tick: asyncio.TimerHandle | None = None
+        self._tick: asyncio.TimerHandle
+        """Runs while there are calls."""
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
 
     async def watched(
@@ -89,7 +90,7 @@ class Liveness:
         bound = asyncio.timeout(longest_s)
         call = _WatchedCall(peer, microbatch, longest_s, progressed, self._node.now(), bound)
         self._calls[call] = None
-        if self._tick is None:
+        if len(self._calls) == 1:
             self._tick = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
         try:
             async with bound, asyncio.timeout(limit_s):
@@ -113,13 +114,10 @@ class Liveness:
     def _stop_asking(self) -> None:
         for task in self._asking.values():
             task.cancel()
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
+        self._tick.cancel()
 
     def _ask(self) -> None:
         """Ask every peer that has been serving a call of ours for a while."""
-        self._tick = None
         before = self._node.now() - self._pause_s / 2
         peers = {call.peer.peer_id: call.peer for call in self._calls if call.began < before}
         for id, peer in peers.items():
