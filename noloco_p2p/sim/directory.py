@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -56,14 +56,15 @@ class Registry:
 
     def __init__(self, view_age_s: float = 0.0) -> None:
         self.view_age_s = view_age_s
-        self.failing: dict[PeerId, None] = {}
-        """Nodes whose reads and writes fail."""
+        self.failing: list[PeerId] = []
+        """Nodes whose reads and writes fail; one occurs as often as there are causes."""
         self._whole = _AdvertView()
         self._of_group: dict[frozenset[PeerId], _AdvertView] = {}
         """While the swarm is split: what each group reads, including everything announced before the split."""
 
-    def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """From now on no announcement crosses between groups. A node in no group sees all and is seen by all.
+    def split(self, groups: Iterable[Collection[PeerId]]) -> None:
+        """From now on no announcement crosses between groups, and without groups all nodes see all announcements. A
+        node in no group sees all and is seen by all.
 
         A group that is part of an earlier one starts with what that one could read, any other group with everything.
         """
@@ -73,10 +74,6 @@ class Registry:
             known = earlier.pop() if len(earlier) == 1 else None
             views[group] = copy(self._whole if known is None else self._of_group[known])
         self._of_group = views
-
-    def heal(self) -> None:
-        """End the split: all announcements are visible to all nodes."""
-        self._of_group = {}
 
     def publish(self, advert: Advert, ttl_s: float, *, now: float) -> None:
         """Publish an advert. It replaces the node's previous one in every later view."""

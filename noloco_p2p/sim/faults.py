@@ -7,7 +7,6 @@
 
 import asyncio
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 from noloco_p2p.config import RunManifest
@@ -24,8 +23,8 @@ from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 SETTLED_S = 2 * DESCRIBE_S
 """How long messages must have got through for a node to count as reachable: a newcomer may use an answer that old."""
-UNDONE = ("hang", "mute", "cut", "one_way", "split", "pause", "slow", "stop")
-"""Kinds whose end is recorded as an event of its own."""
+BARRIERS = ("hang", "mute", "cut", "one_way", "split")
+"""Kinds that keep messages between some nodes from getting through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +44,23 @@ class Fault:
         """When the fault is undone."""
         return self.at_s + self.for_s
 
-    def __str__(self) -> str:
-        return f"{self.kind} {' '.join(self.peers)} for {self.for_s:.2f} s"
+    def blocks(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Whether nothing gets through from one node to the other while it lasts."""
+        match self.kind:
+            case "hang" | "mute":
+                return sender in self.peers or receiver in self.peers
+            case "cut":
+                return sender in self.peers and receiver in self.peers
+            case "one_way":
+                return sender == self.peers[0] and receiver in self.peers[1:]
+            case "split":
+                return (sender in self.peers) != (receiver in self.peers)
+        return False
 
     def separates(self, one: PeerId, other: PeerId) -> bool:
-        """Whether nothing gets through between two nodes while it lasts."""
-        match self.kind:
-            case "hang" | "mute" | "stop":
-                return one in self.peers or other in self.peers
-            case "cut":
-                return one in self.peers and other in self.peers
-            case "one_way":
-                return self.peers[0] in (one, other) and one in self.peers and other in self.peers
-            case "split":
-                return (one in self.peers) != (other in self.peers)
-        return False
+        """Whether no call between two nodes succeeds while it lasts."""
+        stopped = self.kind == "stop" and (one in self.peers or other in self.peers)
+        return stopped or self.blocks(one, other) or self.blocks(other, one)
 
 
 class FaultySwarm(SimSwarm):
@@ -84,8 +85,6 @@ class FaultySwarm(SimSwarm):
         """Longest acceptable time without an inner step. A microbatch may take until its deadline, and again if its
         replica falls silent; under `balanced`, replicas also wait for a silent origin for a while."""
         self.resumptions: list[Resumption] = []
-        self.history: list[tuple[float, str]] = []
-        """The faults and their ends, with their times."""
         for fault in faults:
             self.at(fault.at_s, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
             self.at(fault.ends_s, lambda fault=fault: self._end(fault))  # type: ignore[misc]
@@ -172,10 +171,11 @@ class FaultySwarm(SimSwarm):
     def _begin(self, fault: Fault) -> None:
         self.begun.append(fault)
         self._lasting.append(fault)
-        self.history.append((now_s(), str(fault)))
+        if fault.kind in BARRIERS:
+            self.network.block(fault.blocks)
         match fault.kind:
-            case "cut" | "one_way":
-                self._cut(fault)
+            case "hang":
+                self.registry.failing += fault.peers
             case "split":
                 self._split()
             case "arrive" if not self.finished:
@@ -185,25 +185,17 @@ class FaultySwarm(SimSwarm):
                 for peer in filter(self._was_started, fault.peers):
                     self._strike(peer, fault)
 
-    def _cut(self, fault: Fault) -> None:
-        if fault.kind == "cut":
-            for one, other in combinations(fault.peers, 2):
-                self.network.partition(one, other)
-        elif fault.kind == "one_way":
-            for other in fault.peers[1:]:
-                self.network.partition_one_way(fault.peers[0], other)
-
     def _split(self) -> None:
-        """Separate the nodes as all current splits together require."""
+        """Separate the adverts of nodes as all current splits together require."""
         splits = [one for one in self._lasting if one.kind == "split"]
         groups: dict[tuple[bool, ...], dict[PeerId, None]] = {}
-        for process in self.processes:
+        for process in self.processes if splits else ():
             groups.setdefault(tuple(process.peer in one.peers for one in splits), {})[process.peer] = None
-        self.split(*groups.values()) if splits else self.heal()
+        self.registry.split(groups.values())
 
-    def _lasts(self, peer: PeerId, *kinds: str) -> list[Fault]:
-        """The faults of these kinds that still affect a node, oldest first."""
-        return [one for one in self._lasting if one.kind in kinds and peer in one.peers]
+    def _lasts(self, peer: PeerId, kind: str) -> list[Fault]:
+        """The faults of a kind that still affect a node, oldest first."""
+        return [one for one in self._lasting if one.kind == kind and peer in one.peers]
 
     def _strike(self, peer: PeerId, fault: Fault) -> None:
         match fault.kind:
@@ -214,10 +206,6 @@ class FaultySwarm(SimSwarm):
             case "wipe":
                 self.bounce(peer, fault.for_s)
                 self.wipe(peer)
-            case "hang" | "mute":
-                self.network.hold(peer)
-                if fault.kind == "hang":
-                    self.registry.failing[peer] = None
             case "pause":
                 self.pause(peer)
             case "stop":
@@ -229,14 +217,12 @@ class FaultySwarm(SimSwarm):
 
     def _end(self, fault: Fault) -> None:
         self._lasting.remove(fault)
-        if fault.kind in UNDONE:
-            self.history.append((now_s(), f"end of {fault.kind} {' '.join(fault.peers)}"))
+        if fault.kind in BARRIERS:
+            self.network.unblock(fault.blocks)
         match fault.kind:
-            case "cut" | "one_way":
-                for one, other in combinations(fault.peers, 2):
-                    self.network.repair(one, other)
-                for lasting in self._lasting:
-                    self._cut(lasting)
+            case "hang":
+                for peer in fault.peers:
+                    self.registry.failing.remove(peer)
             case "split":
                 self._split()
             case _:
@@ -246,11 +232,6 @@ class FaultySwarm(SimSwarm):
     def _release(self, peer: PeerId, kind: str) -> None:
         process = self.process(peer)
         match kind:
-            case "hang" | "mute":
-                if not self._lasts(peer, "hang", "mute"):
-                    self.network.release(peer)
-                if not self._lasts(peer, "hang"):
-                    self.registry.failing.pop(peer, None)
             case "pause" if not self._lasts(peer, "pause"):
                 self.resume(peer)
             case "stop" if not self._lasts(peer, "stop"):

@@ -8,7 +8,7 @@ nothing gets through. A packet lost on a link is retransmitted (see `links`).
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,6 +20,9 @@ from noloco_p2p.errors import LocalError
 from noloco_p2p.ports import Handler
 from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes, resend_s
 from noloco_p2p.sim.traffic import Traffic
+
+Barrier = Callable[[PeerId, PeerId], bool]
+"""Whether nothing gets through from the first node to the second while it stands."""
 
 
 @dataclass(slots=True)
@@ -47,60 +50,27 @@ class Network:
         self._generator: Callable[[PeerId], random.Random] = cache(partial(generator, seed, "link"))
         """The random generator of a sender."""
         self._endpoints: dict[PeerId, Endpoint] = {}
-        self._held: dict[PeerId, None] = {}
-        self._cut_pairs: dict[tuple[PeerId, PeerId], None] = {}
-        """(sender, receiver)."""
-        self._group: dict[PeerId, int] = {}
+        self._barriers: list[Barrier] = []
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
-    def hold(self, peer: PeerId) -> None:
-        """Block everything from and to a node until `release`. Callers wait until their deadlines.
+    def block(self, barrier: Barrier) -> None:
+        """Let nothing through where a barrier stands, until `unblock`.
 
-        Messages that would arrive meanwhile are retransmitted (see `calls`); tensors in flight continue when the hold
-        ends.
+        Messages that would arrive meanwhile are retransmitted (see `calls`), and callers wait until their deadlines;
+        tensors in flight continue when nothing holds them up any more.
         """
-        self._held[peer] = None
+        self._barriers.append(barrier)
         self.traffic.review()
 
-    def release(self, peer: PeerId) -> None:
-        """End a hold."""
-        self._held.pop(peer, None)
+    def unblock(self, barrier: Barrier) -> None:
+        """Remove a barrier."""
+        self._barriers.remove(barrier)
         self.traffic.review()
-
-    def partition(self, one: PeerId, other: PeerId) -> None:
-        """Block everything between two nodes until `repair`."""
-        self._cut_pairs[one, other] = self._cut_pairs[other, one] = None
-        self.traffic.review()
-
-    def partition_one_way(self, sender: PeerId, receiver: PeerId) -> None:
-        """Block everything from one node to another until `repair`; the other direction stays open."""
-        self._cut_pairs[sender, receiver] = None
-        self.traffic.review()
-
-    def repair(self, one: PeerId, other: PeerId) -> None:
-        """End a partition in one or both directions."""
-        self._cut_pairs.pop((one, other), None)
-        self._cut_pairs.pop((other, one), None)
-        self.traffic.review()
-
-    def split(self, groups: Sequence[Collection[PeerId]]) -> None:
-        """Block everything between nodes of different groups until `heal`. A node in no group reaches all nodes."""
-        self._group = {peer: number for number, group in enumerate(groups) for peer in group}
-        self.traffic.review()
-
-    def heal(self) -> None:
-        """End a split."""
-        self.split([])
 
     def cut(self, sender: PeerId, receiver: PeerId) -> bool:
         """Whether nothing gets through from one node to the other."""
-        if self._held and (sender in self._held or receiver in self._held):
-            return True
-        if self._cut_pairs and (sender, receiver) in self._cut_pairs:
-            return True
-        mine, theirs = self._group.get(sender), self._group.get(receiver)
-        return mine is not None and theirs is not None and mine != theirs
+        return any(barrier(sender, receiver) for barrier in self._barriers)
 
     def crash(self, peer: PeerId) -> None:
         """Take a node down at once: its handlers are cancelled, and calls that wait for them fail."""

@@ -6,7 +6,7 @@ outcome = swarm.run()
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -187,16 +187,6 @@ class SimSwarm:
     def go_on(self, peer: PeerId) -> None:
         """Let a suspended process continue."""
         _loop().continue_process(peer)
-
-    def split(self, *groups: Collection[PeerId]) -> None:
-        """Block calls and announcements between groups until `heal`."""
-        self.network.split(groups)
-        self.registry.split(groups)
-
-    def heal(self) -> None:
-        """End the split."""
-        self.network.heal()
-        self.registry.heal()
 
     def slow(self, peer: PeerId, slowness: float) -> None:
         """Multiply a node's device seconds by this factor from the next operation on."""

@@ -2,8 +2,10 @@
 virtual time (ARCHITECTURE.md, "What a stranger can do")."""
 
 import zlib
+from functools import partial
 
 import pytest
+from barriers import Between, Held
 from elastic import plan_of
 from lawful import check
 from soak import soak
@@ -36,7 +38,7 @@ def swarm_beside(plan: SimPlan, *others: Advert) -> FaultySwarm:
     """A swarm beside these adverts. Calls to them vanish."""
     swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=UNTIL_S) if others else FaultySwarm(plan)
     for one in others:
-        swarm.network.hold(one.peer_id)
+        swarm.network.block(Held(one.peer_id))
     return swarm
 
 
@@ -122,7 +124,7 @@ def test_under_balanced_a_newcomer_that_one_mate_cannot_reach_costs_nothing(stag
         swarm, me = FaultySwarm(plan_for("balanced", 1, 2 * STEPS, replicas=3)), f"s{stage}r3"
         swarm.at(JOINS_S, lambda swarm=swarm: swarm.start(stage, 3))  # type: ignore[misc]
         if cut:
-            swarm.at(JOINS_S, lambda swarm=swarm, me=me: swarm.network.partition(me, f"s{stage}r0"))  # type: ignore[misc]
+            swarm.at(JOINS_S, partial(swarm.network.block, Between(me, f"s{stage}r0")))
         figures_by_cut.append(figures(swarm.run(), swarm.network.traffic.byte_counts(), 100, 2).tokens_per_s)
     assert figures_by_cut[1] > 0.9 * figures_by_cut[0]
 

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from barriers import Between, Held
 from sim_transport_fixture import (
     CALLEE,
     LATENCY_S,
@@ -27,7 +28,7 @@ from noloco_p2p.errors import Busy, Declined, LocalError, PeerError, Unreachable
 from noloco_p2p.ports import Body
 from noloco_p2p.sim.calls import DEAD_LINK_S
 from noloco_p2p.sim.links import ControlSizes, Geography, Link, MessageSizes
-from noloco_p2p.sim.network import Network
+from noloco_p2p.sim.network import Barrier, Network
 from noloco_p2p.sim.transport import SimTransport
 
 
@@ -122,7 +123,7 @@ def test_a_handler_that_misses_the_cancellation_ends_at_the_deadline() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(1.0)
-        network.hold("a")
+        network.block(Held("a"))
         flight.cancel()
         await asyncio.sleep(9.0)
 
@@ -140,7 +141,7 @@ def test_a_handler_is_cancelled_even_if_the_cancellation_is_lost(end: str) -> No
         call.cancel()
         await asyncio.sleep(0.5)
         if end == "cut":
-            network.partition("a", "b")
+            network.block(Between("a", "b"))
         else:
             network.crash("a")
         await asyncio.sleep(DEAD_LINK_S + 0.1)
@@ -179,47 +180,34 @@ def test_a_crash_breaks_calls_at_once_and_later_ones_are_refused() -> None:
     assert play(script, never).log == [("header from a", LATENCY_S), ("cancelled", 1.0)]
 
 
-@pytest.mark.parametrize("fault", ["hold", "partition"])
-def test_held_messages_are_swallowed_until_the_release(fault: str) -> None:
+@pytest.mark.parametrize("barrier", [Held("b"), Between("b", "a")])
+def test_held_messages_are_swallowed_until_the_release(barrier: Barrier) -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        def cut() -> None:
-            network.hold("b") if fault == "hold" else network.partition("b", "a")
-
-        def mend() -> None:
-            network.release("b") if fault == "hold" else network.repair("a", "b")
-
-        cut()
+        network.block(barrier)
         await fails(transport, Unreachable, "no answer", 5.0)
         assert serving.log == []
-        mend()
+        network.unblock(barrier)
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(0.5)
-        cut()
+        network.block(barrier)
         with pytest.raises(Unreachable):
             await flight
         assert serving.log[-1][0] == "done"
-        mend()
+        network.unblock(barrier)
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script, after(1.0))
 
 
-@pytest.mark.parametrize("fault", ["hold", "partition"])
+@pytest.mark.parametrize("barrier", [Held("b"), Between("a", "b")])
 @pytest.mark.parametrize("at_s", [0.0, 0.5])
-def test_messages_lost_in_a_short_cut_are_sent_again(fault: str, at_s: float) -> None:
+def test_messages_lost_in_a_short_cut_are_sent_again(barrier: Barrier, at_s: float) -> None:
     """The request, or the answer, which is ready after a second. TCP retries after 0.2, 0.4, 0.8, 1.6 and 3.2 s."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-
-        def cut() -> None:
-            network.hold("b") if fault == "hold" else network.partition("a", "b")
-
-        def mend() -> None:
-            network.release("b") if fault == "hold" else network.repair("a", "b")
-
-        loop.call_later(at_s, cut)
-        loop.call_later(at_s + 2.0, mend)
+        loop.call_later(at_s, network.block, barrier)
+        loop.call_later(at_s + 2.0, network.unblock, barrier)
         await asyncio.sleep(0.001)
         assert await transport.propagate(CALLEE, activation()) == gradient()
         assert 2.0 < loop.time() < 5.0
@@ -233,7 +221,7 @@ def test_both_ends_notice_that_a_link_is_dead(at_s: float) -> None:
     """As over gRPC, which pings. Otherwise a pull from a partner that may take minutes to answer lasts that long."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        asyncio.get_running_loop().call_later(at_s, network.partition, "a", "b")
+        asyncio.get_running_loop().call_later(at_s, network.block, Between("a", "b"))
         await asyncio.sleep(0.001)
         began = now()
         with pytest.raises(Unreachable, match="not been heard of"):

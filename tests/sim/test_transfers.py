@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from barriers import Held, OneWay
 from sim_transport_fixture import (
     CALLEE,
     ID,
@@ -21,6 +22,7 @@ from sim_transport_fixture import (
 from noloco_p2p.core.messages import ReplicaState, TensorSpec
 from noloco_p2p.core.snapshots import SnapshotRequest
 from noloco_p2p.errors import Declined, Unreachable, Violation
+from noloco_p2p.sim.faults import Fault
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.network import Network
 from noloco_p2p.sim.transport import SimTransport
@@ -53,11 +55,11 @@ def test_a_state_takes_its_transfer_time_and_is_on_loan_meanwhile() -> None:
 def test_a_crashed_donor_is_unreachable_at_once_and_a_silent_one_soon() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(4.0, network.hold, "b")
+        loop.call_later(4.0, network.block, Held("b"))
         with pytest.raises(Unreachable, match=r"for 20 s"):
             await _fetches_state(transport)
         assert 23.0 < now() < 24.5
-        network.release("b")
+        network.unblock(Held("b"))
         began = now()
         loop.call_later(4.0, network.crash, "b")
         with pytest.raises(Unreachable, match="broke"):
@@ -72,8 +74,8 @@ def test_a_crashed_donor_is_unreachable_at_once_and_a_silent_one_soon() -> None:
 def test_a_state_transfer_resumes_after_a_short_cut() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(4.0, network.partition_one_way, "b", "a")
-        loop.call_later(12.0, network.repair, "a", "b")
+        loop.call_later(4.0, network.block, OneWay("b", "a"))
+        loop.call_later(12.0, network.unblock, OneWay("b", "a"))
         assert (await _fetches_state(transport)).number == 7
         assert 17.5 < now() < 19.5
 
@@ -89,7 +91,7 @@ def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
             with pytest.raises(Violation):
                 await transport.fetch_snapshot(CALLEE, SnapshotRequest(2), 60.0, bad)
         began = now()
-        asyncio.get_running_loop().call_later(6.0, network.hold, "b")
+        asyncio.get_running_loop().call_later(6.0, network.block, Held("b"))
         with pytest.raises(Unreachable, match=r"for 5 s"):
             await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)
         assert 10.0 < now() - began < 11.5
@@ -103,29 +105,32 @@ def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
 
 def test_a_one_way_partition_swallows_one_direction() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.partition_one_way("b", "a")
+        network.block(OneWay("b", "a"))
         await fails(transport, Unreachable, "no answer", 5.0)
         assert [what for what, _ in serving.log] == ["header from a", "done"]
-        network.repair("b", "a")
-        network.partition_one_way("a", "b")
+        network.unblock(OneWay("b", "a"))
+        network.block(OneWay("a", "b"))
         await fails(transport, Unreachable, "no answer", 5.0)
         assert len(serving.log) == 2, "the request has not arrived"
-        network.repair("b", "a")
+        network.unblock(OneWay("a", "b"))
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script)
 
 
-def test_a_split_cuts_only_the_links_between_its_groups() -> None:
+def test_a_split_cuts_only_the_links_between_its_nodes_and_the_rest() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.split([["a", "c"], ["b"]])
+        parted, together = (Fault(0.0, "split", peers).blocks for peers in (("a", "c"), ("a", "b")))
+        network.block(parted)
         await fails(transport, Unreachable, "no answer", 5.0)
-        newcomer = SimTransport(network, "in no group")
-        assert await newcomer.propagate(CALLEE, activation()) == gradient()
-        network.split([["a", "b"], ["c"]])
+        other = SimTransport(network, "d")
+        assert await other.propagate(CALLEE, activation()) == gradient()
+        network.block(together)
+        network.unblock(parted)
         assert await transport.propagate(CALLEE, activation()) == gradient()
-        network.split([["a"], ["b"]])
-        network.heal()
+        network.block(parted)
+        network.unblock(together)
+        network.unblock(parted)
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script)

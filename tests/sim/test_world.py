@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from barriers import Held
 from soak import soak
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -17,6 +18,7 @@ from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.directory import Registry
+from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.linear_stage import LinearStage
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -144,8 +146,8 @@ def test_a_crashed_node_restarts_as_a_new_process_with_the_same_id() -> None:
 def test_a_drained_node_leaves_and_a_silenced_one_comes_back() -> None:
     swarm = SimSwarm(_plan((2, 3)))
     swarm.at(1.0, lambda: swarm.drain("s1r0"))
-    swarm.at(1.0, lambda: swarm.network.hold("s1r1"))
-    swarm.at(3.0, lambda: swarm.network.release("s1r1"))
+    swarm.at(1.0, lambda: swarm.network.block(Held("s1r1")))
+    swarm.at(3.0, lambda: swarm.network.unblock(Held("s1r1")))
     outcome = swarm.run(limit_s=600.0)
     drained, held = outcome.nodes["s1r0"], outcome.nodes["s1r1"]
     assert drained.state == "left"
@@ -295,13 +297,11 @@ def test_a_node_pauses_and_resumes_on_schedule() -> None:
 
 def test_a_split_swarm_continues_in_both_halves_and_reunites() -> None:
     halves = ("s0r0", "s1r0"), ("s0r1", "s1r1")
-    swarm = SimSwarm(_plan((2, 2), steps=300))
-    swarm.at(2.0, lambda: swarm.split(*halves))
+    swarm = FaultySwarm(_plan((2, 2), steps=300), (Fault(2.0, "split", halves[0], 18.0),))
     seen: list[dict[PeerId, float]] = []
     swarm.at(
         7.0, lambda: seen.append({a.peer_id: 7.0 - a.announced_at for a in swarm.registry.view(now=7.0, reader="s0r0")})
     )
-    swarm.at(20.0, swarm.heal)
     outcome = swarm.run(limit_s=600.0)
     assert {node.step for node in outcome.processes} == {300}
     assert [peer for peer, age_s in seen[0].items() if age_s < 5.0] == list(halves[0])
@@ -336,7 +336,7 @@ def test_adverts_do_not_leave_their_group_until_the_split_is_healed() -> None:
         assert view("b", 4.0) == {"a": 1.0, "b": 3.0, "c": 3.0}
         assert view("c", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
         assert view("a", 10.5 + view_age_s) == {"a": 3.0, "c": 3.0}, "earlier adverts have expired"
-        registry.heal()
+        registry.split(())
         assert view("b", 4.0) == {"a": 3.0, "b": 3.0, "c": 3.0}
         publish(4.0, 5.0)
         assert view("b", 7.0) == {"a": 4.0, "b": 4.0, "c": 4.0}
@@ -344,10 +344,9 @@ def test_adverts_do_not_leave_their_group_until_the_split_is_healed() -> None:
 
 def test_a_run_with_all_faults_depends_only_on_its_seed() -> None:
     def hash_of_run(seed: int) -> str:
-        swarm = SimSwarm(replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True))
+        plan = replace(_plan((2, 2, 2), steps=60), seed=seed, torn_by_crash=True)
+        swarm = FaultySwarm(plan, (Fault(2.0, "split", ("s0r0", "s1r0", "s2r0"), 2.0),))
         swarm.at(1.5, lambda: swarm.bounce("s1r0", 0.7))
-        swarm.at(2.0, lambda: swarm.split({"s0r0", "s1r0", "s2r0"}, {"s0r1", "s1r1", "s2r1"}))
-        swarm.at(4.0, swarm.heal)
         swarm.at(5.0, lambda: swarm.pause("s2r1"))
         swarm.at(6.0, lambda: swarm.resume("s2r1"))
         swarm.at(6.5, lambda: swarm.bounce("s0r1", 0.3))

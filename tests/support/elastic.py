@@ -15,7 +15,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim import laws
 from noloco_p2p.sim.device import Costs
-from noloco_p2p.sim.faults import Fault, FaultySwarm
+from noloco_p2p.sim.faults import BARRIERS, Fault, FaultySwarm
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.world import SimPlan, peer_id
 
@@ -123,12 +123,21 @@ def _faults(rng: random.Random, replicas: tuple[int, ...]) -> list[Fault]:
     return faults
 
 
+UNDONE = (*BARRIERS, "pause", "slow", "stop")
+"""Kinds of faults whose end is an event of its own."""
 KINDS = ("state", "resumed", "deserted", "guarded", "checkpoint", "outer_round", "evaluation", "warning", "moved")
+
+
+def words(fault: Fault) -> str:
+    """A fault in words."""
+    return f"{fault.kind} {' '.join(fault.peers)} for {fault.for_s:.2f} s"
 
 
 def timeline(swarm: FaultySwarm) -> list[str]:
     """The faults and what the nodes recorded, in order of time, without the microbatches."""
-    lines = [(at_s, f"{at_s:8.3f} ----- {what}") for at_s, what in swarm.history]
+    history = [(fault.at_s, words(fault)) for fault in swarm.begun]
+    history += [(fault.ends_s, f"end of {words(fault)}") for fault in swarm.begun if fault.kind in UNDONE]
+    lines = [(at_s, f"{at_s:8.3f} ----- {what}") for at_s, what in history]
     for event in swarm.trace.events:
         if event.kind in KINDS or (event.kind == "microbatch" and event.get("result") == "dropped"):
             fields = " ".join(f"{name}={value}" for name, value in event.fields.items() if value not in ("", None))
@@ -148,7 +157,7 @@ def replay(swarm: Swarm, judge: Judge[Swarm] = laws.judge) -> int:
 def main(seed: int) -> int:
     """Replay one seed. Returns 1 if it breaks a law."""
     plan, faults = drawn(seed)
-    sys.stdout.writelines(f"{fault.at_s:8.3f} planned: {fault}\n" for fault in faults)
+    sys.stdout.writelines(f"{fault.at_s:8.3f} planned: {words(fault)}\n" for fault in faults)
     return replay(FaultySwarm(plan, faults))
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from elastic import UNDONE
 from mixed import main
 from varied import Timetable, drawn_varied_as
 
 from noloco_p2p.sim import laws
-from noloco_p2p.sim.faults import UNDONE, Fault
+from noloco_p2p.sim.faults import Fault
 from noloco_p2p.sim.world import SimPlan
 
 REPEATED = {*UNDONE, "bounce"} - {"slow"}
