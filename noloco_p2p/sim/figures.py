@@ -5,14 +5,15 @@ Seconds are virtual. Tokens and bytes are those of the run being simulated, not 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim.payloads import ByteCounts, totals
 from noloco_p2p.sim.process import Outcome, SimProcess, StagePeriod
+from noloco_p2p.sim.telemetry import Trace
 from noloco_p2p.sim.throughput_bound import ThroughputBound
 
 Shares = dict[str, float]
@@ -109,68 +110,20 @@ BytesOf = Mapping[PeerId, Mapping[str, ByteCounts]]
 """By node and kind."""
 
 
-@dataclass(slots=True)
-class _StageSums:
-    """Running sums for one stage."""
-
-    processes: int = 0
-    training_s: float = 0.0
-    busy_s: float = 0.0
-    inner_steps: int = 0
-    results: Counter[str] = field(default_factory=Counter)
-    """Microbatches by result."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped microbatches by reason."""
-    idle_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    stepped_at: float = 0.0
-    trained_from: float = math.inf
-
-    def add(self, period: StagePeriod) -> None:
-        """Add what a process recorded while it held this stage."""
-        if spans := period.training:
-            self.processes += 1
-            self.training_s += sum(end - begin for begin, end in spans)
-            self.trained_from = min(self.trained_from, spans[0][0])
-        for event in period.events:
-            match event.kind:
-                case "inner_step":
-                    self.inner_steps += 1
-                    self.busy_s += event.number("busy_s")
-                    self.stepped_at = max(self.stepped_at, event.at_s)
-                case "idle":
-                    self.idle_s[str(event.get("cause"))] += event.number("seconds")
-                case "microbatch":
-                    self.results[str(event.get("result"))] += 1
-                    if event.get("result") == "dropped":
-                        self.dropped[str(event.get("reason"))] += 1
-
-    def figures(self, stage: int, bound: float | None) -> StageFigures:
-        """The resulting figures."""
-        seconds = self.training_s
-        idle_s = dict(sorted(self.idle_s.items()))
-        idle_s["other"] = max(0.0, seconds - self.busy_s - sum(idle_s.values()))
-        return StageFigures(
-            stage=stage,
-            lives=self.processes,
-            inner_steps=self.inner_steps,
-            microbatches=self.results["done"] + self.results["nonfinite"],
-            training_s=seconds,
-            utilisation=self.busy_s / seconds if seconds else None,
-            idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
-            bound_utilisation=bound,
-        )
-
-
 def figures(
     outcome: Outcome, bytes_of: BytesOf, tokens_per_microbatch: int, stages: int, bound: ThroughputBound | None = None
 ) -> RunFigures:
     """The figures of a run. `tokens_per_microbatch` is that of the run being simulated."""
-    sums = [_StageSums() for _ in range(stages)]
+    periods: list[list[StagePeriod]] = [[] for _ in range(stages)]
     for period in outcome.periods():
-        sums[period.stage].add(period)
-    first, trace, nodes = sums[0], outcome.trace, len(outcome.nodes)
-    train_s = max(0.0, first.stepped_at - first.trained_from)
-    tokens = first.results["done"] * tokens_per_microbatch
+        periods[period.stage].append(period)
+    first, trace, nodes = _events_of(periods[0]), outcome.trace, len(outcome.nodes)
+    results = first.totals("microbatch", "result")
+    dropped = Counter(str(e.get("reason")) for e in first.of("microbatch") if e.get("result") == "dropped")
+    trained_from = min((begin for period in periods[0] for begin, _ in period.training), default=math.inf)
+    stepped_at = max((event.at_s for event in first.of("inner_step")), default=0.0)
+    train_s = max(0.0, stepped_at - trained_from)
+    tokens = results["done"] * tokens_per_microbatch
     tokens_per_s = tokens / train_s if train_s else 0.0
     bound_tokens_per_s = bound.tokens_per_s if bound else None
     bound_shares = bound.utilisation if bound else (None,) * stages
@@ -183,11 +136,11 @@ def figures(
         tokens=tokens,
         tokens_per_s=tokens_per_s,
         step=max((process.step for process in outcome.processes if process.stage == 0), default=0.0),
-        stages=tuple(one.figures(stage, bound_shares[stage]) for stage, one in enumerate(sums)),
+        stages=tuple(_of_stage(stage, held, bound_shares[stage]) for stage, held in enumerate(periods)),
         microbatches=MicrobatchFigures(
-            first.results["done"],
-            first.results["nonfinite"],
-            _sorted(first.dropped),
+            results["done"],
+            results["nonfinite"],
+            _sorted(dropped),
             _sorted(trace.totals("reroute", "reason")),
             trace.totals("busy", "direction")["out"],
         ),
@@ -198,6 +151,32 @@ def figures(
         bound_tokens_per_s=bound_tokens_per_s,
         share_of_bound=tokens_per_s / bound_tokens_per_s if bound_tokens_per_s else None,
     )
+
+
+def _of_stage(stage: int, periods: Sequence[StagePeriod], bound: float | None) -> StageFigures:
+    """The figures of the periods in which a process held this stage."""
+    spans, trace = [period.training for period in periods], _events_of(periods)
+    steps, results = trace.of("inner_step"), trace.totals("microbatch", "result")
+    seconds = sum((end - begin for each in spans for begin, end in each), 0.0)
+    busy_s = sum(event.number("busy_s") for event in steps)
+    idle_s: dict[str, float] = defaultdict(float)
+    for event in trace.of("idle"):
+        idle_s[str(event.get("cause"))] += event.number("seconds")
+    idle_s = dict(sorted(idle_s.items())) | {"other": max(0.0, seconds - busy_s - sum(idle_s.values()))}
+    return StageFigures(
+        stage=stage,
+        lives=sum(map(bool, spans)),
+        inner_steps=len(steps),
+        microbatches=results["done"] + results["nonfinite"],
+        training_s=seconds,
+        utilisation=busy_s / seconds if seconds else None,
+        idle={cause: waited_s / seconds for cause, waited_s in idle_s.items()} if seconds else {},
+        bound_utilisation=bound,
+    )
+
+
+def _events_of(periods: Iterable[StagePeriod]) -> Trace:
+    return Trace([event for period in periods for event in period.events])
 
 
 def _traffic(bytes_of: BytesOf, nodes: int) -> TrafficFigures:
