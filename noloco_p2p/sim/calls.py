@@ -31,11 +31,10 @@ def resent_after_s(waited_s: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class SimCall(Generic[T]):
-    """One call, which creating this object makes. `answer` gets its result.
+    """One call, which creating this object makes. Its `result` must be awaited.
 
     It fails with Unreachable at its deadline, at once when the callee crashes, when a cut that swallowed a message has
-    lasted for DEAD_LINK_S, and, if its answer is a stream, when the stream is silent for too long. The caller must call
-    `end` once it no longer waits for the answer.
+    lasted for DEAD_LINK_S, and, if its answer is a stream, when the stream is silent for too long.
     """
 
     network: Network
@@ -46,9 +45,8 @@ class SimCall(Generic[T]):
     deadline_s: float
     what: str
     """Name of the method, for error messages."""
-    request_bytes: int = 0
-    answer_bytes: int = 0
-    """Without tensors; both include what every call sends."""
+    nbytes: tuple[int, int] = (0, 0)
+    """Of request and answer, without tensors and beyond what every call sends."""
     apart: bool = False
     """Whether it uses a connection other than those for bodies."""
     body: Payload | None = None
@@ -57,7 +55,7 @@ class SimCall(Generic[T]):
     """Called when tensors of the answer begin to arrive."""
     silence_s: tuple[float, float] | None = None
     """For a call whose answer is a stream: longest silence before the stream starts, and during it, seconds."""
-    answer: asyncio.Future[T] = field(init=False)
+    _answer: asyncio.Future[T] = field(init=False)
     _loop: asyncio.AbstractEventLoop = field(init=False)
     _called_at: float = field(init=False)
     _expires_at: float = field(init=False)
@@ -78,21 +76,30 @@ class SimCall(Generic[T]):
     def __post_init__(self) -> None:
         """Send the request."""
         self._loop = asyncio.get_running_loop()
-        self.answer = self._loop.create_future()
+        self._answer = self._loop.create_future()
         self._called_at = self._loop.time()
         self._expires_at = self._called_at + self.deadline_s
         self._deadline = self._loop.call_at(self._expires_at, self._expire)
-        self._post(self.caller, self.callee, self.request_bytes, self._arrive, apart=self.apart)
+        nbytes = self.network.control.request + self.nbytes[0]
+        self._post(self.caller, self.callee, nbytes, self._arrive, apart=self.apart)
         self._listen()
 
-    def end(self) -> None:
-        """Note that the caller no longer waits. If the call is not over, the callee learns of it one latency later."""
+    async def result(self) -> T:
+        """The answer. If the caller is cancelled meanwhile, the callee learns of it one latency later."""
+        try:
+            return await self._answer
+        finally:
+            self._end()
+            del self  # An error in its answer refers to this frame.
+
+    def _end(self) -> None:
+        """The caller no longer waits."""
         if self._alive and self._endpoint is None and self.network.cut(self.caller, self.callee):
             self._give_up()
         self._deadline.cancel()
         if self._listening is not None:
             self._listening.cancel()
-        self.answer.cancel()
+        self._answer.cancel()
         if self.body is not None:
             self.network.traffic.drop(self.body)
         if self._alive:
@@ -106,22 +113,22 @@ class SimCall(Generic[T]):
     def _settle(self, outcome: T | PeerError) -> None:
         self._alive, self._step = False, None
         self.network.traffic.take(self._message)
-        if self.answer.done():
+        if self._answer.done():
             self._drop_reply()
         elif isinstance(outcome, PeerError):
             self._drop_reply()
-            self.answer.set_exception(outcome)
+            self._answer.set_exception(outcome)
         else:
             if self._reply is not None:
                 self.network.traffic.take(self._reply)
-            self.answer.set_result(outcome)
+            self._answer.set_result(outcome)
 
     def _expire(self) -> None:
         self._fail(f"gave no answer to {self.what} within {self.deadline_s:.3g} s")
 
     def _fail(self, why: str) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(Unreachable(f"{self.callee} {why}"))
+        if not self._answer.done():
+            self._answer.set_exception(Unreachable(f"{self.callee} {why}"))
 
     def _notice_cut(self, sender: PeerId, receiver: PeerId) -> None:
         """A message is lost. If that is due to a cut, it was sent again until the link counts as dead."""
@@ -130,7 +137,7 @@ class SimCall(Generic[T]):
 
     def _listen(self) -> None:
         """Give up if the stream has been silent for too long; otherwise check again when that may be the case."""
-        if self.silence_s is None or self.answer.done():
+        if self.silence_s is None or self._answer.done():
             return
         if self._listening is not None:
             self._listening.cancel()
@@ -232,7 +239,8 @@ class SimCall(Generic[T]):
     def _send(self, outcome: T | PeerError) -> None:
         """Send the answer itself. If it has tensors, it has already waited with them."""
         apart = self.apart or self._reply is not None
-        self._post(self.callee, self.caller, self.answer_bytes, self._settle, outcome, apart=apart)
+        nbytes = self.network.control.answer + self.nbytes[1]
+        self._post(self.callee, self.caller, nbytes, self._settle, outcome, apart=apart)
         self._message.on_lost = self._break
 
     def _post(

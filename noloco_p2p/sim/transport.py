@@ -204,8 +204,8 @@ class SimTransport:
             body.latency_s = asyncio.get_running_loop().time() - began
             return method(handler)(self._me, sent.header, body)
 
-        call = partial(self._call, peer, invoke, LONGEST_CALL_S, what, nbytes=(self._network.control.header, 0))
-        return await call(apart=connections > 1, body=payload, replying=claim.replying)
+        sending = {"nbytes": (self._network.control.header, 0), "apart": connections > 1, "body": payload}
+        return await self._call(peer, invoke, LONGEST_CALL_S, what, **sending, replying=claim.replying)
 
     async def _call(
         self,
@@ -213,26 +213,13 @@ class SimTransport:
         invoke: Callable[[Handler, SimCall[T]], Coroutine[Any, Any, T]],
         deadline_s: float,
         what: str,
-        *,
-        nbytes: tuple[int, int] = (0, 0),
-        apart: bool = False,
-        body: Payload | None = None,
-        replying: Callable[[], None] = lambda: None,
-        silence_s: tuple[float, float] | None = None,
+        **options: Any,
     ) -> T:
-        """Make one call. `nbytes`: sizes of request and answer beyond what every call sends."""
+        """Make one call. `options`: further fields of `SimCall`."""
         self._check_alive()
-        each = self._network.control
-        request, answer = each.request + nbytes[0], each.answer + nbytes[1]
-        me, to = self._me, peer.peer_id
-        call = SimCall(
-            self._network, me, to, invoke, deadline_s, what, request, answer, apart, body, replying, silence_s
-        )
-        try:
-            return await call.answer
-        finally:
-            call.end()
-            del call  # An error in its answer refers to this frame.
+        call = partial(SimCall, self._network, self._me, peer.peer_id, invoke, deadline_s, what)
+        answer: T = await call(**options).result()
+        return answer
 
     def _check_alive(self) -> None:
         if self.dead:
