@@ -66,11 +66,12 @@ class Registry:
         """From now on no announcement crosses between groups, and without groups all nodes see all announcements. A
         node in no group sees all and is seen by all.
 
-        A group that is part of an earlier one starts with what that one could read, any other group with everything.
+        A group all of whose nodes were in the same group before, or new, starts with what that group could read, any
+        other group with everything.
         """
         views: dict[frozenset[PeerId], _AdvertView] = {}
         for group in map(frozenset, groups):
-            earlier = {self._group(peer) for peer in group}
+            earlier = {self._group(peer) for peer in group} - {None}
             known = earlier.pop() if len(earlier) == 1 else None
             views[group] = copy(self._whole if known is None else self._of_group[known])
         self._of_group = views

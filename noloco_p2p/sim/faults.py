@@ -96,6 +96,7 @@ class FaultySwarm(SimSwarm):
     def start(self, stage: int, replica: int) -> None:
         """As in `SimSwarm`. Also records what was available each time the node chooses weights to resume from."""
         super().start(stage, replica)
+        self._split()
         process = self.processes[-1]
         transport, _, telemetry, _ = process.ports
         record, ask = telemetry.event, transport.describe

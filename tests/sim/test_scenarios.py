@@ -361,6 +361,25 @@ def test_a_fault_lasts_until_its_own_end() -> None:
     assert seen[10.0] == [1.0, False, False, False, False, False, 0, True]
 
 
+def test_a_node_that_arrives_during_a_split_is_on_one_side_of_it() -> None:
+    faults = (
+        "{at_s: 4, kind: split, peers: [s0r0, s1r0], for_s: 10}",
+        "{at_s: 5, kind: arrive, peers: [s1r2]}",
+    )
+    light = ("replicas=[2, 2]", "run.steps=24", "workload.parameters_per_stage=1_000_000")
+    swarm, seen = build(load(None, (*SHORT, *light, f"faults=[{', '.join(faults)}]")), seed=0), list[object]()
+
+    def look() -> None:
+        listed = [{a.peer_id for a in swarm.registry.view(now=12.0, reader=reader)} for reader in ("s0r0", "s0r1")]
+        cut = [swarm.network.cut("s1r2", peer) for peer in ("s0r0", "s0r1")]
+        seen.extend([*cut, *("s1r2" in one for one in listed)])
+        seen.append({a.peer_id for a in swarm.registry.view(now=12.0, reader="s1r2") if a.announced_at > 8.0})
+
+    swarm.at(12.0, look)
+    check(swarm)
+    assert seen == [True, False, False, True, {"s0r1", "s1r1", "s1r2"}]
+
+
 @pytest.mark.parametrize("for_s", [0, 1, 8])
 def test_a_node_that_was_asked_to_leave_is_restarted(for_s: float) -> None:
     """Even if leaving takes longer than the absence was to last, and only once if it was asked to leave twice."""
