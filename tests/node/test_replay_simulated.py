@@ -307,7 +307,7 @@ def no_digest(patch: pytest.MonkeyPatch) -> None:
     narrow(patch, 0.05)
     right = LatticeCodec._gap
     patch.setattr(LatticeCodec, "_gap", lambda self, *a: right(self, *a).clamp(min=1 - self._levels))
-    patch.setattr(LatticeCodec, "_digest", lambda self, values_CK: torch.zeros(len(values_CK), dtype=torch.int32))
+    patch.setattr(LatticeCodec, "_digest_of", lambda self, rows_CK: torch.zeros(len(rows_CK), dtype=torch.int32))
 
 
 def not_asked_again(patch: pytest.MonkeyPatch) -> None:
