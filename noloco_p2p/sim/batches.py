@@ -21,7 +21,7 @@ class SimBatches:
     """
 
     def __init__(
-        self, manifest: RunManifest, me: PeerId, *, unequal: bool = False, cursor: Mapping[str, object] | None = None
+        self, manifest: RunManifest, me: PeerId, cursor: Mapping[str, object] | None = None, *, unequal: bool = False
     ) -> None:
         self._manifest = manifest
         self._me = me

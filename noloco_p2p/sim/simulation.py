@@ -4,20 +4,22 @@ swarm = build(Scenario(), seed=3)
 outcome = swarm.run()
 """
 
+from functools import partial
+
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.block_format import wire_spec
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.core.outer_rules import state_kinds
 from noloco_p2p.core.snapshots import GUARDED_DTYPE
 from noloco_p2p.errors import ConfigError
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.fault_plan import planned_faults, slowness
 from noloco_p2p.sim.faults import FaultySwarm
 from noloco_p2p.sim.links import MEASURED, Access, Geography, Link, MessageSizes, Regions
 from noloco_p2p.sim.scenario import Scenario, of_stage
 from noloco_p2p.sim.world import SimPlan, peer_id
-
-BYTES_PER_MEGABIT = 1e6 / 8
 
 
 def build(scenario: Scenario, seed: int) -> FaultySwarm:
@@ -40,7 +42,7 @@ def build(scenario: Scenario, seed: int) -> FaultySwarm:
         costs=costs_of(scenario),
         slowness=slowness(scenario, seed, newcomers),
         view_age_s=scenario.network.view_age_s,
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
     )
     return FaultySwarm(plan, faults, limit_s=scenario.limit_s)
 
@@ -82,7 +84,7 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
     net, limits = scenario.network, scenario.node.limits
     regions = None
     if net.regions.names:
-        speeds = tuple(tuple(speed * BYTES_PER_MEGABIT for speed in row) for row in net.regions.mbit_per_s) or None
+        speeds = tuple(tuple(speed * BYTES_PER_MBIT for speed in row) for row in net.regions.mbit_per_s) or None
         regions = Regions(net.regions.round_trip_ms, speeds)
     link = Link(
         net.link.latency_s,
@@ -100,4 +102,4 @@ def geography_of(scenario: Scenario, seed: int) -> Geography:
 
 
 def _bytes(mbit: float | None) -> float | None:
-    return None if mbit is None else mbit * BYTES_PER_MEGABIT
+    return None if mbit is None else mbit * BYTES_PER_MBIT

@@ -64,8 +64,6 @@ class SimPlan:
     """Factor on a node's device seconds; 1.0 for nodes not named."""
     view_age_s: float = 0.0
     """Age of every view of the membership, seconds."""
-    unequal_batches: bool = False
-    """Microbatches have different numbers of tokens."""
     chooses_stage: bool = False
     """Nodes choose their stage themselves; the stage in their id then has no meaning."""
     save_s: float = 0.05
@@ -75,8 +73,7 @@ class SimPlan:
     gradient_audit: bool = True
     """Some data is sent twice (METHOD.md, "The same data twice")."""
     stage_factory: StageFactory = LinearStage
-    batches_factory: BatchesFactory | None = None
-    """None: small integers (`sim.batches`)."""
+    batches_factory: BatchesFactory = SimBatches
 
     def costs_of(self, stage: int) -> Costs:
         """Device seconds of a node of this stage."""
@@ -127,9 +124,7 @@ class SimSwarm:
             return stages[-1]
 
         async def make_batches(cursor: Mapping[str, object] | None) -> Batches:
-            if plan.batches_factory is not None:
-                return plan.batches_factory(plan.manifest, peer, cursor)
-            return SimBatches(plan.manifest, peer, unequal=plan.unequal_batches, cursor=cursor)
+            return plan.batches_factory(plan.manifest, peer, cursor)
 
         def local_time() -> datetime:
             return MIDNIGHT + timedelta(seconds=asyncio.get_running_loop().time())

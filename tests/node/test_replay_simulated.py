@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +43,7 @@ from noloco_p2p.core.outer_rules import Gossip, RuleName
 from noloco_p2p.core.snapshots import FrozenRound, Snapshot, SnapshotRequest
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.ports import Stage
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.process import Outcome
 from noloco_p2p.sim.transport import SimTransport
 from noloco_p2p.sim.world import SimPlan, SimSwarm, StageFactory, peer_id
@@ -87,7 +89,11 @@ def audited(audit: Path) -> StageFactory:
 def simulate(manifest: RunManifest, audit: Path, factory: StageFactory | None = None) -> Outcome:
     with float64_llama():
         plan = SimPlan(
-            manifest, (REPLICAS,) * STAGES, seed=2, unequal_batches=True, stage_factory=factory or audited(audit)
+            manifest,
+            (REPLICAS,) * STAGES,
+            seed=2,
+            batches_factory=partial(SimBatches, unequal=True),
+            stage_factory=factory or audited(audit),
         )
         return SimSwarm(plan).run()
 

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from noted import noted
@@ -15,6 +16,7 @@ from noloco_p2p.config import (
 )
 from noloco_p2p.core.messages import STREAM, Advert, MicrobatchId, PeerId
 from noloco_p2p.sim import world
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import Outcome, SimProcess
@@ -50,7 +52,7 @@ def drawn(seed: int) -> SimPlan:
         costs=Costs(spread=0.4),
         slowness={slow: 3.0},
         view_age_s=rng.choice([0.0, 1.0]),
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
     )
 
 
@@ -106,7 +108,7 @@ def clock_plan(
         costs=Costs(spread=0.1),
         slowness=slow or {},
         view_age_s=max(0.0, view_age_steps - 2) * step_s,
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
     )
 
 

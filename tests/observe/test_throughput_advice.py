@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from soak import soak
 
+from noloco_p2p.core.line_cap import BYTES_PER_MBIT
 from noloco_p2p.core.status import MicrobatchSize
 from noloco_p2p.lab import scenario_files
 from noloco_p2p.lab.sim_command import SimRequest, simulate
@@ -17,7 +18,7 @@ from noloco_p2p.observe.diagnosis.findings import Finding, Report
 from noloco_p2p.observe.diagnosis.throughput_advice import StageMedian, estimated_step
 from noloco_p2p.observe.overview import overview
 from noloco_p2p.sim.scenario import Scenario
-from noloco_p2p.sim.simulation import BYTES_PER_MEGABIT, costs_of, sizes_of
+from noloco_p2p.sim.simulation import costs_of, sizes_of
 from noloco_p2p.sim.throughput_bound import throughput_bound
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
@@ -29,7 +30,7 @@ def medians_of(scenario: Scenario) -> list[StageMedian]:
     """The medians that identical nodes would measure."""
     access, link = scenario.network.access, scenario.network.link
     up, down = (
-        min(rate or 1e9, link.mbit_per_s or 1e9) * BYTES_PER_MEGABIT
+        min(rate or 1e9, link.mbit_per_s or 1e9) * BYTES_PER_MBIT
         for rate in (access.up_mbit_per_s, access.down_mbit_per_s)
     )
     return [

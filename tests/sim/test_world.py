@@ -16,6 +16,7 @@ from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, MicrobatchId, PeerId
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import LocalError
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.directory import Registry
 from noloco_p2p.sim.faults import Fault, FaultySwarm
@@ -54,7 +55,7 @@ def _plan(replicas: tuple[int, ...] = (2, 2), **changes: object) -> SimPlan:
         config=config,
         link=Link(latency_s=0.002, spread=0.3),
         costs=Costs(spread=0.2),
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
     )
 
 

@@ -10,9 +10,11 @@ import asyncio
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 
 from elastic import COSTS, DRAIN_S, RULES, config_for, manifest_for, replay
 
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Link
 from noloco_p2p.sim.process import SimProcess
@@ -53,7 +55,7 @@ class ChoosingSwarm(FaultySwarm):
             link=Link(latency_s=0.005, spread=0.3),
             costs=costs,
             view_age_s=rng.choice([0.0, 0.5]),
-            unequal_batches=True,
+            batches_factory=partial(SimBatches, unequal=True),
             chooses_stage=True,
         )
         arrives = Fault(rng.uniform(5.0, 20.0), "arrive", (peer_id(0, nodes),))

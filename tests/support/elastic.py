@@ -8,12 +8,14 @@ replays one seed, and prints the faults, the outcome, and which law the swarm br
 
 import random
 import sys
+from functools import partial
 
 from lawful import Judge, Swarm, broken
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim import laws
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.device import Costs
 from noloco_p2p.sim.faults import BARRIERS, Fault, FaultySwarm
 from noloco_p2p.sim.links import Link
@@ -78,7 +80,7 @@ def drawn(seed: int) -> tuple[SimPlan, tuple[Fault, ...]]:
         link=Link(latency_s=0.005, spread=0.3, reply_loss=rng.choice([0.0, 0.0, 0.01])),
         costs=COSTS,
         view_age_s=rng.choice([0.0, 0.0, 0.5]),
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
         torn_by_crash=rng.random() < 0.5,
     )
     return plan, tuple(sorted(_faults(rng, replicas), key=lambda fault: fault.at_s))
@@ -169,7 +171,7 @@ def plan_of(replicas: tuple[int, ...], *, every_steps: int = 1, **changes: objec
         config=config_for(checkpoint={"every_steps": every_steps}),
         link=Link(latency_s=0.005, spread=0.3),
         costs=COSTS,
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
     )
 
 

@@ -9,12 +9,14 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from elastic import COSTS, DRAIN_S, config_for, manifest_for, replay
 from lawful import Judge, Swarm, broken
 
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.sim import laws
+from noloco_p2p.sim.batches import SimBatches
 from noloco_p2p.sim.faults import Fault, FaultySwarm
 from noloco_p2p.sim.links import Access, Geography, Link, MessageSizes
 from noloco_p2p.sim.world import SimPlan, peer_id
@@ -94,7 +96,7 @@ def drawn_as(kind: type[Swarm], seed: int) -> Swarm:
         costs=costs,
         slowness={peer: SLOWEST for peer in nodes_of(replicas) if rng.random() < 0.1},
         view_age_s=rng.choice([0.0, 0.0, 0.5]),
-        unequal_batches=True,
+        batches_factory=partial(SimBatches, unequal=True),
         torn_by_crash=rng.random() < 0.5,
     )
     faults = sorted(_faults(rng, replicas), key=lambda fault: fault.at_s)
