@@ -1,10 +1,10 @@
-"""The messages between simulated nodes, their byte counts, and what nodes measure about their lines."""
+"""The messages between simulated nodes, and their byte counts."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from noloco_p2p.core.line_rate import LineRate, MeasuredLine
+from noloco_p2p.core.line_rate import LineRate
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim.bandwidth import Flow
 
@@ -88,38 +88,3 @@ class Payload:
         if self.sent_at is None:
             return 0
         return self.nbytes if self.flow is None else math.floor(self.flow.moved(now))
-
-
-class MeasuredLines:
-    """The measured lines of all running processes. Both ends measure a payload while its bytes move."""
-
-    def __init__(self) -> None:
-        self._lines: dict[PeerId, MeasuredLine] = {}
-
-    def new(self, peer: PeerId) -> MeasuredLine:
-        """A new line, for a process of this peer that starts now."""
-        self._lines[peer] = line = MeasuredLine()
-        return line
-
-    def of(self, peer: PeerId) -> MeasuredLine | None:
-        """The line of the newest process of this peer; None if it has had none."""
-        return self._lines.get(peer)
-
-    def moves(self, payload: Payload, moved: float, now: float) -> None:
-        """Note that the payload starts to move. `moved`: bytes that have left so far."""
-        sender, receiver = self._lines.get(payload.sender), self._lines.get(payload.receiver)
-        rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
-        if sender:
-            sender.leaves(payload.receiver)
-        for rate in rates:
-            rate.carries(payload.kind, payload.nbytes)
-        payload.moved_before, payload.measured = moved, tuple([(rate, rate.began(now)) for rate in rates])
-
-    def stopped(self, payload: Payload, moved: float, now: float) -> None:
-        """Note that the payload stops, if it was moving. `moved`: bytes that have left in total."""
-        sender = self._lines.get(payload.sender)
-        if payload.measured and sender:
-            sender.has_left(payload.receiver, now)
-        for rate, began in payload.measured:
-            rate.ended(began, moved - payload.moved_before, now)
-        payload.measured = ()

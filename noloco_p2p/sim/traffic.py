@@ -8,12 +8,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import MicrobatchId, PeerId
 from noloco_p2p.sim import bandwidth
 from noloco_p2p.sim.bandwidth import Flow
 from noloco_p2p.sim.connections import Paths
 from noloco_p2p.sim.links import Geography
-from noloco_p2p.sim.payloads import KINDS, ByteCounts, MeasuredLines, Payload
+from noloco_p2p.sim.payloads import KINDS, ByteCounts, Payload
 
 SAME_S = 1e-9
 """Times with a smaller difference are equal: sums of latencies are not exact."""
@@ -34,7 +35,8 @@ class Traffic:
         self._queues: dict[tuple[PeerId, PeerId], dict[Payload, None]] = {}
         """Activations and gradients by (sender, receiver). The first is being sent, the others wait."""
         self._counts: dict[PeerId, dict[str, ByteCounts]] = {}
-        self.lines = MeasuredLines()
+        self.lines: dict[PeerId, MeasuredLine] = {}
+        """The line of the newest process of each peer. Both ends measure a payload while its bytes move."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def byte_counts(self) -> dict[PeerId, dict[str, ByteCounts]]:
@@ -68,7 +70,7 @@ class Traffic:
 
     def fill(self, sender: PeerId, receiver: PeerId, connections: int, each: int) -> None:
         """Send `each` bytes of filler on each of `connections` connections, if these have been idle for long enough."""
-        line = self.lines.of(sender)
+        line = self.lines.get(sender)
         if line is not None and line.rested(receiver, self._now()) and not self._is_cut(sender, receiver):
             filler = Payload(sender, receiver, "filler", connections * each, connections=connections)
             filler.on_gone = lambda: self.take(filler)
@@ -217,9 +219,19 @@ class Traffic:
             self._has_left(payload)
         elif body:
             self._paths.connection(sender, receiver).start(payload.flow, path, payload.connections)
-            self.lines.moves(payload, payload.flow.moved(self._now()), self._now())
+            self._measure(payload, payload.flow)
         else:
             bandwidth.start(payload.flow, path)
+
+    def _measure(self, payload: Payload, flow: Flow) -> None:
+        """Begin to measure a payload, which moves now."""
+        now, sender, receiver = self._now(), self.lines.get(payload.sender), self.lines.get(payload.receiver)
+        rates = ([sender.up] if sender else []) + ([receiver.down] if receiver else [])
+        if sender:
+            sender.leaves(payload.receiver)
+        for rate in rates:
+            rate.carries(payload.kind, payload.nbytes)
+        payload.moved_before, payload.measured = flow.moved(now), tuple([(rate, rate.began(now)) for rate in rates])
 
     def _halt(self, payload: Payload) -> None:
         """Stop a payload, for good or until the next `_move`."""
@@ -229,7 +241,12 @@ class Traffic:
             bandwidth.stop(payload.flow)
         else:
             self._paths.connection(payload.sender, payload.receiver).stop(payload.flow)
-            self.lines.stopped(payload, payload.flow.moved(self._now()), self._now())
+            now, line = self._now(), self.lines.get(payload.sender)
+            if payload.measured and line is not None:
+                line.has_left(payload.receiver, now)
+            for rate, began in payload.measured:
+                rate.ended(began, payload.flow.moved(now) - payload.moved_before, now)
+            payload.measured = ()
 
     def _has_left(self, payload: Payload) -> None:
         self._halt(payload)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from noloco_p2p.core import wire
-from noloco_p2p.core.line_rate import PART_BYTES, Sending
+from noloco_p2p.core.line_rate import PART_BYTES, MeasuredLine, Sending
 from noloco_p2p.core.messages import (
     Activation,
     Advert,
@@ -60,7 +60,7 @@ class SimTransport:
         self._network = network
         self._me = me
         self._warming: dict[PeerId, asyncio.Task[None]] = {}
-        self.line = network.traffic.lines.new(me)
+        self.line = network.traffic.lines[me] = MeasuredLine()
         """See `ports.Transport`."""
 
     def sending(self, activation: Activation, peer: Advert) -> Sending:
