@@ -15,6 +15,8 @@ from noloco_p2p.sim.linear_stage import LinearStage
 T = TypeVar("T")
 Values = tuple[float, ...]
 """One value per weight."""
+ROUNDING = 1e-9
+"""By how much two sums of the same numbers in another order may differ, as a share of the weights."""
 FROZEN_ROUNDS = 64
 """Number of frozen rounds that a stage remembers, which is more than are ever open."""
 
@@ -57,21 +59,6 @@ class FrozenProgress:
     """What inner steps had added to θ that no merge had included yet."""
     delta: Values
     """Δ."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergedProgress:
-    """What a merge made of the trained progress, next to what inner steps added; each value is (gain, bias)."""
-
-    round: int
-    delta: Values
-    """Δ of the merged snapshot."""
-    trained: Values
-    """What inner steps had added by then that no earlier merge had included."""
-    kept: Values
-    """θ after the merge, without the round's own contribution (`LinearStage.base`)."""
-    trained_since: Values
-    """What inner steps have added to θ since the snapshot was frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +152,8 @@ class RecordingStage(LinearStage):
         self.forwards = 0
         self.loaded: list[LoadedWeights] = []
         self.merged: list[MergedSnapshot] = []
-        self.progress: list[MergedProgress] = []
-        """One entry per merge."""
+        self.miscounted: list[str] = []
+        """The merges after which Δ or θ was not what inner steps had added, in words."""
         self._trained: Values = (0.0, 0.0)
         """What inner steps have added to θ that no merge has included yet."""
         self._at_freeze: dict[int, FrozenProgress] = {}
@@ -223,14 +210,17 @@ class RecordingStage(LinearStage):
         self.loaded.append(LoadedWeights("restore", theirs.peer, theirs.round, (*self.theta,), found, lineage, counted))
 
     def merge(self, mine: FrozenRound, theirs: Sequence[PartnerVector] = (), counted: bool = True) -> float | None:
-        """Records the call."""
+        """Records the call, and compares what it made of the trained progress with what inner steps added."""
         frozen = self._at_freeze[mine.round]
         for one in theirs:
             self.merged.append(MergedSnapshot(now_s(), frozen.at_s, mine.round, one.peer))
         result = super().merge(mine, theirs, counted)
         self._trained = tuple(map(sub, self._trained, frozen.trained))
         kept = tuple(map(sub, self.theta, self.base))
-        self.progress.append(MergedProgress(mine.round, frozen.delta, frozen.trained, kept, self._trained))
+        for what, found, added in (("Δ", frozen.delta, frozen.trained), ("θ", kept, self._trained)):
+            off = max(abs(a - b) for a, b in zip(found, added, strict=True))
+            if not off <= ROUNDING * (1 + max(map(abs, self.theta))):
+                self.miscounted.append(f"round {mine.round}: {what} is {found}, steps added {added}")
         return result
 
 
