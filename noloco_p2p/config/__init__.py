@@ -25,25 +25,3 @@ from noloco_p2p.config.node_config import (
     NodeConfig,
 )
 from noloco_p2p.config.outer_settings import OuterSettings
-
-__all__ = [
-    "MANIFEST_LIMIT_BYTES",
-    "MAX_LAYERS",
-    "AuditSettings",
-    "CheckpointSettings",
-    "DataSettings",
-    "DirectorySettings",
-    "EvaluationSettings",
-    "InnerSettings",
-    "LimitSettings",
-    "ListenSettings",
-    "ModelSettings",
-    "NodeConfig",
-    "OuterSettings",
-    "Positive",
-    "RunManifest",
-    "Seconds",
-    "SecuritySettings",
-    "Settings",
-    "WireSettings",
-]
