@@ -56,9 +56,9 @@ def compact(value: float | None, digits: int = 3) -> str:
     return f"{number}{prefix}"
 
 
-def size_text(value: float | None, digits: int = 3) -> str:
+def size_text(value: float | None) -> str:
     """Bytes in decimal units: `840 B`, `1.2 MB`."""
-    number, prefix = _scaled(value, digits)
+    number, prefix = _scaled(value, 3)
     return f"{number} {prefix}B"
 
 

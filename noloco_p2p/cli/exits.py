@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, ENAMETOOLONG, ENOSPC, EPERM
 from itertools import pairwise
 from types import FrameType
@@ -16,6 +16,7 @@ import typer
 
 from noloco_p2p.errors import ConfigError, NolocoError
 from noloco_p2p.humanize import plain
+from noloco_p2p.launch.stop_signals import handled
 
 DEBUG = "--debug"
 PROMPT = "--prompt"
@@ -106,9 +107,6 @@ def finish_output() -> None:
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body of the `with` as Ctrl-C does, so that no process and no half-written
     directory is left behind. A second one ends it at once.
-
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored; except SIGINT, which the background processes
-    of a script ignore.
     """
     asked: list[int] = []
 
@@ -122,11 +120,7 @@ def ended_by_signals() -> Iterator[None]:
         else:
             raise SystemExit(128 + number)
 
-    with ExitStack() as after:
-        after.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                after.callback(signal.signal, number, signal.signal(number, leave))
+    with handled(signal.default_int_handler, signal.SIGINT), handled(leave, signal.SIGTERM, signal.SIGHUP):
         try:
             yield
         finally:

@@ -1,28 +1,35 @@
-"""The signals by which a launcher is asked to stop."""
+"""Handlers for signals, and the signals by which a launcher is asked to stop."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Let `handler` handle these signals inside the `with`.
+
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored; except SIGINT, which the background processes
+    of a script ignore.
+    """
+    minded = [one for one in numbers if one == signal.SIGINT or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in minded}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The numbers of the signals that arrive inside the `with` and ask to stop, in order.
-
-    SIGHUP does not count if it was ignored before, as under nohup. SIGINT always counts, although the background
-    processes of a script start with it ignored.
-    """
+    """The numbers of the signals that arrive inside the `with` and ask to stop, in order."""
     heard: list[int] = []
 
     def hear(number: int, _: object) -> None:
         if number != signal.SIGHUP or not heard:  # a closed terminal may send several
             heard.append(number)
 
-    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    minded = (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,)))
-    before = {number: signal.signal(number, hear) for number in minded}
-    try:
+    with handled(hear, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
