@@ -17,10 +17,11 @@ import importlib
 import json
 import os
 import runpy
-import select
+import selectors
 import socket
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,9 @@ class ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._running: dict[int, tuple[int, int]] = {}
-        """pidfd → process id and socket to the launcher, as a descriptor."""
-        self._ended: dict[int, int] = {}
-        """Socket to the launcher → process id. The process is not yet reaped, so that its id stays taken."""
-        self._poll = select.poll()
+        self._waits = selectors.PollSelector()
+        """What the server waits for: requests; for each process its end, and then until its socket is closed. With each
+        descriptor, what to do."""
 
     def serve(self) -> list[str] | None:
         """Fork a process for each request. Returns the program in the fork, and None in the server when all is over.
@@ -77,32 +76,25 @@ class ForkServer:
                 " imports at startup, such as a tracing agent, started it; disable that, or start each node with"
                 " noloco-node"
             )
-        control = self._control.fileno()
-        self._tell(control, READY)
-        self._poll.register(control, select.POLLIN)
-        listens = True
-        while listens or self._running or self._ended:
-            for descriptor, _ in self._poll.poll():
-                if descriptor in self._running:
-                    self._report_exit(descriptor)
-                elif descriptor in self._ended:
-                    os.waitpid(self._ended.pop(descriptor), 0)
-                    self._forget(descriptor)
-                elif passed := self._receive():
-                    request = self._fork(*passed)
-                    if request is not None:
-                        return _take_over(request)
-                else:
-                    listens = False
-                    self._poll.unregister(control)
+        self._tell(self._control.fileno(), READY)
+        self._waits.register(self._control, selectors.EVENT_READ, self._receive)
+        while self._waits.get_map():
+            for key, _ in self._waits.select():
+                request = key.data()
+                if request is not None:
+                    return _take_over(request)
         return None
 
-    def _receive(self) -> list[int]:
-        """The file descriptors of a request; empty if the launcher is gone."""
+    def _receive(self) -> dict[str, Any] | None:
+        """Take a request, or note that the launcher is gone. Returns the request in the fork."""
         try:
-            return socket.recv_fds(self._control, 1, 4)[1]
+            passed = socket.recv_fds(self._control, 1, 4)[1]
         except ConnectionError:
-            return []
+            passed = []
+        if passed:
+            return self._fork(*passed)
+        self._waits.unregister(self._control)
+        return None
 
     def _fork(self, *passed: int) -> dict[str, Any] | None:
         """Fork, and report the process id once the process leads its own session. Returns the request in the fork."""
@@ -128,24 +120,26 @@ class ForkServer:
         self._tell(report, NUMBER.pack(pid))
         if pid > 0:
             watch = os.pidfd_open(pid)
-            self._running[watch] = pid, report
-            self._poll.register(watch, select.POLLIN)
+            self._waits.register(watch, selectors.EVENT_READ, partial(self._report_exit, watch, pid, report))
         else:
             os.close(report)
         return None
 
-    def _report_exit(self, pidfd: int) -> None:
-        pid, report = self._running.pop(pidfd)
+    def _report_exit(self, pidfd: int, pid: int, report: int) -> None:
+        """Report the exit code. The process is not yet reaped, so that its id stays taken."""
         self._forget(pidfd)
         how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert how is not None
-        code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
-        self._tell(report, NUMBER.pack(code))
-        self._ended[report] = pid
-        self._poll.register(report, 0)  # reports when the other end is closed
+        self._tell(report, NUMBER.pack(how.si_status if how.si_code == os.CLD_EXITED else -how.si_status))
+        self._waits.register(report, selectors.EVENT_READ, partial(self._reap, pid, report))
+
+    def _reap(self, pid: int, report: int) -> None:
+        """The launcher has closed its end of the socket."""
+        os.waitpid(pid, 0)
+        self._forget(report)
 
     def _forget(self, descriptor: int) -> None:
-        self._poll.unregister(descriptor)
+        self._waits.unregister(descriptor)
         os.close(descriptor)
 
     def _tell(self, report: int, what: bytes) -> None:
