@@ -167,6 +167,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log at debug level only: a client that disconnects is not worth reporting."""
         logger.debug("web: a request failed", exc_info=True)
+        with self._changed:
+            self._accepted.pop(request, None)  # perhaps the system allows no further thread, which would do it
 
 
 class _PageHandler(http.server.BaseHTTPRequestHandler):

@@ -79,7 +79,6 @@ class PrometheusTelemetry(Collector):
             self._watchdog.close()
         if self._server is not None:
             self._server.close()
-            self._server = None
 
     def watch(self, status: Callable[[], Status], directory: Path) -> None:
         """Begin watching a node, which works in `directory`; `status` may be called from any thread."""

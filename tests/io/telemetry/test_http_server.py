@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -359,6 +360,20 @@ def test_a_malformed_request_is_refused_and_the_next_one_answered(asker: Asker, 
         except ConnectionResetError:
             answer = b""
     assert b" 200 " not in answer
+    assert asker.ask("/metrics")[0] == 200
+
+
+def test_requests_for_which_there_was_no_thread_do_not_hold_places(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(socketserver.ThreadingMixIn, "process_request", refuses)
+        for _ in range(REQUESTS_LIMIT):
+            with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+                asker.ask("/metrics")
     assert asker.ask("/metrics")[0] == 200
 
 
