@@ -22,7 +22,7 @@ from noloco_p2p.core.members import STATES
 from noloco_p2p.core.status import Status
 from noloco_p2p.io.telemetry import node_figures
 from noloco_p2p.io.telemetry.counters import LAST_VALUES, MAX_LABELS, TALLIES, RunCounters, known_labels
-from noloco_p2p.io.telemetry.http_server import STARTING, Health, HttpServer, Page, pages, without_addresses
+from noloco_p2p.io.telemetry.http_server import POLL_S, STARTING, Health, HttpServer, Page, pages, without_addresses
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.log import EventLog, RepeatLimiter
 
@@ -74,7 +74,7 @@ class PrometheusTelemetry(Collector):
         return int(self._server.server_address[1])
 
     def close(self) -> None:
-        """Stop the watchdog and the server, which takes a quarter of a second at most."""
+        """Stop the watchdog and the server, which takes half a second at most."""
         if self._watchdog is not None:
             self._watchdog.close()
         if self._server is not None:
@@ -236,10 +236,9 @@ class Watchdog(threading.Thread):
         self._ended = threading.Event()
 
     def close(self) -> None:
-        """Stop, and wait for the thread to end."""
+        """Stop, and wait for the thread to end, unless a check takes long: a disk may hang."""
         self._ended.set()
-        if self.is_alive():
-            self.join()
+        self.join(POLL_S)
 
     def look(self) -> None:
         """Check once, and report a change. The same problem is reported only once, however long it lasts."""

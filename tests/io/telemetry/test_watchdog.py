@@ -44,6 +44,28 @@ def test_the_watchdog_checks_periodically_and_ends_when_closed() -> None:
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_check_that_hangs_does_not_keep_the_node_from_ending() -> None:
+    """As it does while the disk of the node's directory hangs."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hangs() -> Status:
+        asked.set()
+        answers.wait(60)
+        return WELL
+
+    dog = Watchdog(hangs, lambda line, well: None, period_s=0.001)
+    dog.start()
+    assert asked.wait(10.0)
+    closing = threading.Thread(target=dog.close)
+    closing.start()
+    closing.join(10.0)
+    blocked = closing.is_alive()
+    answers.set()
+    closing.join()
+    dog.join()
+    assert not blocked
+
+
 def test_the_log_has_a_line_for_the_problem_and_one_for_its_end(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
