@@ -25,8 +25,8 @@ ITEMS_LIMIT = 4_096
 """Most items of a list. If a node knows more other nodes, only the first ones are sent."""
 LIST_LIMIT = 256
 """Most waits, calls and troubles that are sent; any beyond that are left out."""
-FIELDS_LIMIT = 256
-"""Most fields of an object."""
+FIELDS_LIMIT = 1_024
+"""Most fields of an object: a run has no more stages."""
 TEXT_LIMIT = 1_024
 """Most characters of a text. Longer texts are cut before sending, and refused on receipt."""
 _line = partial(plain, most=TEXT_LIMIT)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_p2p.config import MAX_LAYERS
 from noloco_p2p.core.members import STATES
 from noloco_p2p.core.messages import Advert, Holding
 from noloco_p2p.core.status import (
@@ -191,6 +192,11 @@ def test_a_nodes_own_messages_are_encoded_acceptably_whatever_they_contain() -> 
     assert len(read.troubles) == status_json.LIST_LIMIT
     assert read.troubles[0].message.startswith("no space left [2Jxxx")
     assert len(read.troubles[0].message) == status_json.TEXT_LIMIT
+
+
+def test_a_run_of_1024_stages_may_have_lost_all_but_one() -> None:
+    status = replace(STATUS, stages=MAX_LAYERS, deserted=dict.fromkeys(range(1, MAX_LAYERS), 3.0))
+    assert status_json.decode(status_json.encode(status)) == status
 
 
 @pytest.mark.parametrize(
