@@ -121,8 +121,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Start a thread for a request; if there is no room, first cut off the oldest request of the busiest host."""
         with self._changed:
             if not self._has_room():
-                hosts = Counter(host for _, host in self._accepted.values())
-                busiest = max(hosts, key=hosts.__getitem__)
+                [(busiest, _)] = Counter(host for _, host in self._accepted.values()).most_common(1)
                 self._end(next(one for one, (_, host) in self._accepted.items() if host == busiest))
             if not self._changed.wait_for(self._has_room, FREED_S):
                 self.shutdown_request(request)

@@ -89,7 +89,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line without its newline. The message includes the traceback, if any: `QueueHandler` has added it."""
         line: dict[str, Any] = {"time": round(record.created, 3), "level": record.levelname.lower()}
-        return json.dumps({**line, "message": record.getMessage(), **getattr(record, "fields", {})}, default=str)
+        text = json.dumps({**line, "message": record.getMessage(), **getattr(record, "fields", {})}, default=str)
+        return json.dumps(json.loads(text, parse_constant=lambda constant: None))  # JSON has no NaN
 
 
 class PlainFormatter(logging.Formatter):

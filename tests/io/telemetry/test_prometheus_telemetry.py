@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import math
 import re
 import socket
 import threading
@@ -557,6 +558,15 @@ def test_events_of_the_hot_path_are_cheap(telemetry: PrometheusTelemetry) -> Non
         telemetry.event("bytes", direction="in", kind="activation", bytes=1)
         telemetry.event("gauge", name="in_flight", value=1)
     assert in_time((time.perf_counter() - began) / 6000, 100e-6)
+
+
+def test_figures_that_are_not_finite_are_null_in_json_lines(telemetry: PrometheusTelemetry, lines: io.StringIO) -> None:
+    stop = log.start(lines, json_lines=True)
+    for loss in (math.nan, math.inf, -math.inf):
+        telemetry.event("evaluation", step=3.0, loss=loss, tokens=8)
+    stop()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in lines.getvalue().splitlines()]
+    assert [line["loss"] for line in found] == [None] * 3
 
 
 @pytest.mark.parametrize("json_lines", [False, True])
