@@ -94,7 +94,6 @@ class HivemindDirectory:
             if self._newest is not None and self._newest.stage != advert.stage:
                 await self._withdraw(advert.step)
             await self._store(advert, ttl_s)
-            self._newest = advert
 
     async def announce_again(self) -> None:
         """Announce the newest advert again, with this node's current addresses. Raises as `announce`."""
@@ -104,7 +103,7 @@ class HivemindDirectory:
                 await self._store(newest, max(left_s, SHORTEST_TTL_S))
 
     async def withdraw(self, step: float) -> None:
-        """See `ports.Directory`. Does nothing if nothing has been announced since the last withdrawal."""
+        """See `ports.Directory`. Does nothing if no announcement has begun since the last withdrawal."""
         async with self._announcing:
             await self._withdraw(step)
 
@@ -204,6 +203,7 @@ class HivemindDirectory:
         if ways is not None:
             advert = replace(advert, addresses=ways())
         payload = adverts.encode(AdvertRecord(advert, dht_time(), places, *of_member))
+        self._newest = advert  # others may store it even if that fails or is cancelled here
         try:
             await self._store_at_others(advert, payload, ttl_s)
         finally:

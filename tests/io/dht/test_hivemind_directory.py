@@ -133,6 +133,31 @@ def test_a_repeated_announcement_does_not_outlive_a_newer_advert(tmp_path: Path,
     run(scenario)
 
 
+def test_a_node_that_leaves_during_its_first_announcement_says_so(tmp_path: Path) -> None:
+    """It is told to stop while it waits for the confirmation of an advert that others already have."""
+
+    async def scenario() -> None:
+        async with node(tmp_path / "a") as a, node(tmp_path / "b", join=[a.address]) as b:
+            stored, put = asyncio.Event(), b.directory._put
+
+            async def unconfirmed(advert: Advert, payload: bytes, expires: float) -> bool:
+                await put(advert, payload, expires)
+                stored.set()
+                return bool(await asyncio.Event().wait())
+
+            b.directory._put = unconfirmed  # type: ignore[method-assign]
+            announcing = asyncio.create_task(b.directory.announce(b.advert(), 30.0))
+            await stored.wait()
+            announcing.cancel()
+            await asyncio.wait([announcing])
+            b.directory._put = put  # type: ignore[method-assign]
+            assert [peer.state for peer in await a.directory.peers()] == ["training"]
+            await b.directory.withdraw(7.0)
+            assert [peer.state for peer in await a.directory.peers()] == ["left"]
+
+    run(scenario)
+
+
 def test_a_node_does_not_announce_an_advert_that_lives_too_long(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with node(tmp_path / "a") as a:
