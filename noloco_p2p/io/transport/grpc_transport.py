@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from secrets import randbits
 from typing import Any, TypeVar
 
 from noloco_p2p.config import LimitSettings, ListenSettings
@@ -90,7 +90,6 @@ class GrpcTransport:
         self.warm = self._warming.warm
         """See `ports.Transport`."""
         self._server: Any = None
-        self._numbers = count(1)
 
     async def listen(self) -> None:
         """Start the server; it declines calls until `serve` sets a handler. Raises LocalError if the port is in use."""
@@ -263,8 +262,9 @@ class GrpcTransport:
     def _further_calls(
         self, peer: Advert, connections: int, call: StripeCall
     ) -> tuple[int, list[AbstractAsyncContextManager[Duplex]]]:
-        """A number for a body, and one stripe for each further connection; the number is 0 if there are none."""
-        number = next(self._numbers) if connections else 0
+        """A number for a body, and one stripe for each further connection; the number is 0 if there are none. It is
+        random, because the peer may not have noticed yet that calls of an earlier process of this node have ended."""
+        number = 1 + randbits(63) if connections else 0
         return number, [self._stripe(peer, number, part, *call) for part in range(1, connections + 1)]
 
     @asynccontextmanager

@@ -36,6 +36,7 @@ from transport_fixture import (
     run,
     soon,
     tensor,
+    transport,
     watched_buffers,
 )
 
@@ -909,6 +910,29 @@ def test_two_bodies_of_one_caller_may_not_have_the_same_number() -> None:
             second = start("Propagate")
             await second.write(messages(7)[0])
             assert "two bodies have the same number" in (await soon(second.read())).refusal.message
+
+    run(scenario())
+
+
+def test_a_restarted_node_is_served_though_its_earlier_call_has_not_ended_yet() -> None:
+    """As if the machine had lost its network before its process was restarted."""
+
+    async def scenario() -> None:
+        node = Node(hang)
+        async with pair(node) as both:
+            is_far(both)
+            earlier = asyncio.create_task(both.a.propagate(both.peer, activation(LARGE)))
+            await soon(node.entered.wait())
+            node.serve = echo
+            restarted = replace(both, a=transport("A"))
+            is_far(restarted)
+            try:
+                sent = activation(LARGE, counter=2)
+                assert (await soon(restarted.a.propagate(both.peer, sent))).grad.data == sent.hidden.data
+            finally:
+                await restarted.a.close()
+                earlier.cancel()
+                await asyncio.wait([earlier])
 
     run(scenario())
 
