@@ -36,6 +36,8 @@ def run_app(app: typer.Typer, name: str) -> NoReturn:
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", errors=LACKING[1])
+    sys.stderr = sys.stderr or os.fdopen(2, "w", errors=LACKING[1])
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in LACKING:

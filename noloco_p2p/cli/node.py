@@ -6,7 +6,6 @@ import signal
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option, Typer
@@ -16,6 +15,7 @@ from noloco_p2p.cli.exits import DEBUG, finish_output, run_app
 from noloco_p2p.cli.options import ConfigFile, Settings, SwarmAddresses
 from noloco_p2p.errors import OtherRun
 from noloco_p2p.humanize import plural
+from noloco_p2p.launch.stop_signals import handled
 
 if TYPE_CHECKING:
     from noloco_p2p.launch.bootstrap import NodeOptions
@@ -128,27 +128,21 @@ def _describe(overrides: "Overrides") -> None:
         )
 
 
-def _stopped(number: int, frame: FrameType | None) -> None:
-    """Handles SIGTERM while the node is still importing: nothing has begun, so there is nothing to report."""
-    raise SystemExit(0)
-
-
 def main() -> None:
     """The command `noloco-node`."""
     # Imports create hardly any garbage, but collecting took a fifth of their time. `bootstrap.check_model` enables it.
     gc.disable()
-    # The first process of a container ignores signals for which it has no handler.
-    before = signal.signal(signal.SIGTERM, _stopped)
-    try:
-        run_app(app, "noloco-node")
-    except SystemExit as end:
-        if "torch" not in sys.modules:
-            raise
-        # Everything is closed and written. An orderly exit of the interpreter and its libraries would take seconds.
-        finish_output()
-        os._exit(end.code if isinstance(end.code, int) else 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # The first process of a container ignores signals for which it has no handler. While the node is still importing,
+    # nothing has begun, so there is nothing to report.
+    with handled(lambda *_: sys.exit(0), signal.SIGTERM):
+        try:
+            run_app(app, "noloco-node")
+        except SystemExit as end:
+            if "torch" not in sys.modules:
+                raise
+            # Everything is closed and written. An orderly exit of the interpreter and its libraries would take seconds.
+            finish_output()
+            os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,20 @@ def test_closed_standard_files_are_not_reused_for_others() -> None:
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(("closed", "output"), [("2>&-", "all laws hold"), (">&-", "")])
+def test_a_command_works_without_a_standard_output_or_error(closed: str, output: str) -> None:
+    """Closed streams are None in Python: noloco sim and report, and noloco-node, called that a bug."""
+    command = ["sh", "-c", f'"{sys.executable}" -m noloco_p2p.cli.main sim --set run.steps=1 {closed}']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, output in done.stdout, "error" in done.stdout + done.stderr) == (0, True, False)
+
+
+def test_without_a_standard_error_no_error_is_written_to_the_output(tmp_path: Path) -> None:
+    command = ["sh", "-c", f'"{sys.executable}" -m noloco_p2p.cli.main configs nope 2>&-']
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 buffered_or_not = pytest.mark.parametrize(
     "env", [{**os.environ, "PYTHONUNBUFFERED": value} for value in ("", "1")], ids=["buffered", "unbuffered"]
 )
