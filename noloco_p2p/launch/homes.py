@@ -44,14 +44,13 @@ class Home(Enum):
 def kind_of(directory: Path) -> Home:
     """The kind of a directory; one that does not exist is empty. Raises ConfigError if it cannot be read."""
     try:
-        if directory.is_dir():
-            names = {path.name for path in directory.iterdir() if path.name[0] != "."} - {MOUNT_POINT}
-        else:
-            names = set()
-            # A path below a file does not exist, but cannot be created either: the nearest path that exists decides.
-            nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-            if not nearest.is_dir():
-                return Home.FILE
+        # A path below a file, or a link to nothing, does not exist, but cannot be created either: the nearest decides.
+        nearest = next(it for it in (directory, *directory.absolute().parents) if it.exists() or it.is_symlink())
+        if not nearest.is_dir():
+            return Home.FILE
+        if nearest is not directory:
+            return Home.EMPTY
+        names = {path.name for path in directory.iterdir() if path.name[0] != "."} - {MOUNT_POINT}
         found = (kind for kind in Home if any(any(directory.glob(mark)) for mark in kind.marks))
         return next(found, Home.OTHER if names else Home.EMPTY)
     except OSError as error:

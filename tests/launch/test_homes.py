@@ -48,6 +48,11 @@ def a_swarm(home: Path, *, completed: bool) -> Path:
     return files(home, summary_json=json.dumps({"completed": completed, "inner_steps": 9}))
 
 
+def link_to_nothing(home: Path) -> Path:
+    home.symlink_to("not-mounted")
+    return home
+
+
 KINDS: dict[str, Callable[[Path], Path]] = {
     "nothing": lambda home: home,
     "fresh volume": lambda home: files(files(home / "lost+found").parent, _cache__version="1"),
@@ -65,6 +70,8 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "plots": lambda home: files(home, loss_svg="<svg/>"),
     "own files": lambda home: files(home, thesis_tex="years", sub__summary_json="{}"),
     "file": lambda home: files(home.parent, dir="text") / "dir",
+    "link to nothing": lambda home: link_to_nothing(home),
+    "below a link to nothing": lambda home: link_to_nothing(home) / "mine",
 }
 HERE, OUT = "{dir}", "{tmp}/out"
 COMMANDS: dict[str, tuple[list[str], str]] = {
