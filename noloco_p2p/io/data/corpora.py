@@ -179,7 +179,7 @@ def file_corpus(found: dict[str, Path], tokenizer: Tokenizer) -> FileCorpus:
         raise LocalError(f"cannot read {error.filename}: {error.strerror}") from error
     length = max(PIECE_BYTES, -(-sum(sizes.values()) // MAX_PIECES))
     names = [name for name in sorted(found) if sizes[name]]
-    chosen = {name for name in names if zlib.crc32(name.encode()) % HELD_OUT_EVERY == 0}
+    chosen = {name for name in names if zlib.crc32(os.fsencode(name)) % HELD_OUT_EVERY == 0}
     pieces = {name: _pieces(found[name], sizes[name], length) for name in names}
     if chosen and len(chosen) < len(names):
         train = [piece for name in names if name not in chosen for piece in pieces[name]]

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import sysconfig
@@ -227,6 +228,15 @@ def test_a_file_may_be_named_like_a_glob(tmp_path: Path) -> None:
     path = tmp_path / "[v1]" / "a?.txt"
     path.touch()
     assert corpora.matching_files((str(path),)) == {"a?.txt": path}
+
+
+def test_a_file_may_have_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    """It was held out, or not, by the checksum of its name, and a name in Latin-1 has no UTF-8."""
+    for name in (b"M\xfcller.txt", b"b.txt"):
+        (tmp_path / os.fsdecode(name)).write_bytes(name * 9_000)
+    trained, held_out = one_pass("text", (str(tmp_path / "*.txt"),))
+    assert trained.count(b"M\xfcller.txt") > 7_000
+    assert held_out
 
 
 def test_packed_text_is_read_whole_in_blocks_of_lines(tmp_path: Path) -> None:
