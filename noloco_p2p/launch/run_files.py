@@ -193,12 +193,12 @@ class LocalFiles(NamedTuple):
 
 def absolute(name: str) -> str:
     """The same path, in a form that does not depend on the working directory."""
-    return str(Path(name).expanduser().absolute())
+    return str(Path(os.path.expanduser(name)).absolute())
 
 
 def _absolute_glob(name: str) -> str:
     """As `absolute`, for a file or a glob: the name of the working directory has no wildcards."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return absolute(name) if path.is_absolute() or path.is_file() else f"{glob.escape(os.getcwd())}/{name}"
 
 

@@ -97,6 +97,16 @@ def test_only_the_glob_itself_has_wildcards_not_the_working_directory(
     assert {name: path.resolve() for name, path in matching_files(found).items()} == names, "also what is held out"
 
 
+def test_a_name_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the copies that some editors keep: the rest of the name was taken for a user, whom nobody knows."""
+    (tmp_path / "~a.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert run_files.LocalFiles.of(NodeConfig(data_files=("~a.txt", "~*.txt"), tokenizer_dir="~b")) == (
+        str(tmp_path / "~b"),
+        (str(tmp_path / "~a.txt"), str(tmp_path / "~*.txt")),
+    )
+
+
 def test_each_node_of_a_machine_serves_its_daemons_metrics_on_its_own_port(tmp_path: Path) -> None:
     plan = make_plan((None, 2, 1, 9, ("listen.libp2p_metrics_port=9400",)), None, {})
     plan.write(tmp_path)
