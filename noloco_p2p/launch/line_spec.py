@@ -9,7 +9,8 @@ from noloco_p2p.errors import ConfigError
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FORM = "DOWN[/UP]mbit[,LATENCYms[,JITTERms]], such as 200mbit,25ms or 200/20mbit,25ms,3ms"
 _SPEC = re.compile(
-    r"(?P<down>[\d.]+)(?:/(?P<up>[\d.]+))?(?P<unit>[kmg]bit)(?:,(?P<latency>[\d.]+)ms(?:,(?P<jitter>[\d.]+)ms)?)?"
+    r"(?P<down>[\d.]{1,12})(?:/(?P<up>[\d.]{1,12}))?(?P<unit>[kmg]bit)"
+    r"(?:,(?P<latency>[\d.]{1,12})ms(?:,(?P<jitter>[\d.]{1,12})ms)?)?"
 )
 
 

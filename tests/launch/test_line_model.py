@@ -272,7 +272,12 @@ def test_a_link_is_parsed_as_providers_write_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "200", "200mbit,25", "0mbit,1ms", "200/0mbit", "1.2.3mbit", "1mbit,1ms,2ms", "-1mbit", "200mbit,25ms,"]
+    "text",
+    [
+        *("", "200", "200mbit,25", "0mbit,1ms", "200/0mbit", "1.2.3mbit", "1mbit,1ms,2ms", "-1mbit", "200mbit,25ms,"),
+        *("9" * 400 + "mbit", f"1/{'9' * 400}kbit", f"1mbit,{'9' * 400}ms"),  # beyond the range of a float
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_malformed_link_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--link .*200/20mbit"):
