@@ -78,7 +78,7 @@ class ChurnPlan:
 def shape_of(text: str) -> tuple[int, int]:
     """`3x3` → (stages, replicas). Raises ConfigError if it is malformed."""
     stages, cross, replicas = text.lower().partition("x")
-    if not (cross and stages.isdigit() and replicas.isdigit() and int(stages) and int(replicas)):
+    if not (cross and stages.isdecimal() and replicas.isdecimal() and int(stages) and int(replicas)):
         raise ConfigError(f"--nodes {text}: write it as STAGESxREPLICAS, such as 3x3")
     return int(stages), int(replicas)
 
