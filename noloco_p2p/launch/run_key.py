@@ -1,5 +1,6 @@
 """The root key of a members-only run, and who may do what: admit a node, invite others, revoke members, observe."""
 
+import fcntl
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,15 +107,16 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
     node_dir, manifest = _members_run(node_dir)
     trust = trust_in(manifest)
     assert trust is not None
-    revoked = Revocations(trust, node_dir / REVOKED)
-    before = revoked.held
     own = _certified(node_dir, trust)
     if own is not None and (it := next((peer for peer in peers if peer in (own[1].peer_id, own[1].issuer)), None)):
         why = f"{it} is the node of {node_dir} or has admitted it: that node would be expelled as well, and tell nobody"
         raise ConfigError(f"{why}; give --dir the directory of a node that another one has admitted")
-    number = max(int(dht_time()), before.number + 1)
-    made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*before.peers, *peers])
-    revoked.adopt(made.signed)
+    with (node_dir / run_files.MANIFEST).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one would replace the other's list
+        revoked = Revocations(trust, node_dir / REVOKED)
+        number = max(int(dht_time()), revoked.held.number + 1)
+        made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*revoked.held.peers, *peers])
+        revoked.adopt(made.signed)
     return made
 
 

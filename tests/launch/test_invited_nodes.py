@@ -6,8 +6,10 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
@@ -15,8 +17,9 @@ from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, 
 from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
-from noloco_p2p.io.dht.identity import KEY, Identity
+from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
 from noloco_p2p.io.security.invitations import Invitation
+from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.launch import node_probe, run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.settings import read as read_settings
@@ -239,6 +242,28 @@ def test_an_invitation_names_a_stage_that_its_form_can_hold(tmp_path: Path, monk
     for stage in (255, 299):
         with pytest.raises(ConfigError, match=f"stage {stage}: an invitation to this run can name stages 0 to 254"):
             run_key.invite(tmp_path, None, uses=1, seconds=HOUR_S, stage=stage)
+
+
+def test_two_commands_at_once_revoke_the_peers_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both read the same list, and the later one to write replaced what the other had added."""
+    run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    run_files.store_manifest(tmp_path, run)
+    first, second = peer_id_of(bytes(32)), peer_id_of(bytes([1] * 32))
+    other = threading.Thread(target=run_key.revoke, args=(tmp_path, None, [second]))
+    root = run_key._root
+
+    def meanwhile(*given: Any) -> Any:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.5)  # it ends only if it does not wait for its turn
+        return root(*given)
+
+    monkeypatch.setattr(run_key, "_root", meanwhile)
+    run_key.revoke(tmp_path, None, [first])
+    other.join()
+    trust = run_key.trust_in(run)
+    assert trust is not None
+    assert set(Revocations(trust, tmp_path / "revoked").held.peers) == {first, second}
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
