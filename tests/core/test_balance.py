@@ -9,6 +9,7 @@ from soak import soak
 
 from noloco_p2p.core.balance import (
     MIN_ROUNDS,
+    HoldUp,
     StageCapacities,
     capacities,
     choose_move,
@@ -123,7 +124,14 @@ def test_only_those_that_work_at_a_stage_count() -> None:
 def test_a_replica_without_a_speed_counts_as_the_mean_of_its_stage_else_of_all() -> None:
     speeds = {"a": 2.0, "b": 4.0, "c": inf, "x": 12.0, "z": nan}
     nodes = [replace(one, microbatches_per_s=speeds[one.peer_id]) for one in trainers("abc", "x", "z", "")]
+    nodes += [advert(str(stage), stage, microbatches_per_s=99.0) for stage in (-1, 4)]  # no such stages
     assert capacities(nodes, 4) == StageCapacities((9.0, 12.0, 6.0, 0.0), (3, 1, 1, 0), (3.0, 12.0, 6.0, 6.0))
+
+
+def test_nobody_moves_for_the_rounding_of_a_sum() -> None:
+    nodes = [advert(peer, peer in "xy", "starting", microbatches_per_s=0.1) for peer in "abcxy"]
+    assert 3 * 0.1 - 0.1 > 2 * 0.1
+    assert [choose_stage(*without(nodes, peer), 2) for peer in "abcxy"] == [0, 0, 0, 1, 1]
 
 
 def test_newcomers_to_a_run_under_way_raise_its_slowest_stage() -> None:
@@ -155,6 +163,20 @@ def test_one_node_of_the_strong_stage_moves_to_the_slow_one() -> None:
     assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["a"]
     target, reason = choose_move(*without(adverts, "a"), 2)
     assert (target, reason) == (1, "stage 1 can do 1 microbatches/s, mine 4")
+
+
+def test_a_stage_does_not_spare_the_replica_without_which_it_would_be_the_slowest() -> None:
+    speeds = {"a": 4.0, "b": 1.0, "c": 1.0, "x": 2.0}
+    adverts = [replace(a, microbatches_per_s=speeds[a.peer_id]) for a in trainers("abc", "x")]
+    assert [a.peer_id for a in adverts if choose_move(*without(adverts, a.peer_id), 2)[0] == 1] == ["b"]
+
+
+def test_a_stage_is_idle_if_most_of_the_stage_before_say_so_whatever_doubted_peers_say() -> None:
+    adverts = [replace(a, unserved=a.peer_id in "ac") for a in trainers("abcd", "x")]
+    idle = HoldUp("x", "idle")
+    assert [idle in HoldUp.among(adverts, doubted) for doubted in ("", "b", "ab", "acd", "bd")] == [
+        False, True, False, False, True
+    ]  # fmt: skip
 
 
 def test_one_that_stays_leaves_the_move_to_another() -> None:

@@ -89,8 +89,15 @@ def test_the_first_failure_of_a_peer_that_serves_is_not_charged_and_those_of_oth
     assert caller.trials.on_trial("p")
     caller.call("p", Unreachable, SPARE_SILENCES * PATIENCE_S)
     assert caller.among("sx") == "sx", "it has served, so only a part of that counts"
-    caller.call("y", Unreachable, 1000.0)
-    assert caller.among("sx") == "s"
+    caller.call("y", Unreachable, SPARE_SILENCES * PATIENCE_S)
+    assert caller.among("sx") == "s", "it never has, so all of that counts"
+
+
+def test_the_time_that_may_be_lost_grows_with_the_time_and_not_with_the_calls() -> None:
+    caller = Caller()
+    caller.call("s")
+    caller.call("x", Unreachable, 1000.0)
+    assert {caller.among("sx") for _ in range(1000)} == {"s"}
 
 
 def test_an_outage_of_the_node_itself_is_not_charged() -> None:

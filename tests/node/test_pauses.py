@@ -116,6 +116,20 @@ def test_a_node_that_is_to_leave_does_not_come_back_from_a_pause(when: str) -> N
     at(scenario)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_node_that_is_to_leave_does_not_come_back_from_a_standstill(before: bool) -> None:
+    async def scenario(place: Place) -> None:
+        place.node.stand_still(True)
+        place.catches_up.append(lambda: None if before else place.node.drain("told to leave"))
+        if before:
+            place.node.drain("told to leave")
+        await place.pause()
+        assert place.states == (["draining"] if before else ["syncing", "draining"])
+        assert not place.node.pausing
+
+    at(scenario)
+
+
 def test_a_node_that_has_stood_still_catches_up_until_it_has_not_stood_still_meanwhile() -> None:
     async def scenario(place: Place) -> None:
         def sleeps_again() -> None:
@@ -178,12 +192,15 @@ def test_a_node_that_trains_on_nothing_for_long_asks_the_others(
 
     async def scenario(place: Place) -> None:
         place.node.update(steps_per_s=speed)
+        place.node.spend_on_evaluation(100.0)
         for _ in range(steps):
             await asyncio.sleep(1.0)
             place.pauses.stepped(4)
         place.node.spend_on_evaluation(evaluated_s)
-        await asyncio.sleep(idle_s)
-        place.pauses.stepped(0)
+        for part_s in (idle_s - 10.0, 10.0):
+            assert not place.node.stood_still
+            await asyncio.sleep(part_s)
+            place.pauses.stepped(0)
         assert place.node.stood_still == asks
         place.node.stand_still(False)
         place.pauses.begin()
@@ -229,6 +246,8 @@ def test_the_watch_begins_and_ends_the_owner_s_hours() -> None:
 def test_a_node_joins_when_its_hours_begin(leaves: bool, stage: int | None) -> None:
     async def scenario(place: Place) -> None:
         place.node.update(stage=NO_STAGE, state="starting")
+        place.node.microbatch = None
+        del place.node.stage  # there are no weights yet
         watching = asyncio.create_task(place.pauses.keep_watch())
         opening = asyncio.create_task(place.pauses.until_open())
         await asyncio.sleep(30.0)
@@ -239,7 +258,8 @@ def test_a_node_joins_when_its_hours_begin(leaves: bool, stage: int | None) -> N
             await asyncio.sleep(30.0 + LOOK_S)
         await asyncio.sleep(0.1)
         assert opening.done()
-        assert place.node.chosen_stage == (None if leaves else stage), "it is announced only now"
+        assert place.node.advert.stage == (NO_STAGE if leaves or stage is None else stage), "it is announced only now"
+        assert not watching.done()
         watching.cancel()
         await asyncio.wait([watching])
 

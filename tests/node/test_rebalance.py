@@ -312,6 +312,8 @@ class Decisions:
         """Peers whose last answer is from before the last reading."""
         self.elsewhere: set[str] = set()
         """Peers that answer that they hold another stage than they announced."""
+        self.paused: set[str] = set()
+        """Peers that answer that they pause, although they announced that they train."""
         self.doubted: set[str] = set()
         self.asked: list[list[str]] = []
         self.since: list[float] = []
@@ -348,7 +350,7 @@ class Decisions:
 
     def _answering(self, adverts: Sequence[Advert], states: Set[str]) -> list[Advert]:
         here = [one for one in adverts if one.peer_id not in self.silent | self.elsewhere]
-        return [one for one in here if self.others[one.peer_id].state in states]
+        return [a for a in here if ("paused" if a.peer_id in self.paused else self.others[a.peer_id].state) in states]
 
     def change(self, peer: str, **fields: Any) -> None:
         self.others[peer] = replace(self.others[peer], **fields)
@@ -371,7 +373,9 @@ def test_a_move_that_was_withdrawn_is_announced_for_two_readings_again() -> None
     decisions = Decisions()
     assert [decisions.reading()[0] for _ in range(2)] == [1, 1]
     decisions.change("e", microbatches_per_s=100.0)
+    decisions.asked.clear()
     assert [decisions.reading() for _ in range(4)] == [(None, [])] * 4
+    assert not decisions.asked, "a node that stays need not know whether its mates live"
     decisions.change("e", microbatches_per_s=10.0)
     assert [decisions.reading() for _ in range(2)] == [(1, [])] * 2
     assert decisions.reading() == (1, [1])
@@ -379,7 +383,7 @@ def test_a_move_that_was_withdrawn_is_announced_for_two_readings_again() -> None
 
 def test_no_move_begins_before_the_mates_have_answered_since_the_last_reading() -> None:
     decisions = Decisions()
-    for wrong in (decisions.stale, decisions.elsewhere):
+    for wrong in (decisions.stale, decisions.elsewhere, decisions.paused):
         wrong.add("c")
         assert [decisions.reading() for _ in range(5)] == [(1, [])] * 5
         wrong.clear()
@@ -396,12 +400,33 @@ def test_of_many_mates_the_same_few_must_answer_at_each_reading() -> None:
     assert len({*map(tuple, decisions.asked)}) == 1
 
 
+def test_others_must_answer_if_some_of_those_that_must_fall_silent() -> None:
+    decisions = Decisions()
+    for number in range(20):
+        decisions.others[f"m{number}"] = replace(decisions.others["b"], peer_id=f"m{number}")
+    decisions.reading()
+    decisions.silent.update(decisions.asked[0][1:])
+    assert decisions.reading() == (1, [])
+    assert decisions.reading() == (1, [1])
+    assert len(decisions.asked[-1]) == PROBES
+    assert decisions.silent.isdisjoint(decisions.asked[-1])
+
+
 @pytest.mark.parametrize(("silent", "announced"), [("b", 1), ("bc", None)])
 def test_silent_mates_do_not_count(silent: str, announced: int | None) -> None:
     decisions = Decisions()
     decisions.silent.update(silent)
     assert decisions.reading() == (announced, [])
     assert decisions.asked == ([["c", "d"]] if announced else [])
+
+
+def test_silent_replicas_of_another_stage_count() -> None:
+    decisions = Decisions()
+    decisions.node.manifest.stages = 3
+    for peer in "fg":
+        decisions.others[peer] = replace(decisions.others["e"], peer_id=peer, stage=2)
+        decisions.silent.add(peer)
+    assert decisions.reading() == (1, [])
 
 
 def test_a_paused_mate_is_not_asked() -> None:
