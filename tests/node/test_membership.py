@@ -1,0 +1,202 @@
+"""What one node concludes from what it knows of the others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.config import NodeConfig, RunManifest
+from noloco_p2p.core.messages import Advert, NodeDescription, Origin, PeerId
+from noloco_p2p.errors import Unreachable
+from noloco_p2p.node.membership import DESERTED_S, DISTRUST, Membership
+from noloco_p2p.node.state import NodeState
+from noloco_p2p.sim import virtual_time
+
+STEPS, TTL_S, LINGER_S, DEADLINE_S = 1000, 30.0, 5.0, 60.0
+
+
+class Place:
+    """Node `me` of a stage in the middle of a run of three; it knows the peers that `sees` names, as stage + number."""
+
+    def __init__(self, stage: int, routing: str) -> None:
+        manifest = RunManifest(stages=3, steps=STEPS, routing=cast(Any, routing))
+        limits: Any = {"linger_s": LINGER_S, "microbatch_deadline_s": DEADLINE_S}
+        me = Advert("me", manifest.run_id, stage, (), state="training", step=500.0)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
+        self.node = NodeState(me, manifest, NodeConfig(limits=limits), cast(Any, telemetry))
+        self.swarm = Membership(self.node)
+        self.says: dict[PeerId, str] = {}
+        """The state that a peer answers; those that are not in here are silent."""
+
+    async def describe(self, peer: Advert) -> NodeDescription:
+        await asyncio.sleep(0.1)
+        if peer.peer_id not in self.says:
+            raise Unreachable("nobody is there")
+        state = self.says[peer.peer_id]
+        return NodeDescription(peer.peer_id, peer.run_id, peer.stage, state, peer.step, 0, "")
+
+    def sees(self, *, step: float = 500.0, **states: str) -> None:
+        """Read the membership: s0r0="training" is a replica of stage 0."""
+        now, run = self.node.now(), self.node.run_id
+        self.swarm.read(
+            [
+                Advert(peer, run, int(peer[1]), (), state=state, step=step, announced_at=now)
+                for peer, state in sorted(states.items())
+            ]
+        )
+        self.swarm.update_deserted(reading=True)
+
+
+def at(scenario: Callable[[Place], Awaitable[None]], stage: int = 1, routing: str = "random") -> None:
+    async def main() -> None:
+        place = Place(stage, routing)
+        changed = place.swarm.look_for_the_end
+        asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), changed))
+        await scenario(place)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    virtual_time.run(main(), limit_s=10_000)
+
+
+@pytest.mark.parametrize(
+    ("states", "says", "clock", "ended"),
+    [
+        ({"s0r0": "finished"}, {"s0r0": "finished"}, 500.0, True),
+        ({"s0r0": "finished"}, {"s0r0": "training"}, 500.0, False),
+        ({"s0r0": "finished"}, {}, 500.0, False),
+        ({"s0r0": "finished"}, {}, STEPS - 1.0, True),
+        ({"s1r0": "finished"}, {"s1r0": "finished"}, STEPS - 1.0, False),
+        ({"s1r0": "left"}, {}, STEPS - 1.0, True),
+        ({"s1r0": "left"}, {}, 500.0, False),
+    ],
+)
+def test_the_run_has_ended_if_a_node_of_stage_0_says_so_or_the_own_clock_agrees(
+    states: dict[PeerId, str], says: dict[PeerId, str], clock: float, ended: bool
+) -> None:
+    async def scenario(place: Place) -> None:
+        place.node.update(step=clock)
+        place.says = says
+        place.sees(step=float(STEPS), **states, s2r0="training", s0r1="training")
+        await asyncio.sleep(10.0)
+        assert place.swarm.run_ended == ended
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("empty", "ended"), [("s2r0", True), ("s0r1", True), ("", False)])
+def test_the_run_has_ended_if_a_node_left_at_its_end_and_a_stage_has_long_been_empty(empty: str, ended: bool) -> None:
+    async def scenario(place: Place) -> None:
+        rest = {peer: "training" for peer in ("s0r1", "s2r0") if peer != empty}
+        place.sees(step=float(STEPS), s1r0="left", **rest)
+        await asyncio.sleep(3 * TTL_S - 1.0)
+        place.sees(**rest)
+        assert not place.swarm.run_ended
+        await asyncio.sleep(2.0)
+        place.sees(**rest)
+        assert place.swarm.run_ended == ended
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("state", "heard", "after_s"),
+    [("training", False, DEADLINE_S), ("training", True, 20.0 + DEADLINE_S), ("syncing", False, 1800.0),
+     ("paused", False, 0.0), ("waiting", False, 0.0)],
+)  # fmt: skip
+def test_when_a_later_stage_waits_for_the_others_of_stage_0_no_longer(state: str, heard: bool, after_s: float) -> None:
+    async def scenario(place: Place) -> None:
+        place.says = {"s0r0": "finished", "s0r1": state}
+        await asyncio.sleep(1.0)
+        place.sees(s0r0="finished", s0r1=state, s2r0="training")
+        await asyncio.sleep(1.0)
+        assert place.swarm.run_ended
+        assert place.swarm.first_stage_is_done() == (after_s == 0)
+        await asyncio.sleep(19.2)
+        if heard:
+            place.swarm.heard(Origin("s0r1", 3, 0))
+        await asyncio.sleep(max(0.0, after_s - 20.0 - 1.0))
+        assert place.swarm.first_stage_is_done() == (after_s == 0)
+        await asyncio.sleep(2.0)
+        assert place.swarm.first_stage_is_done()
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(("answer", "done"), [("training", False), ("syncing", True), (None, True)])
+def test_a_node_of_stage_0_waits_only_for_those_that_say_that_they_train(answer: str | None, done: bool) -> None:
+    async def scenario(place: Place) -> None:
+        place.says = {"s0r0": "finished"} | ({"s0r1": answer} if answer else {})
+        place.sees(s0r0="finished", s0r1=answer or "training", s1r0="training", s2r0="training")
+        await asyncio.sleep(10.0)
+        assert place.swarm.run_ended
+        assert place.swarm.first_stage_is_done() == done
+
+    at(scenario, stage=0)
+
+
+def test_a_stage_that_nobody_serves_is_reported_after_a_while_and_at_each_reading() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(s0r0="training", s1r0="training")
+        assert place.swarm.nobody_there()
+        await asyncio.sleep(DESERTED_S / 2)
+        place.sees(s0r0="training", s1r0="training")
+        reports = [fields["stages"] for kind, fields in place.events if kind == "deserted"]
+        assert reports == []
+        for _ in range(2):
+            await asyncio.sleep(DESERTED_S)
+            place.sees(s0r0="training", s1r0="training")
+        place.sees(s0r0="training", s1r0="training", s2r0="waiting")
+        place.sees(s0r0="training", s1r0="training", s2r0="training")
+        reports = [fields["stages"] for kind, fields in place.events if kind == "deserted"]
+        assert reports == [{2: 1.5 * DESERTED_S}, {2: 2.5 * DESERTED_S}, {}]
+        assert not place.swarm.nobody_there()
+
+    at(scenario)
+
+
+def test_after_the_end_a_later_stage_counts_as_empty_once_it_has_been_for_a_while() -> None:
+    async def scenario(place: Place) -> None:
+        place.says = {"s0r0": "finished"}
+        place.sees(s0r0="finished", s1r0="training")
+        await asyncio.sleep(LINGER_S - 1.0)
+        assert (place.swarm.run_ended, place.swarm.nobody_there()) == (True, False)
+        await asyncio.sleep(2.0)
+        assert place.swarm.nobody_there()
+
+    at(scenario)
+
+
+def test_the_trouble_lasts_until_the_last_peer_is_trusted_again() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(s0r0="training", s2r0="training")
+        place.node.trouble(DISTRUST, "wrong gradients")
+        place.swarm.members.distrust("s2r0", now=place.node.now(), for_s=10.0)
+        place.sees(s0r0="training", s2r0="training")
+        assert len(place.node.troubles(place.node.now())) == 1
+        await asyncio.sleep(11.0)
+        place.sees(s0r0="training", s2r0="training")
+        assert place.node.troubles(place.node.now()) == ()
+
+    at(scenario)
+
+
+@pytest.mark.parametrize(
+    ("routing", "silent", "origins"),
+    [("balanced", 1, 3), ("balanced", 2, 1), ("random", 1, 2)],
+)
+def test_under_balanced_few_doubted_replicas_count(routing: str, silent: int, origins: int) -> None:
+    async def scenario(place: Place) -> None:
+        everybody = dict.fromkeys(("s0r0", "s0r1", "s0r2", "s1r0", "s2r0"), "training")
+        place.says = dict(list(everybody.items())[silent:4])
+        place.sees(**everybody)
+        await asyncio.sleep(5.0)
+        place.swarm.fix_view()
+        view = place.swarm.view
+        assert (len(view.origins), view.mates) == (origins, ("me", "s1r0"))
+        assert view.following == ("s2r0",), "one of the next stage must serve, even if all are doubted"
+
+    at(scenario, routing=routing)
