@@ -9,6 +9,7 @@ import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core.messages import Advert, NodeDescription, Origin, PeerId
+from noloco_p2p.core.status import Resource
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.node.membership import DESERTED_S, DISTRUST, Membership
 from noloco_p2p.node.state import NodeState
@@ -55,6 +56,7 @@ def at(scenario: Callable[[Place], Awaitable[None]], stage: int = 1, routing: st
         place = Place(stage, routing)
         changed = place.swarm.look_for_the_end
         asking = asyncio.create_task(place.swarm.inquiry.run(cast(Any, place), changed))
+        await asyncio.sleep(1000.0)
         await scenario(place)
         asking.cancel()
         await asyncio.wait([asking])
@@ -116,6 +118,7 @@ def test_when_a_later_stage_waits_for_the_others_of_stage_0_no_longer(state: str
         assert place.swarm.run_ended
         assert place.swarm.first_stage_is_done() == (after_s == 0)
         await asyncio.sleep(19.2)
+        place.sees(s0r0="finished", s0r1=state, s2r0="training")
         if heard:
             place.swarm.heard(Origin("s0r1", 3, 0))
         await asyncio.sleep(max(0.0, after_s - 20.0 - 1.0))
@@ -198,5 +201,121 @@ def test_under_balanced_few_doubted_replicas_count(routing: str, silent: int, or
         view = place.swarm.view
         assert (len(view.origins), view.mates) == (origins, ("me", "s1r0"))
         assert view.following == ("s2r0",), "one of the next stage must serve, even if all are doubted"
+
+    at(scenario, routing=routing)
+
+
+def test_partners_are_replicas_of_this_stage_and_lineage_whose_interval_is_complete() -> None:
+    async def scenario(place: Place) -> None:
+        run, now = place.node.run_id, place.node.now()
+        fields: dict[str, dict[str, Any]] = {
+            "a": {}, "b": {"partner_from_round": 7}, "c": {"partner_from_round": 8}, "d": {"fresh_round": 3},
+            "e": {"stage": 0}, "f": {"state": "paused"}, "g": {"state": "finished"}, "h": {"state": "waiting"},
+        }  # fmt: skip
+        listed = [
+            Advert(peer, run, **({"stage": 1, "addresses": (), "state": "training", "announced_at": now} | more))
+            for peer, more in fields.items()
+        ]
+        place.swarm.members.update(listed, now=now)
+        assert [a.peer_id for a in place.swarm.partners(7)] == ["a", "b", "g", "h"]
+        for _ in range(2):
+            place.swarm.members.failed("a", now=place.node.now())
+            await asyncio.sleep(10.0)
+        assert [a.peer_id for a in place.swarm.partners(7)] == ["b", "g", "h"]
+
+    at(scenario)
+
+
+def test_a_label_counts_only_as_far_as_its_origin_can_have_got() -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(s0r0="training", s2r0="training")
+        place.node.update(steps_per_s=1.0)
+        await asyncio.sleep(10.0)
+        m, step_of = place.node.manifest.outer.inner_steps, place.swarm.members.step_of
+        place.swarm.heard(Origin("s0r0", 510, 0))
+        assert step_of("s0r0") == 510
+        place.swarm.heard(Origin("s0r0", 10**6, 0))
+        assert step_of("s0r0") == 500 + 2 * max(m, 4) + 20
+        place.swarm.heard(Origin("s0r9", 510, 0))
+        assert step_of("s0r9") is None
+
+    at(scenario)
+
+
+def test_an_unlisted_caller_is_noted_until_the_next_reading() -> None:
+    async def scenario(place: Place) -> None:
+        woken = asyncio.create_task(place.node.waits.until(lambda: place.swarm.unlisted_called, "", Resource.SWARM))
+        await asyncio.sleep(1.0)
+        place.swarm.refused_unlisted()
+        await asyncio.sleep(1.0)
+        assert woken.done()
+        assert [place.swarm.take_unlisted_call() for _ in range(2)] == [True, False]
+
+    at(scenario)
+
+
+@pytest.mark.parametrize("why", ["answers", "other", "drain", "pause", "end"])
+def test_how_the_wait_for_a_silent_or_missing_stage_ends(why: str) -> None:
+    """Two calls in a row without an answer make the next stage deserted; a later one must have left."""
+
+    async def scenario(place: Place) -> None:
+        node, swarm = place.node, place.swarm
+        place.sees(s0r0="training", s1r0="training", s2r0="training")
+        assert not await swarm.until_served(), "there was nothing to wait for"
+        for _ in range(2):
+            assert not swarm.nobody_there()
+            swarm.failed("s1r0")
+            await asyncio.sleep(10.0)
+        assert list(swarm.deserted) == [1]
+        swarm.answered("s1r0")
+        assert list(swarm.deserted) == []
+        place.sees(s0r0="training", s1r0="training", s2r0="left")
+        assert (swarm.nobody_there(), swarm.cut_short(), swarm.is_left_behind()) == (True, False, False)
+        waiting = asyncio.create_task(swarm.until_served())
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        if why == "drain":
+            node.drain("told to leave")
+        elif why == "pause":
+            node.pause(True)
+            assert swarm.cut_short()
+        elif why == "end":
+            swarm.run_ended = True
+            node.waits.pulse()
+        else:
+            place.sees(s0r0="training", s1r0="training", **({"s2r0": "waiting"} if why == "answers" else {}))
+        await asyncio.sleep(1.0)
+        assert waiting.done() == (why != "other")
+        assert why == "other" or waiting.result() == (why in ("answers", "end"))
+        waiting.cancel()
+
+    at(scenario, stage=0)
+
+
+@pytest.mark.parametrize(
+    ("left", "after_s", "behind"), [("s1r0", 0.0, True), ("s2r0", 0.0, False), ("s2r0", LINGER_S + 1.0, True)]
+)
+def test_when_stage_0_is_left_behind(left: str, after_s: float, behind: bool) -> None:
+    async def scenario(place: Place) -> None:
+        place.sees(**dict.fromkeys({"s0r0", "s1r0", "s2r0"} - {left}, "training"))
+        assert not place.swarm.is_left_behind()
+        place.swarm.run_ended = True
+        await asyncio.sleep(after_s)
+        assert place.swarm.is_left_behind() == behind
+
+    at(scenario, stage=0)
+
+
+@pytest.mark.parametrize("routing", ["weighted", "random"])
+def test_a_view_has_those_that_have_their_weights_and_under_weighted_their_shares(routing: str) -> None:
+    async def scenario(place: Place) -> None:
+        later = {"s2r0": "waiting", "s2r1": "training", "s2r2": "finished", "s2r3": "starting"}
+        place.says = {"s0r0": "training", "s1r0": "syncing"} | later
+        place.sees(**place.says)
+        await asyncio.sleep(5.0)
+        place.swarm.fix_view()
+        view = place.swarm.view
+        assert (view.mates, view.following) == (("me", "s1r0"), ("s2r0", "s2r1"))
+        assert bool(view.shares) == (routing == "weighted")
 
     at(scenario, routing=routing)
