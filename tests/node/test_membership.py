@@ -113,6 +113,7 @@ def test_when_a_later_stage_waits_for_the_others_of_stage_0_no_longer(state: str
     async def scenario(place: Place) -> None:
         place.says = {"s0r0": "finished", "s0r1": state}
         await asyncio.sleep(1.0)
+        assert not place.swarm.first_stage_is_done()
         place.sees(s0r0="finished", s0r1=state, s2r0="training")
         await asyncio.sleep(1.0)
         assert place.swarm.run_ended
@@ -261,6 +262,9 @@ def test_how_the_wait_for_a_silent_or_missing_stage_ends(why: str) -> None:
     async def scenario(place: Place) -> None:
         node, swarm = place.node, place.swarm
         place.sees(s0r0="training", s1r0="training", s2r0="training")
+        node.pause(True)
+        assert not swarm.cut_short()
+        node.pause(False)
         assert not await swarm.until_served(), "there was nothing to wait for"
         for _ in range(2):
             assert not swarm.nobody_there()
@@ -272,7 +276,7 @@ def test_how_the_wait_for_a_silent_or_missing_stage_ends(why: str) -> None:
         place.sees(s0r0="training", s1r0="training", s2r0="left")
         assert (swarm.nobody_there(), swarm.cut_short(), swarm.is_left_behind()) == (True, False, False)
         waiting = asyncio.create_task(swarm.until_served())
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(LINGER_S + 1.0)
         assert not waiting.done()
         if why == "drain":
             node.drain("told to leave")
