@@ -41,9 +41,9 @@ class Shutdown:
         self._rounds = rounds
 
     async def evaluate_if_due(self) -> None:
-        """Evaluate every `every_steps` inner steps; the last evaluation is left to `finish`."""
+        """Evaluate every `every_steps` inner steps, unless it leaves; the last evaluation is left to `finish`."""
         node = self._node
-        every = node.manifest.evaluation.every_steps
+        every = None if node.draining else node.manifest.evaluation.every_steps
         if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()
 
@@ -71,7 +71,8 @@ class Shutdown:
                     flights.create_task(evaluate_some())
         except* PeerError as missed:
             # If one is not evaluated within its deadline, the others will not be either.
-            node.event("warning", message=f"a held-out microbatch was not evaluated: {missed.exceptions[0]}")
+            if not node.draining:
+                node.event("warning", message=f"a held-out microbatch was not evaluated: {missed.exceptions[0]}")
             losses.clear()
         node.spend_on_evaluation(node.now() - began)
         sums = [loss for _, loss in sorted(losses.items())]
@@ -96,8 +97,7 @@ class Shutdown:
             return not self._present((a for a in found if a.state in at_work or not a.evaluated), began)
 
         def all_pulled() -> bool:
-            pullers = self._rounds.frozen.pullers()
-            return not any(a.peer_id in pullers for a in members.of_stage(node.index, at_work))
+            return self._rounds.frozen.pullers().isdisjoint(a.peer_id for a in members.of_stage(node.index, at_work))
 
         async def stay(
             over: Callable[[], bool], what: str, whom: Resource | AnyReplica, longest_s: float = limits.linger_s

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from elastic import config_for, manifest_for
 
 from noloco_p2p.config import EvaluationSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, LossSum, NodeDescription, Origin, PeerId
@@ -15,6 +16,7 @@ from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.shutdown import EVALUATIONS_AT_ONCE, Shutdown, watch_failure
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 LINGER_S, DEADLINE_S, DRAIN_S, TRANSFER_S, STEPS, EVERY = 10.0, 45.0, 6.0, 20.0, 40, 5
 NOTHING = HostTensor("tokens", "int32", (0,), memoryview(b""))
@@ -137,8 +139,22 @@ def test_when_it_evaluates_in_training(step: int, inner_steps: int, due: bool) -
         await place.shutdown.evaluate_if_due()
         assert bool(place.sent) == due
         assert place.node.evaluated_s == pytest.approx(3.0 * due)
+        place.sent.clear()
+        place.node.drain("told to leave")
+        await place.shutdown.evaluate_if_due()
+        assert place.sent == [], "nobody would evaluate anything for a node that leaves"
 
     at(scenario)
+
+
+@pytest.mark.parametrize("at_s", [1.0, 1.57])
+def test_a_node_that_leaves_does_not_complain_that_nobody_evaluates_for_it(at_s: float) -> None:
+    """It is told so before an evaluation is due, or during one."""
+    manifest = manifest_for((2, 2), steps=20, evaluation={"every_steps": 1, "microbatches": 4})
+    swarm = SimSwarm(SimPlan(manifest, (2, 2), config=config_for()))
+    swarm.at(at_s, lambda: swarm.process("s0r1").node.drain())
+    outcome = swarm.run(limit_s=1000)
+    assert [one.get("message") for one in outcome.trace.of("warning") if one.peer == "s0r1"] == []
 
 
 def test_the_first_stage_evaluates_when_the_later_ones_have_ended_and_stays_for_its_mates() -> None:
