@@ -29,6 +29,7 @@ class Place:
         telemetry = SimpleNamespace(event=lambda kind, **fields: self.events.append((kind, fields)))
         self.node = NodeState(me, manifest, NodeConfig(limits=limits), cast(Any, telemetry))
         self.swarm = Membership(self.node)
+        self.step = 500.0  # of all others
         self.says: dict[PeerId, str] = {}
         """The state that a peer answers; those that are not in here are silent."""
 
@@ -39,12 +40,12 @@ class Place:
         state = self.says[peer.peer_id]
         return NodeDescription(peer.peer_id, peer.run_id, peer.stage, state, peer.step, 0, "")
 
-    def sees(self, *, step: float = 500.0, **states: str) -> None:
+    def sees(self, **states: str) -> None:
         """Read the membership: s0r0="training" is a replica of stage 0."""
         now, run = self.node.now(), self.node.run_id
         self.swarm.read(
             [
-                Advert(peer, run, int(peer[1]), (), state=state, step=step, announced_at=now)
+                Advert(peer, run, int(peer[1]), (), state=state, step=self.step, announced_at=now)
                 for peer, state in sorted(states.items())
             ]
         )
@@ -82,7 +83,8 @@ def test_the_run_has_ended_if_a_node_of_stage_0_says_so_or_the_own_clock_agrees(
     async def scenario(place: Place) -> None:
         place.node.update(step=clock)
         place.says = says
-        place.sees(step=float(STEPS), **states, s2r0="training", s0r1="training")
+        place.step = float(STEPS)
+        place.sees(**states, s2r0="training", s0r1="training")
         await asyncio.sleep(10.0)
         assert place.swarm.run_ended == ended
 
@@ -93,7 +95,8 @@ def test_the_run_has_ended_if_a_node_of_stage_0_says_so_or_the_own_clock_agrees(
 def test_the_run_has_ended_if_a_node_left_at_its_end_and_a_stage_has_long_been_empty(empty: str, ended: bool) -> None:
     async def scenario(place: Place) -> None:
         rest = {peer: "training" for peer in ("s0r1", "s2r0") if peer != empty}
-        place.sees(step=float(STEPS), s1r0="left", **rest)
+        place.step = float(STEPS)
+        place.sees(s1r0="left", **rest)
         await asyncio.sleep(3 * TTL_S - 1.0)
         place.sees(**rest)
         assert not place.swarm.run_ended
@@ -213,10 +216,8 @@ def test_partners_are_replicas_of_this_stage_and_lineage_whose_interval_is_compl
             "a": {}, "b": {"partner_from_round": 7}, "c": {"partner_from_round": 8}, "d": {"fresh_round": 3},
             "e": {"stage": 0}, "f": {"state": "paused"}, "g": {"state": "finished"}, "h": {"state": "waiting"},
         }  # fmt: skip
-        listed = [
-            Advert(peer, run, **({"stage": 1, "addresses": (), "state": "training", "announced_at": now} | more))
-            for peer, more in fields.items()
-        ]
+        usual: dict[str, Any] = {"stage": 1, "addresses": (), "state": "training", "announced_at": now}
+        listed = [Advert(peer, run, **(usual | more)) for peer, more in fields.items()]
         place.swarm.members.update(listed, now=now)
         assert [a.peer_id for a in place.swarm.partners(7)] == ["a", "b", "g", "h"]
         for _ in range(2):
