@@ -98,8 +98,8 @@ class _Step:
 class Intake:
     """The admission of one replica.
 
-    `places` returns how many attempts may be in flight now (each may hold an autograd graph). If stages
-    go in step, labels ahead of it have waiting places of their own, so that they take none from those of this step.
+    `places` returns how many attempts may be in flight now (each may hold an autograd graph). If stages go in step,
+    labels ahead of the step have waiting places of their own, so that they take none from those of this step.
     """
 
     def __init__(self, places: Callable[[], float]) -> None:

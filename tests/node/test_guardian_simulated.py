@@ -5,7 +5,7 @@ from functools import partial
 from math import ceil
 
 import pytest
-from barriers import Between, Held
+from barriers import barrier
 from soak import soak
 
 from noloco_p2p.config import (
@@ -186,7 +186,7 @@ def test_a_guardian_that_moves_to_the_lost_stage_and_is_told_to_leave_first_hand
         swarm.crash("s1r0")
         held.extend(advert.peer_id for advert, _ in holders(1, living(swarm)))
         held.extend({"s0r0", "s0r1", "s0r2"} - set(held))
-        swarm.network.block(Between(held[0], held[2]))
+        swarm.network.block(barrier("cut", held[0], held[2]))
 
     def move() -> None:
         mover = swarm.process(held[0])
@@ -196,7 +196,7 @@ def test_a_guardian_that_moves_to_the_lost_stage_and_is_told_to_leave_first_hand
             record(kind, **fields)
             if fields.get("reason") == "moves to stage 1":
                 moved.append(node.now())
-                swarm.network.unblock(Between(held[0], held[2]))
+                swarm.network.unblock(barrier("cut", held[0], held[2]))
                 asyncio.get_running_loop().call_later(after_s, swarm.drain, mover.peer)
 
         mover.ports.telemetry.event = event  # type: ignore[method-assign]
@@ -261,8 +261,8 @@ def test_a_hung_ward_holds_nobody_up() -> None:
         if not 5.0 < pulled_at_s < 10.0:
             continue
         swarm = SimSwarm(plan)
-        swarm.at(pulled_at_s - 0.005, partial(swarm.network.block, Held("s1r0")))
-        swarm.at(14.0, partial(swarm.network.unblock, Held("s1r0")))
+        swarm.at(pulled_at_s - 0.005, partial(swarm.network.block, barrier("hang", "s1r0")))
+        swarm.at(14.0, partial(swarm.network.unblock, barrier("hang", "s1r0")))
         outcome = swarm.run(limit_s=200)
         warnings = [(h.at_s, h.peer, str(h.get("message"))) for h in outcome.trace.of("warning")]
         if failures := [(at_s, peer) for at_s, peer, message in warnings if "from s1r0 to guard" in message]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from barriers import Held
+from barriers import barrier
 from elastic import plan_of
 from lawful import check
 from soak import soak
@@ -67,7 +67,7 @@ def among(plan: SimPlan, places: Sequence[tuple[int, int]], until_s: float) -> F
     others = [stranger(f"x{stage}n{i}", stage, outer_round=1, settled=True) for stage, i in places]
     swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=until_s)
     for one in others:
-        swarm.network.block(Held(one.peer_id))
+        swarm.network.block(barrier("hang", one.peer_id))
     return swarm
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from barriers import Held
+from barriers import barrier
 from liars import LiarSwarm
 from soak import soak
 
@@ -78,8 +78,8 @@ def longest_stall_s(outcome: Outcome) -> float:
 def with_hung(hung: str, routing: str, seed: int) -> Outcome:
     # A node that is tried just before it answers again is set aside for another 4 s: the run must last longer.
     swarm = SimSwarm(plan_of((3, 3, 3), routing, seed, steps=60))
-    swarm.at(HUNG_FROM_S, lambda: swarm.network.block(Held(hung)))
-    swarm.at(HUNG_UNTIL_S, lambda: swarm.network.unblock(Held(hung)))
+    swarm.at(HUNG_FROM_S, lambda: swarm.network.block(barrier("hang", hung)))
+    swarm.at(HUNG_UNTIL_S, lambda: swarm.network.unblock(barrier("hang", hung)))
     outcome = swarm.run(limit_s=300)
     check_ended(outcome)
     return outcome
@@ -114,8 +114,8 @@ def test_only_the_hung_replica_is_set_aside(hung: str, seed: int, routing: str) 
 
 def test_an_evaluation_goes_round_a_hung_replica() -> None:
     swarm = SimSwarm(plan_of((3, 3, 3), "random", 1))
-    swarm.at(HUNG_FROM_S, lambda: swarm.network.block(Held("s2r1")))
-    swarm.at(40.0, lambda: swarm.network.unblock(Held("s2r1")))
+    swarm.at(HUNG_FROM_S, lambda: swarm.network.block(barrier("hang", "s2r1")))
+    swarm.at(40.0, lambda: swarm.network.unblock(barrier("hang", "s2r1")))
     outcome = swarm.run(limit_s=300)
     for origin in ("s0r0", "s0r1", "s0r2"):
         evaluations = outcome.trace.of("evaluation", origin)
@@ -188,8 +188,8 @@ def test_nothing_is_lost_while_a_stage_is_deserted(fault: str, routing: str, rep
     if fault == "crash":
         swarm.at(GONE_FROM_S, lambda: swarm.bounce(victim, away_s))
     else:
-        swarm.at(GONE_FROM_S, lambda: swarm.network.block(Held(victim)))
-        swarm.at(back_s, lambda: swarm.network.unblock(Held(victim)))
+        swarm.at(GONE_FROM_S, lambda: swarm.network.block(barrier("hang", victim)))
+        swarm.at(back_s, lambda: swarm.network.unblock(barrier("hang", victim)))
     middles = [f"s1r{i}" for i in range(replicas[1])] if last == 2 else []
     if fault == "crash":
         swarm.at(back_s - 1, lambda: graphs.extend(swarm.process(m).linear_stage.open_graphs for m in middles))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from barriers import Held
+from barriers import barrier
 from soak import soak
 
 from noloco_p2p.config import (
@@ -210,7 +210,7 @@ def test_a_stopped_last_stage_is_found_by_its_caller_alone_and_within_five_secon
             )
         )
         last, at_s = f"s{stages - 1}r0", 3.0 + 0.31 * seed
-        swarm.at(at_s, lambda swarm=swarm, last=last: swarm.network.block(Held(last)))  # type: ignore[misc]
+        swarm.at(at_s, lambda swarm=swarm, last=last: swarm.network.block(barrier("hang", last)))  # type: ignore[misc]
         swarm.at(90.0, lambda swarm=swarm, last=last: swarm.crash(last))  # type: ignore[misc]
         outcome = swarm.run(limit_s=4000)
         of_others = [

@@ -10,7 +10,7 @@ from elastic import config_for, manifest_for
 
 from noloco_p2p.config import EvaluationSettings, NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, HostTensor, LossSum, NodeDescription, Origin, PeerId
-from noloco_p2p.errors import Declined, Unreachable
+from noloco_p2p.errors import Declined, LocalError, NolocoError, Unreachable
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.shutdown import EVALUATIONS_AT_ONCE, Shutdown, watch_failure
@@ -42,6 +42,7 @@ class Place:
         self.evaluated = self.open = self.most = 0
         self.tokens = 4
         self.fails_at: int | None = None
+        self.failure: NolocoError = Declined("nobody is there")
         self.sent: list[tuple[int, int, Origin]] = []
         rounds = SimpleNamespace(frozen=SimpleNamespace(pullers=lambda: self.pulling))
         self.shutdown = Shutdown(self.node, self.swarm, cast(Any, self), cast(Any, rounds))
@@ -61,7 +62,7 @@ class Place:
         await asyncio.sleep(1.0)
         self.open -= 1
         if task.microbatch.counter == self.fails_at:
-            raise Declined("nobody is there")
+            raise self.failure
         return LossSum(2.0 * task.microbatch.counter, self.tokens)
 
     def sees(self, *, evaluated: str = "", **states: str) -> None:
@@ -113,6 +114,21 @@ def test_an_evaluation_without_a_token_that_counts_has_no_loss() -> None:
         place.tokens = 0
         await place.shutdown.evaluate()
         assert (len(place.sent), place.told("evaluation")) == (5, [])
+
+    at(scenario)
+
+
+def test_an_error_of_this_machine_ends_an_evaluation_and_whatever_is_under_way() -> None:
+    """The main loop raises it. The other microbatches went on, to a device that had failed."""
+
+    async def scenario(place: Place) -> None:
+        place.fails_at, place.failure = 0, LocalError("the device is gone")
+        with pytest.raises(ExceptionGroup) as raised:
+            await place.shutdown.evaluate()
+        assert raised.value.exceptions == (place.failure,)
+        sent = len(place.sent)
+        await asyncio.sleep(10.0)
+        assert (len(place.sent), place.told("evaluation"), place.told("warning")) == (sent, [], [])
 
     at(scenario)
 

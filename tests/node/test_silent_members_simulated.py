@@ -5,7 +5,7 @@ import zlib
 from functools import partial
 
 import pytest
-from barriers import Between, Held
+from barriers import barrier
 from elastic import plan_of
 from lawful import check
 from soak import soak
@@ -38,7 +38,7 @@ def swarm_beside(plan: SimPlan, *others: Advert) -> FaultySwarm:
     """A swarm beside these adverts. Calls to them vanish."""
     swarm = swarm_with(plan, *others, from_s=FROM_S, until_s=UNTIL_S) if others else FaultySwarm(plan)
     for one in others:
-        swarm.network.block(Held(one.peer_id))
+        swarm.network.block(barrier("hang", one.peer_id))
     return swarm
 
 
@@ -124,7 +124,7 @@ def test_under_balanced_a_newcomer_that_one_mate_cannot_reach_costs_nothing(stag
         swarm, me = FaultySwarm(plan_for("balanced", 1, 2 * STEPS, replicas=3)), f"s{stage}r3"
         swarm.at(JOINS_S, lambda swarm=swarm: swarm.start(stage, 3))  # type: ignore[misc]
         if cut:
-            swarm.at(JOINS_S, partial(swarm.network.block, Between(me, f"s{stage}r0")))
+            swarm.at(JOINS_S, partial(swarm.network.block, barrier("cut", me, f"s{stage}r0")))
         figures_by_cut.append(figures(swarm.run(), swarm.network.traffic.byte_counts(), 100, 2).tokens_per_s)
     assert figures_by_cut[1] > 0.9 * figures_by_cut[0]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from barriers import OneWay
+from barriers import barrier
 from processes import LONGEST_S, SMALL, NodeProcess, node_processes, settings, wait_until
 from short_runs import LIMITS, manifest_for
 
@@ -124,7 +124,9 @@ HALF_OPEN = ("half-open-link", "s1r1")
 @pytest.mark.parametrize("way", [("s0r0", "s1r1"), ("s1r1", "s0r0")], ids=["requests", "answers"])
 def test_3_a_half_open_link_is_named_with_both_its_ends(way: tuple[PeerId, PeerId]) -> None:
     """At the moment when the link is retried nothing shows, so an observer looks twice."""
-    looks = looked((2, 2), lambda swarm: swarm.network.block(OneWay(*way)), *(10 + 0.5 * n for n in range(12)))
+    looks = looked(
+        (2, 2), lambda swarm: swarm.network.block(barrier("one_way", *way)), *(10 + 0.5 * n for n in range(12))
+    )
     for first, second in zip(looks, looks[5:], strict=False):
         assert HALF_OPEN in (first.bad + second.bad)
     for seen in looks:
@@ -133,7 +135,7 @@ def test_3_a_half_open_link_is_named_with_both_its_ends(way: tuple[PeerId, PeerI
 
 
 def test_3_the_only_link_to_a_stage_is_an_error() -> None:
-    for seen in looked((1, 1), lambda swarm: swarm.network.block(OneWay("s0r0", "s1r0")), 12.0, 16.0):
+    for seen in looked((1, 1), lambda swarm: swarm.network.block(barrier("one_way", "s0r0", "s1r0")), 12.0, 16.0):
         assert seen.findings[0].severity == "error", seen.findings
         assert seen.bad[0] == ("half-open-link", "s1r0")
         assert "s0r0" in seen.sentence

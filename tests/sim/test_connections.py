@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from barriers import Held
+from barriers import barrier
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
@@ -104,7 +104,7 @@ def test_a_call_costs_the_bytes_of_its_messages() -> None:
 def test_the_lost_part_of_a_message_is_counted() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         network.sizes = replace(SIZES, control=replace(CONTROL, request=100))
-        asyncio.get_running_loop().call_later(0.25, network.block, Held("b"))
+        asyncio.get_running_loop().call_later(0.25, network.block, barrier("hang", "b"))
         call = asyncio.create_task(transport.describe(CALLEE))
         await asyncio.sleep(0.2)
         assert controlled(network)[0] == ByteCounts(sent=20, in_flight=20)

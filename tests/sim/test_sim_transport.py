@@ -5,7 +5,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
-from barriers import Between, Held
+from barriers import barrier
 from sim_transport_fixture import (
     CALLEE,
     LATENCY_S,
@@ -123,7 +123,7 @@ def test_a_handler_that_misses_the_cancellation_ends_at_the_deadline() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(1.0)
-        network.block(Held("a"))
+        network.block(barrier("hang", "a"))
         flight.cancel()
         await asyncio.sleep(9.0)
 
@@ -141,7 +141,7 @@ def test_a_handler_is_cancelled_even_if_the_cancellation_is_lost(end: str) -> No
         call.cancel()
         await asyncio.sleep(0.5)
         if end == "cut":
-            network.block(Between("a", "b"))
+            network.block(barrier("cut", "a", "b"))
         else:
             network.crash("a")
         await asyncio.sleep(DEAD_LINK_S + 0.1)
@@ -180,34 +180,34 @@ def test_a_crash_breaks_calls_at_once_and_later_ones_are_refused() -> None:
     assert play(script, never).log == [("header from a", LATENCY_S), ("cancelled", 1.0)]
 
 
-@pytest.mark.parametrize("barrier", [Held("b"), Between("b", "a")])
-def test_held_messages_are_swallowed_until_the_release(barrier: Barrier) -> None:
+@pytest.mark.parametrize("fault", [barrier("hang", "b"), barrier("cut", "b", "a")])
+def test_held_messages_are_swallowed_until_the_release(fault: Barrier) -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.block(barrier)
+        network.block(fault)
         await fails(transport, Unreachable, "no answer", 5.0)
         assert serving.log == []
-        network.unblock(barrier)
+        network.unblock(fault)
         flight = asyncio.create_task(transport.propagate(CALLEE, activation()))
         await asyncio.sleep(0.5)
-        network.block(barrier)
+        network.block(fault)
         with pytest.raises(Unreachable):
             await flight
         assert serving.log[-1][0] == "done"
-        network.unblock(barrier)
+        network.unblock(fault)
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script, after(1.0))
 
 
-@pytest.mark.parametrize("barrier", [Held("b"), Between("a", "b")])
+@pytest.mark.parametrize("fault", [barrier("hang", "b"), barrier("cut", "a", "b")])
 @pytest.mark.parametrize("at_s", [0.0, 0.5])
-def test_messages_lost_in_a_short_cut_are_sent_again(barrier: Barrier, at_s: float) -> None:
+def test_messages_lost_in_a_short_cut_are_sent_again(fault: Barrier, at_s: float) -> None:
     """The request, or the answer, which is ready after a second. TCP retries after 0.2, 0.4, 0.8, 1.6 and 3.2 s."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(at_s, network.block, barrier)
-        loop.call_later(at_s + 2.0, network.unblock, barrier)
+        loop.call_later(at_s, network.block, fault)
+        loop.call_later(at_s + 2.0, network.unblock, fault)
         await asyncio.sleep(0.001)
         assert await transport.propagate(CALLEE, activation()) == gradient()
         assert 2.0 < loop.time() < 5.0
@@ -221,7 +221,7 @@ def test_both_ends_notice_that_a_link_is_dead(at_s: float) -> None:
     """As over gRPC, which pings. Otherwise a pull from a partner that may take minutes to answer lasts that long."""
 
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        asyncio.get_running_loop().call_later(at_s, network.block, Between("a", "b"))
+        asyncio.get_running_loop().call_later(at_s, network.block, barrier("cut", "a", "b"))
         await asyncio.sleep(0.001)
         began = now()
         with pytest.raises(Unreachable, match="not been heard of"):

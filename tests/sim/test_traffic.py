@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from barriers import Around, Between, Held, OneWay
+from barriers import barrier
 from sim_transport_fixture import CALLEE, ID, LATENCY_S, SNAPSHOT_SPECS, Serving, activation, gradient, now, play
 
 from noloco_p2p.core import wire
@@ -258,14 +258,17 @@ def test_a_refused_body_costs_the_bytes_sent_until_the_refusal_arrived() -> None
     play(script, busy, Link(LATENCY_S, bytes_per_s=100.0))
 
 
-@pytest.mark.parametrize("barrier", [Held("b"), Between("b", "a"), OneWay("a", "b"), Around("ac")])
-def test_tensors_to_an_unreachable_peer_stall_and_leave_the_line_to_others(barrier: Barrier) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [barrier("hang", "b"), barrier("cut", "b", "a"), barrier("one_way", "a", "b"), barrier("split", "a", "c")],
+)
+def test_tensors_to_an_unreachable_peer_stall_and_leave_the_line_to_others(fault: Barrier) -> None:
     async def main() -> None:
         network = Network(1, WIDE, replace(SIZES, gradient_bytes=0))
         nodes = swarm(network, {peer: Serving(with_body) for peer in "abc"})
         loop = asyncio.get_running_loop()
-        loop.call_later(1.0, network.block, barrier)
-        loop.call_later(4.0, network.unblock, barrier)
+        loop.call_later(1.0, network.block, fault)
+        loop.call_later(4.0, network.unblock, fault)
 
         async def call(callee: str) -> float:
             await nodes["a"].propagate(to(callee), activation(60.0))
@@ -341,10 +344,10 @@ def test_every_byte_sent_is_received_lost_or_in_flight(seed: int) -> None:
             while True:
                 await asyncio.sleep(rng.expovariate(1.0))
                 one, other = rng.sample(names, 2)
-                barrier = Held(one) if rng.random() < 0.3 else Between(one, other)
-                network.block(barrier)
+                fault = barrier("hang", one) if rng.random() < 0.3 else barrier("cut", one, other)
+                network.block(fault)
                 await asyncio.sleep(rng.uniform(0, 2))
-                network.unblock(barrier)
+                network.unblock(fault)
                 if rng.random() < 0.2:
                     network.crash(one)
                     network.serve(one, Serving(with_body))
@@ -382,7 +385,7 @@ def test_byte_counts_can_be_read_after_the_end() -> None:
         call = asyncio.create_task(nodes["a"].propagate(to("b"), activation(60.0)))
         await asyncio.sleep(0.25)
         assert not call.done()
-        network.block(Held("b"))
+        network.block(barrier("hang", "b"))
         await asyncio.sleep(1.0)
 
     run(main())

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from barriers import Held, OneWay
+from barriers import barrier
 from sim_transport_fixture import (
     CALLEE,
     ID,
@@ -55,11 +55,11 @@ def test_a_state_takes_its_transfer_time_and_is_on_loan_meanwhile() -> None:
 def test_a_crashed_donor_is_unreachable_at_once_and_a_silent_one_soon() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(4.0, network.block, Held("b"))
+        loop.call_later(4.0, network.block, barrier("hang", "b"))
         with pytest.raises(Unreachable, match=r"for 20 s"):
             await _fetches_state(transport)
         assert 23.0 < now() < 24.5
-        network.unblock(Held("b"))
+        network.unblock(barrier("hang", "b"))
         began = now()
         loop.call_later(4.0, network.crash, "b")
         with pytest.raises(Unreachable, match="broke"):
@@ -74,8 +74,8 @@ def test_a_crashed_donor_is_unreachable_at_once_and_a_silent_one_soon() -> None:
 def test_a_state_transfer_resumes_after_a_short_cut() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(4.0, network.block, OneWay("b", "a"))
-        loop.call_later(12.0, network.unblock, OneWay("b", "a"))
+        loop.call_later(4.0, network.block, barrier("one_way", "b", "a"))
+        loop.call_later(12.0, network.unblock, barrier("one_way", "b", "a"))
         assert (await _fetches_state(transport)).number == 7
         assert 17.5 < now() < 19.5
 
@@ -91,7 +91,7 @@ def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
             with pytest.raises(Violation):
                 await transport.fetch_snapshot(CALLEE, SnapshotRequest(2), 60.0, bad)
         began = now()
-        asyncio.get_running_loop().call_later(6.0, network.block, Held("b"))
+        asyncio.get_running_loop().call_later(6.0, network.block, barrier("hang", "b"))
         with pytest.raises(Unreachable, match=r"for 5 s"):
             await transport.fetch_snapshot(CALLEE, request, 60.0, SNAPSHOT_SPECS)
         assert 10.0 < now() - began < 11.5
@@ -105,14 +105,14 @@ def test_a_silent_snapshot_is_given_up_long_before_its_deadline() -> None:
 
 def test_a_one_way_partition_swallows_one_direction() -> None:
     async def script(network: Network, transport: SimTransport, serving: Serving) -> None:
-        network.block(OneWay("b", "a"))
+        network.block(barrier("one_way", "b", "a"))
         await fails(transport, Unreachable, "no answer", 5.0)
         assert [what for what, _ in serving.log] == ["header from a", "done"]
-        network.unblock(OneWay("b", "a"))
-        network.block(OneWay("a", "b"))
+        network.unblock(barrier("one_way", "b", "a"))
+        network.block(barrier("one_way", "a", "b"))
         await fails(transport, Unreachable, "no answer", 5.0)
         assert len(serving.log) == 2, "the request has not arrived"
-        network.unblock(OneWay("a", "b"))
+        network.unblock(barrier("one_way", "a", "b"))
         assert await transport.propagate(CALLEE, activation()) == gradient()
 
     play(script)

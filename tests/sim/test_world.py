@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from barriers import Held
+from barriers import barrier
 from soak import soak
 
 from noloco_p2p.config import NodeConfig, RunManifest
@@ -147,8 +147,8 @@ def test_a_crashed_node_restarts_as_a_new_process_with_the_same_id() -> None:
 def test_a_drained_node_leaves_and_a_silenced_one_comes_back() -> None:
     swarm = SimSwarm(_plan((2, 3)))
     swarm.at(1.0, lambda: swarm.drain("s1r0"))
-    swarm.at(1.0, lambda: swarm.network.block(Held("s1r1")))
-    swarm.at(3.0, lambda: swarm.network.unblock(Held("s1r1")))
+    swarm.at(1.0, lambda: swarm.network.block(barrier("hang", "s1r1")))
+    swarm.at(3.0, lambda: swarm.network.unblock(barrier("hang", "s1r1")))
     outcome = swarm.run(limit_s=600.0)
     drained, held = outcome.nodes["s1r0"], outcome.nodes["s1r1"]
     assert drained.state == "left"

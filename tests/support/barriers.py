@@ -1,48 +1,13 @@
-"""Barriers of a simulated network. Equal ones are interchangeable, so a test can remove one without having kept it."""
+"""Barriers of a simulated network, by the faults that put them up."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from functools import cache
 
 from noloco_p2p.core.messages import PeerId
+from noloco_p2p.sim.faults import Fault
+from noloco_p2p.sim.network import Barrier
 
 
-@dataclass(frozen=True)
-class Held:
-    """Blocks everything from and to a node."""
-
-    peer: PeerId
-
-    def __call__(self, sender: PeerId, receiver: PeerId) -> bool:
-        return self.peer in (sender, receiver)
-
-
-@dataclass(frozen=True)
-class Between:
-    """Blocks everything between two nodes."""
-
-    one: PeerId
-    other: PeerId
-
-    def __call__(self, sender: PeerId, receiver: PeerId) -> bool:
-        return {sender, receiver} == {self.one, self.other}
-
-
-@dataclass(frozen=True)
-class OneWay:
-    """Blocks everything from one node to another."""
-
-    sender: PeerId
-    receiver: PeerId
-
-    def __call__(self, sender: PeerId, receiver: PeerId) -> bool:
-        return (sender, receiver) == (self.sender, self.receiver)
-
-
-@dataclass(frozen=True)
-class Around:
-    """Blocks everything between these nodes and all others."""
-
-    peers: Collection[PeerId]
-
-    def __call__(self, sender: PeerId, receiver: PeerId) -> bool:
-        return (sender in self.peers) != (receiver in self.peers)
+@cache
+def barrier(kind: str, *peers: PeerId) -> Barrier:
+    """What a fault of this kind blocks; always the same object, so that a test can remove one without keeping it."""
+    return Fault(0.0, kind, peers).blocks

@@ -39,8 +39,8 @@ probability THIN_SHARE. Otherwise replicas that happen to read the same unit wou
 ESCAPED = re.compile(r"\[[*?[]\]")
 """A character that would be a wildcard of a glob, as `glob.escape` writes it."""
 
-READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, ImportError, LZMAError)
-"""Errors that pyarrow and datasets raise for files that are missing, truncated or of another format."""
+_READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error, ImportError, LZMAError)
+"""Errors that Python, pyarrow and datasets raise for files that are missing, cut off or of another format."""
 
 
 Mask = npt.NDArray[np.uint8]
@@ -84,7 +84,7 @@ def failing_as_local_error(what: str, outcome: str = "read") -> Iterator[None]:
         raise LocalError(f"{what} cannot be {outcome}: it is empty") from error
     except KeyError as error:
         raise LocalError(f"{what} cannot be {outcome}: there is no column {error}") from error
-    except READ_ERRORS as error:
+    except _READ_ERRORS as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise LocalError(f"{what} cannot be {outcome}: {reason}") from error
 

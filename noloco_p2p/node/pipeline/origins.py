@@ -39,8 +39,8 @@ class Origins:
             self._node.waits.pulse()
 
     def give_up(self, missing: Sequence[PeerId], began: float, silence_s: float) -> None:
-        """Give up the `missing` origins from which nothing has come for `silence_s`, or that have not
-        filled their slots for LONGEST_STEP times as long. The step began at `began`.
+        """Give up the `missing` origins from which nothing has come for `silence_s`, or that have not filled their
+        slots for LONGEST_STEP times as long. The step began at `began`.
 
         An advert counts as a sign of life only if all origins are missing, because then all may be waiting for
         something else: an origin may be able to announce itself but to call nobody. One that is waiting or fetching its
