@@ -62,12 +62,22 @@ def noloco(*arguments: str, cwd: Path, **variables: str) -> "subprocess.Complete
         (["nope"], "nope"),
     ],
 )
-def test_bad_usage_gets_one_line_and_exit_code_2(arguments: Sequence[str], expected: str, tmp_path: Path) -> None:
-    done = noloco(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "noloco-runs").exists()
+def test_bad_usage_gets_one_line_and_exit_code_2(
+    arguments: Sequence[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["noloco", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert expected in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert not [*tmp_path.iterdir()]
 
 
 def test_only_a_prompt_may_be_empty(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 
+import pytest
+from soak import soak
+
 BEGIN = """
 import inspect, os, sys, torch, traceback
 from noloco_p2p.compute import model_family, unused_compiler
@@ -31,10 +34,12 @@ CASES = {
     "a gradient of another shape": (MISMATCH, "assert not loaded()"),
     "left out twice": ("unused_compiler.leave_out()", TRAIN, "assert not loaded()", COMPILE, "assert loaded()", TRAIN),
     "reflection": ("inspect.getmodule(torch.ones)", "assert not loaded()"),
-    "another of its modules first": ("import torch._dynamo.utils", COMPILE),
 }
 """What is done after training."""
-BEFORE = "\n".join(("import torch._dynamo", TRAIN, "assert loaded()", COMPILE))
+COMES_FIRST = {
+    "another of its modules first": (TRAIN, "import torch._dynamo.utils", COMPILE),
+    "imported before": ("import torch._dynamo", TRAIN, "assert loaded()", COMPILE),
+}
 PASSES = """
 def passes(case):
     child = os.fork()
@@ -53,10 +58,12 @@ if failed: sys.exit(f"failed: {failed}")
 """
 
 
-def test_the_compiler_is_imported_only_when_it_is_used_and_then_works() -> None:
+@pytest.mark.parametrize(("before", "cases"), [(TRAIN, CASES), *soak([("", COMES_FIRST)])])
+def test_the_compiler_is_imported_only_when_it_is_used_and_then_works(
+    before: str, cases: dict[str, tuple[str, ...]]
+) -> None:
     """Each case in a copy of one process, because importing torch takes longest."""
-    cases = {name: "\n".join(case) for name, case in CASES.items()}
-    first = f"if not passes({BEFORE!r}): sys.exit('failed: imported before')"
-    program = "\n".join((BEGIN, PASSES, first, TRAIN, f"CASES = {cases!r}", EACH))
+    programs = {name: "\n".join(case) for name, case in cases.items()}
+    program = "\n".join((BEGIN, PASSES, before, f"CASES = {programs!r}", EACH))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from machine import at_most
+from soak import soak
 from transport_fixture import (
     LARGE,
     RUN,
@@ -238,9 +239,17 @@ def test_a_peer_that_does_not_read_loses_the_copy_of_the_weights(hasty: None) ->
     run(scenario())
 
 
-@pytest.mark.parametrize("stripe", [0, 7])
-@pytest.mark.parametrize("window", [5, 65_535])
-@pytest.mark.parametrize("method", ["FetchState", "FetchSnapshot", "Propagate"])
+@pytest.mark.parametrize(
+    ("method", "window", "stripe"),
+    [
+        ("FetchState", 5, 0),
+        ("FetchState", 65_535, 7),
+        ("FetchSnapshot", 5, 7),
+        ("Propagate", 65_535, 0),
+        *soak([("FetchState", 5, 7), ("FetchState", 65_535, 0), ("FetchSnapshot", 5, 0), ("FetchSnapshot", 65_535, 0)]),
+        *soak([("FetchSnapshot", 65_535, 7), ("Propagate", 5, 0), ("Propagate", 5, 7), ("Propagate", 65_535, 7)]),
+    ],
+)
 def test_a_caller_that_does_not_read_pins_no_memory_and_counts_until_its_call_is_over(
     method: str,
     window: int,
