@@ -105,8 +105,8 @@ class Members:
             if old is not advert:
                 if peer == self._me:
                     continue
-                if old is not None and advert.stage != old.stage and advert.announced_at < old.announced_at:
-                    pass  # its advert of an earlier stage: the search missed its newer record, which has another key
+                if old is not None and advert.announced_at < old.announced_at:
+                    pass  # the search missed its newer record, which is stored elsewhere
                 elif advert.state == "left":
                     self.left_at_step = max(self.left_at_step, advert.step)
                     self._forget(peer)
@@ -117,7 +117,7 @@ class Members:
                         self._failures[peer] = _Failures(doubted=True)
                     joined += old is None
                     known[peer] = advert
-                elif advert.announced_at >= old.announced_at:
+                else:
                     self._renew(old, advert)
             listed += 1
         if self._missed or listed != len(known):
