@@ -39,6 +39,7 @@ class Place:
         self.did: list[object] = []
         self.entrusts = True
         self.catches_up: list[Callable[[], None]] = []
+        self.copies = True
 
     def _event(self, kind: str, **fields: object) -> None:
         if kind == "state":
@@ -61,7 +62,7 @@ class Place:
         self.did.append("catch up")
         if self.catches_up:
             self.catches_up.pop(0)()
-        return True
+        return self.copies
 
     async def pause(self) -> None:
         await self.pauses.pause(cast(Any, self), cast(Any, self), cast(Any, self))
@@ -206,6 +207,26 @@ def test_a_node_that_trains_on_nothing_for_long_asks_the_others(
         place.pauses.begin()
         place.pauses.stepped(0)
         assert not place.node.stood_still, "with new weights it counts anew"
+
+    at(scenario)
+
+
+def test_a_node_that_goes_on_training_on_nothing_asks_the_others_again_only_after_as_long() -> None:
+    """While it asks it serves nobody, so asking at each empty step would keep its steps empty."""
+
+    async def scenario(place: Place) -> None:
+        place.copies = False
+        place.node.update(steps_per_s=1.0)
+        for _ in range(UNLUCKY_STEPS):
+            place.pauses.stepped(4)
+        asked_at = []
+        for _ in range(70):
+            await asyncio.sleep(1.0)
+            place.pauses.stepped(0)
+            if place.node.stood_still:
+                asked_at.append(place.node.now())
+                await place.pause()
+        assert asked_at == [31.0, 62.0]
 
     at(scenario)
 
