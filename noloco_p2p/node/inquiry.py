@@ -59,10 +59,10 @@ class Inquiry:
         self.exchanges = Exchanges(self._node.config.directory.ttl_s)
 
     async def _ask_one(self, transport: Transport, advert: Advert) -> None:
-        peer, said = advert.peer_id, None
+        peer, said, exchanges = advert.peer_id, None, self.exchanges  # an answer to a question before `forget` is lost
         with suppress(PeerError), self._node.waits.waiting("description", peer, idle=True):
             said = await transport.describe(advert)
-        self.exchanges.note(peer, said, now=self._node.now())
+        exchanges.note(peer, said, now=self._node.now())
         if said is not None and peer not in self._members.met:
             self._members.answered(peer)
         elif peer not in self._members.met:

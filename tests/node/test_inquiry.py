@@ -120,6 +120,20 @@ def test_few_peers_are_asked_at_a_time_and_none_that_has_just_been_asked() -> No
     at(scenario)
 
 
+def test_an_answer_that_was_under_way_when_all_were_forgotten_does_not_count() -> None:
+    """The machine may have slept since the question, and the others have trained on meanwhile."""
+
+    async def scenario(place: Place) -> None:
+        peers = place.sees(["p"])
+        place.inquiry.ask(peers)
+        await asyncio.sleep(0.5)
+        place.inquiry.forget()
+        assert await place.inquiry.answering_now(peers, TRAINED) == peers
+        assert place.asked == ["p", "p"]
+
+    at(scenario)
+
+
 def test_peers_that_have_never_answered_are_met_a_few_at_a_time_and_a_caller_at_once() -> None:
     async def scenario(place: Place) -> None:
         place.sees(names(30), met=False)
