@@ -69,8 +69,8 @@ class Dispatcher:
         """Set when the node has moved to another stage: what is still under way here must not be sent on from there."""
         self.evaluated = 0
         """Number of held-out microbatches that this node's device has evaluated."""
-        self._busy_since: dict[tuple[PeerId, bool], float] = {}
-        """(replica of the next stage, in training?) → since when it has answered Busy and served nothing."""
+        self._busy: dict[tuple[PeerId, bool], tuple[float, float]] = {}
+        """(replica of the next stage, in training?) → when it first and last answered Busy without serving."""
         self._choice = choice = ReplicaChoice(node, swarm, transport.line)
         self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
@@ -201,7 +201,7 @@ class Dispatcher:
             finally:
                 left()
             if answer is not None:
-                self._busy_since.pop((answer[0], policy.trains), None)
+                self._busy.pop((answer[0], policy.trains), None)
                 return answer[1], answer[0]
             if not policy.trains:
                 await self._pause(attempts)
@@ -270,20 +270,20 @@ class Dispatcher:
             attempts.failure = "busy"
         if newest is None or (attempts.trains and node.manifest.routing in routing.FREE):
             return
-        began = self._busy_since.get(key, now)
-        self._busy_since = {k: t for k, t in self._busy_since.items() if self._swarm.members.get(k[0])} | {key: began}
-        if not attempts.trains:
-            # The next one in order stands in for it, while those that stay for the last evaluations are still there.
-            attempts.skipped += now - began > node.config.limits.linger_s / 2
-            return
         # `balanced` and `fixed` wait for the replica that they name, but not while it fetches its weights, nor longer
-        # than an honest one is busy: an inner step, or without overlap an outer round. Nor do they if its slots of
-        # this microbatch's step are gone: its round may be waiting for one that needs them.
-        outer, floor_s = node.manifest.outer, node.config.limits.patience_floor_s
-        longest_s = max(floor_s, median(node.step_seconds or [0.0])) if outer.overlap else outer.deadline_s
+        # than an honest one is busy: an inner step, or without overlap an outer round. Nor do they if its slots of this
+        # step are gone: its round may need them. In an evaluation the next in order stands in, while it is still there.
+        outer, limits = node.manifest.outer, node.config.limits
+        step_s = max(limits.patience_floor_s, median(node.step_seconds or [0.0]))
+        longest_s = (step_s if outer.overlap else outer.deadline_s) if attempts.trains else limits.linger_s / 2
+        self._busy = {k: spell for k, spell in self._busy.items() if now - spell[1] < 2 * longest_s}
+        began, _ = self._busy.get(key, (now, now))
+        self._busy[key] = began, now
         passed = node.manifest.routing == "balanced" and int(newest.step) > attempts.step
-        fetches = newest.state != "training" and now - (attempts.busy_at or now) > floor_s
-        if passed or fetches or now - began > longest_s:
+        fetches = newest.state != "training" and now - (attempts.busy_at or now) > limits.patience_floor_s
+        if not attempts.trains:
+            attempts.skipped += now - began > longest_s
+        elif passed or fetches or now - began > longest_s:
             attempts.failed[peer] = now
 
     def _final_error(self, microbatch: MicrobatchId, attempts: Attempts) -> PeerError:
