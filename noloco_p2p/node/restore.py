@@ -153,13 +153,13 @@ class WeightRestorer:
         await self._go_on_at(state.round, step, state.inner_steps, state.fresh_round, from_round)
 
     async def _unless_leaving(self, transfer: Coroutine[object, object, R]) -> R:
-        """The result of a transfer. Raises Declined, and ends it, if this node is told to leave meanwhile."""
+        """The result of a transfer. Raises Declined, and ends it, if this node is told to leave or move meanwhile."""
         node, fetching = self._node, asyncio.create_task(transfer)
         fetching.add_done_callback(lambda _: node.waits.pulse())
         try:
-            await node.waits.until(lambda: fetching.done() or node.leaving, "transfer", Resource.OWNER, idle=True)
+            await node.waits.until(lambda: fetching.done() or node.draining, "transfer", Resource.OWNER, idle=True)
             if not fetching.done():
-                raise Declined("this node is to leave")
+                raise Declined("this node is to leave its stage")
             return fetching.result()
         finally:
             fetching.cancel()
