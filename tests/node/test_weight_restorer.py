@@ -163,7 +163,7 @@ def test_what_cannot_be_the_state_of_that_peer_is_not_taken(answer: ReplicaState
 @pytest.mark.parametrize("next_stage", [None, 1])
 @pytest.mark.parametrize("kind", ["peer", "guardian"])
 def test_a_node_that_is_to_leave_or_to_move_ends_the_transfer(kind: Any, next_stage: int | None) -> None:
-    """A replica that copies another one while it trains may be told to move meanwhile. Nobody else moves until it has."""
+    """A replica that copies another one while it trains may be told to move. Until it has, nobody else moves."""
 
     async def scenario(place: Place) -> None:
         place.answer, place.takes_s = state(), 1000.0
