@@ -198,9 +198,13 @@ class Stage(Protocol):
         not of this run's shape.
         """
 
+    def check(self, gradient: Gradient) -> None:
+        """Raise Violation unless the gradient has this run's shape and codec, and no more tokens than a microbatch. Its
+        values may still not be finite. Returns at once; callable on any thread."""
+
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """Backward pass through a kept graph, which is then freed. Adds gradients and tokens, unless the microbatch id
-        has been spent here."""
+        has been spent here. The gradient must pass `check`."""
 
     def loss_backward(
         self, microbatch: MicrobatchId, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None
@@ -218,7 +222,7 @@ class Stage(Protocol):
         pass is counted or kept."""
 
     def compare(self, one: Gradient, other: Gradient) -> GradientLikeness:
-        """Compare two gradients of the same data. Does not occupy the device. Raises Violation as `backward` does."""
+        """Compare two gradients of the same data. Does not occupy the device. Raises Violation as `check` does."""
 
     def inner_step(self, label: StepLabel) -> StepResult:
         """Divide by the tokens, clip, move θ (METHOD.md, "Inner step"), zero the accumulators."""

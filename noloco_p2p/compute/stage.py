@@ -106,16 +106,17 @@ class TorchStage:
         graph, hidden_BTD = self._graphs.forward(self._pass, inputs, mask)
         return graph, self._sent(hidden_BTD)
 
-    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
-        """Backward through a kept graph, as in the port.
-
-        If the gradient is not finite, or is marked so, `finite` is False. Raises Violation, and keeps the graph, if the
-        gradient is not in the run's codec, or claims more tokens than a microbatch has.
-        """
-        wire = self._grad.check(gradient.grad)
+    def check(self, gradient: Gradient) -> None:
+        """Raise Violation if a gradient is not in the run's codec, or claims too many tokens, as in the port."""
+        self._grad.check(gradient.grad)
         if not 0 <= gradient.tokens <= self._manifest.microbatch_size * self._manifest.sequence_length:
             raise Violation(f"the gradient claims {gradient.tokens} tokens")
-        # not before this point: after a Violation another replica is asked for the same gradient
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """Backward through a kept graph, as in the port. If the gradient is not finite, or is marked so, `finite` is
+        False. Raises Violation, and keeps the graph, if it does not pass `check`."""
+        self.check(gradient)
+        wire = host_tensor.to_torch(gradient.grad)
         if not (gradient.finite and isfinite(gradient.loss_sum) and self._grad.is_finite(wire)):
             self._graphs.discard(graph)
             return self._not_finite(microbatch)

@@ -32,6 +32,10 @@ class DeviceStage:
         # Not `self.discard`: this stage may be closed by then.
         return await device.call(Operation.FORWARD, work, lost=lambda one: device.post(partial(stage.discard, one[0])))
 
+    def check(self, gradient: Gradient) -> None:
+        """As in the port. Does not use the device."""
+        self._open_stage().check(gradient)
+
     async def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """As in the port."""
         return await self._device.call(

@@ -97,10 +97,13 @@ class LinearStage:
         self.most_graphs = max(self.most_graphs, len(self._graphs))
         return self._handles, self._hidden("hidden", self._outputs(values))
 
-    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
-        """See `ports.Stage`. Raises AssertionError if the weights have changed since the forward pass."""
+    def check(self, gradient: Gradient) -> None:
+        """See `ports.Stage`."""
         if gradient.grad.spec[1:] != self.state.gradient[1:]:
             raise Violation(f"a gradient of {gradient.grad.spec}, not {self.state.gradient}")
+
+    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+        """See `ports.Stage`. Raises AssertionError if the weights have changed since the forward pass."""
         version, inputs = self._graphs.pop(graph)
         assert version == self.version, f"{microbatch}: forward with weights {version}, backward with {self.version}"
         grads = list(gradient.grad.data.cast("d"))

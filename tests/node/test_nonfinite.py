@@ -76,10 +76,9 @@ class GradlessStage(LinearStage):
 class CodedStage(LinearStage):
     """A stage that receives gradients in a block codec, where a scale that is not finite breaks the protocol."""
 
-    def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
+    def check(self, gradient: Gradient) -> None:
         if not all(map(isfinite, gradient.grad.data.cast("d"))):
             raise Violation("grad: means or scales that are not finite")
-        return super().backward(graph, microbatch, gradient)
 
 
 class SenselessStage(CodedStage):

@@ -78,7 +78,8 @@ THE_ONE_PLACE = {
     ("state.py", "asyncio.shield"),
     ("loop.py", "asyncio.wait"),  # for the tasks of the node
     ("restore.py", "asyncio.wait"),  # for the end of a transfer that is over or cancelled
-    # Calls to the next stage, whose waits the dispatcher names.
+    # Calls to the next stage, whose waits the dispatcher names in `_call`.
+    ("dispatch.py", "self._transport.propagate"),
     ("liveness.py", "bound"),
     ("liveness.py", "reply"),
     ("race.py", "asyncio.wait"),

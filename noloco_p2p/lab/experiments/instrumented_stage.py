@@ -90,7 +90,7 @@ class InstrumentedStage:
         self.forward, self.backward, self.loss_backward = stage.forward, stage.backward, stage.loss_backward
         self.discard, self.evaluate, self.adopt = stage.discard, stage.evaluate, stage.adopt
         self.encode, self.decode, self.is_sound = stage.encode, stage.decode, stage.is_sound
-        self.restore, self.compare, self.state = stage.restore, stage.compare, stage.state
+        self.restore, self.compare, self.check, self.state = stage.restore, stage.compare, stage.check, stage.state
 
     @property
     def places(self) -> int | None:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from statistics import median
 from typing import Generic, TypeVar
 
@@ -72,7 +71,7 @@ class Dispatcher:
         self._busy: dict[tuple[PeerId, bool], tuple[float, float]] = {}
         """(replica of the next stage, in training?) → when it first and last answered Busy without serving."""
         self._choice = choice = ReplicaChoice(node, swarm, transport.line)
-        self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", transport.propagate, choice.by_policy, True)
+        self._training: RetryPolicy[Gradient] = RetryPolicy("gradient", self._propagate, choice.by_policy, True)
         self._evaluation: RetryPolicy[LossSum] = RetryPolicy("loss", transport.evaluate, choice.in_turn, False)
 
     async def train(self, task: StageInput, left_s: float | None = None) -> StageResult:
@@ -92,32 +91,24 @@ class Dispatcher:
             graph, hidden = await stage.forward(task.inputs, task.mask)
         node.waits.pulse()  # there may be room for more microbatches now
         try:
-            result = await self._through_later_stages(graph, replace(task, inputs=hidden), left_s)
+            gradient, peer = await self._deliver(replace(task, inputs=hidden), self._training, left_s)
+            with node.span("backward"), node.waits.computing("backward", why):
+                # What the device has been given counts: it must not stay uncounted if the caller goes away now.
+                done = await to_the_end(stage.backward(graph, task.microbatch, gradient))
         except BaseException:
             stage.discard(graph)
             raise
-        if result.contribution.clip < 1:
-            node.distrust("gradient", peer=result.next_hop)
-        return result
+        self._choice.served_by(peer)
+        if done.clip < 1:
+            node.distrust("gradient", peer=peer)
+        return StageResult(done, peer, gradient)
 
-    async def _through_later_stages(self, graph: int, output: StageInput, left_s: float | None) -> StageResult:
-        """Get the gradient of an output from the later stages, and run the backward pass. If this stage rejects the
-        gradient, another replica is asked."""
-        node, stage, why = self._node, self._node.stage, for_microbatch(output.microbatch)
-        attempts, ends_at = Attempts(True, frozenset(output.avoid)), inf if left_s is None else node.now() + left_s
-        while True:
-            gradient, peer = await self._deliver(output, self._training, left_s)
-            try:
-                with node.span("backward"), node.waits.computing("backward", why):
-                    # What the device has been given counts: it must not stay uncounted if the caller goes away now.
-                    done = await to_the_end(stage.backward(graph, output.microbatch, gradient))
-                self._choice.served_by(peer)
-                return StageResult(done, peer, gradient)
-            except Violation as error:
-                self._note_failure(attempts, peer, error)
-                if node.now() > ends_at:
-                    raise self._final_error(output.microbatch, attempts) from error
-            await self._pause(attempts)
+    async def _propagate(self, peer: Advert, activation: Activation, claim: Claim) -> Gradient:
+        """The gradient from one replica. What this stage cannot use is a failed call."""
+        stage = self._node.stage  # the node may hold another one by the time of the reply
+        gradient = await self._transport.propagate(peer, activation, claim)
+        stage.check(gradient)
+        return gradient
 
     def prepare(self, origin: Origin) -> None:
         """Warm up the connections to the replicas that may get this microbatch next: it will soon leave this stage."""
