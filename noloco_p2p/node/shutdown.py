@@ -8,7 +8,7 @@ from noloco_p2p.core import members as membership
 from noloco_p2p.core.exchanges import PROBES
 from noloco_p2p.core.messages import Advert, LossSum, MicrobatchId, Origin
 from noloco_p2p.core.status import AnyReplica, Resource
-from noloco_p2p.errors import PeerError
+from noloco_p2p.errors import Declined, PeerError
 from noloco_p2p.node.directory_loop import RENEWALS_PER_TTL
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.outer_round import OuterRounds
@@ -51,7 +51,8 @@ class Shutdown:
         """Evaluate the held-out microbatches, the same as on all nodes, over fixed routes, without averaging weights
         (METHOD.md, "Measures").
 
-        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count.
+        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count, and one ends when the
+        node is to leave or to move.
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
@@ -60,6 +61,8 @@ class Shutdown:
 
         async def evaluate_some() -> None:
             for number, batch in left:
+                if node.draining:
+                    raise Declined("this node is to leave")
                 # Evaluations have ids of their own, with incarnation 0, which no process has.
                 microbatch, origin = MicrobatchId(node.me, 0, number), Origin(node.me, node.step, rank)
                 task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)
@@ -76,8 +79,7 @@ class Shutdown:
             losses.clear()
         node.spend_on_evaluation(node.now() - began)
         sums = [loss for _, loss in sorted(losses.items())]
-        tokens = sum(s.tokens for s in sums)
-        if tokens:
+        if tokens := sum(s.tokens for s in sums):
             node.event("evaluation", step=node.step, loss=sum(s.loss_sum for s in sums) / tokens, tokens=tokens)
 
     async def finish(self) -> None:

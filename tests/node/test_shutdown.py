@@ -143,6 +143,21 @@ def test_an_evaluation_that_misses_a_microbatch_ends_and_does_not_count() -> Non
     at(scenario)
 
 
+def test_a_node_that_is_told_to_leave_ends_its_evaluation() -> None:
+    """If stage 0 is the only one, nobody else ends it: a long one took all the time for leaving, and nothing was
+    saved."""
+
+    async def scenario(place: Place) -> None:
+        evaluating = asyncio.create_task(place.shutdown.evaluate())
+        await asyncio.sleep(0.5)
+        place.node.drain("told to leave")
+        await evaluating
+        assert len(place.sent) == EVALUATIONS_AT_ONCE
+        assert (place.told("evaluation"), place.told("warning")) == ([], [])
+
+    at(scenario)
+
+
 @pytest.mark.parametrize(
     ("step", "inner_steps", "due"),
     [(10, EVERY, True), (10, 2 * EVERY, True), (10, EVERY + 1, False), (STEPS, EVERY, False)],
