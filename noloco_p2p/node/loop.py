@@ -102,7 +102,7 @@ class Node:
 
     def drain(self) -> None:
         """Leave: finish the work in hand and start nothing new, within `limits.drain_s`."""
-        if not self.state.leaving and self.state.advert.state != "left":
+        if not self.state.leaving:
             self.state.drain("told to leave")
 
     def pause(self) -> None:

@@ -139,7 +139,7 @@ class NodeState:
     def drain(self, reason: str, *, next_stage: int | None = None) -> None:
         """Finish the work in hand and start nothing new: to leave, or to continue at `next_stage`."""
         self.drain_by, self.next_stage = self.now() + self.config.limits.drain_s / 2, next_stage
-        if self.advert.state != "draining":
+        if self.advert.state not in ("draining", "left"):
             self.enter("drain", reason)
         self.waits.pulse()
 

@@ -162,6 +162,25 @@ def test_the_first_signal_makes_a_node_leave_and_the_second_stops_it_at_once(num
 
 
 @pytest.mark.usefixtures("minds_signals")
+def test_a_node_whose_run_has_ended_is_stopped_at_once_by_the_second_signal_too() -> None:
+    """Withdrawing its advert and closing its connections may take many seconds. Every signal was ignored meanwhile."""
+
+    async def main() -> None:
+        signals = signals_of_a_node()
+        assert signals.node is not None
+        state = signals.node.state
+        for event in ("end", "drain", "leave"):
+            state.enter(event)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await state.waits.until(lambda: state.leaving, "signal", "me", 1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+
+
+@pytest.mark.usefixtures("minds_signals")
 def test_repeated_hangups_count_as_one_signal_and_a_hangup_under_nohup_as_none() -> None:
     async def hung_up() -> bool:
         signals, heard = signals_of_a_node(), asyncio.Event()
