@@ -93,9 +93,10 @@ class Checkpointer:
         if node.inner_steps == 0 and resume.age(node.advert) == 0:
             return []
         await self._rounds.end("leaving")
+        unpaired = node.manifest.outer.pairing == "none"
         if node.config.checkpoint.every_steps is not None:
-            await self._save(max(node.advert.outer_round, self._newest))
-        if await self._has_a_mate() or node.manifest.outer.pairing == "none" or not self._guardians(node.index):
+            await self._save(self._newest if unpaired else node.advert.outer_round)
+        if await self._has_a_mate() or unpaired or not self._guardians(node.index):
             return []
         final = await self._rounds.freeze(node.advert.outer_round + 1)
         return [Holding(node.index, final.round, final.step, final.fresh_round)]

@@ -155,6 +155,20 @@ def test_without_rounds_the_clock_decides() -> None:
     at(scenario, pairing="none")
 
 
+def test_the_last_checkpoint_names_the_round_of_the_weights_that_it_holds() -> None:
+    """A replica that copies one of an earlier lineage may come to weights of an earlier round. What it saved as it left
+    named the round of its last checkpoint, and counted as older by those rounds than it was."""
+
+    async def scenario(place: Place) -> None:
+        await place.comes_to(32, round=8)
+        place.node.update(step=33.0, outer_round=6)  # a copy
+        await place.leaves()
+        await place.checkpointer.settle()
+        assert [(round, step) for round, step, _ in place.saved] == [(8, 32.0), (7, 33.0)], "the open round has ended"
+
+    at(scenario)
+
+
 def test_no_checkpoints_are_written_if_none_are_wanted() -> None:
     async def scenario(place: Place) -> None:
         await place.comes_to(STEPS, STEPS // M)
