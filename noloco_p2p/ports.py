@@ -353,7 +353,7 @@ class Checkpoints(Protocol):
         """Write a checkpoint atomically, and remove old ones beyond the limit. Raises LocalError (such as a full disk);
         then the old ones stay.
 
-        `pin`: the previous checkpoint stays until another one is pinned.
+        `pin`: the previous checkpoint of the same stage, if there is one, stays until another one is pinned.
         """
 
     async def load(self, held: Holding) -> Checkpoint | None:

@@ -37,8 +37,8 @@ class Disk:
 
     def put(self, checkpoint: Checkpoint, keep: int, *, pin: bool = False, torn: bool = False) -> None:
         """Add a checkpoint in place of one of the same stage and round, and delete the oldest beyond `keep`."""
-        self._pinned = self._entries[-1] if pin and self._entries else self._pinned
-        fresh = _DiskEntry(checkpoint, torn)
+        before = [one for one in self._entries if one.holding.stage == checkpoint.state.stage]
+        self._pinned, fresh = before[-1] if pin and before else self._pinned, _DiskEntry(checkpoint, torn)
         stays = [one for one in self._entries if one.holding[:2] != fresh.holding[:2] or one is self._pinned]
         others = [one for one in stays if not one.noticed]
         forgotten, kept = [*others, fresh][:-keep], [*others, fresh][-keep:]

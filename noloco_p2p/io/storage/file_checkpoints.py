@@ -70,8 +70,8 @@ class FileCheckpoints:
             try:
                 make_folders(self._folder)
                 before = self._stored()
-                if pin and before:
-                    write_whole(self._folder / PINNED, before[-1].path.stem.encode())
+                if pin and (mine := [one for one in before if one.holding.stage == checkpoint.state.stage]):
+                    write_whole(self._folder / PINNED, mine[-1].path.stem.encode())
                 stored = checkpoint_format.write_checkpoint(
                     self._folder, checkpoint, self._run_id, self._peer_id, self._next_number()
                 )

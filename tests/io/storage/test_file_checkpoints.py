@@ -159,6 +159,22 @@ def test_a_pinned_checkpoint_stays_until_another_is_pinned(reopen: Open) -> None
     assert rounds_after(40, 45, 50) == [30, 40, 45, 50]
 
 
+def test_only_a_checkpoint_of_the_same_stage_is_pinned(reopen: Open) -> None:
+    """After a move, the first checkpoint has none before it. The last one of the stage before was pinned in place of
+    that from before an alarm there."""
+
+    def save(checkpoint: Checkpoint, *, pin: bool = False) -> list[tuple[int, int]]:
+        saving = reopen().save(checkpoint, pin=pin)
+        run_virtually(saving, limit_s=60.0) if isinstance(reopen(), SimCheckpoints) else asyncio.run(saving)
+        return [(held.stage, held.round) for held in _held(reopen())]
+
+    for round in (5, 10, 15):
+        save(_checkpoint(round), pin=round == 10)
+    for round in (20, 25, 30):
+        found = save(_checkpoint(round, stage=2), pin=round == 20)
+    assert found == [(1, 5), (2, 20), (2, 25), (2, 30)]
+
+
 def test_the_most_recently_saved_are_kept_even_after_a_step_back(reopen: Open) -> None:
     saved = {round: _checkpoint(round) for round in (5, 10, 15, 20)}
     _save(reopen(), *saved.values())
