@@ -71,7 +71,7 @@ class WeightRestorer:
 
     async def restore(self, source: RestoreSource) -> bool:
         """Take the weights of the source. Returns False if it cannot provide them."""
-        node = self._node
+        node, peer = self._node, source.peer.peer_id if source.peer else None
         try:
             match source.kind:
                 case "peer":
@@ -87,11 +87,10 @@ class WeightRestorer:
                     await self._fresh()
         except PeerError as error:
             node.event("warning", message=f"could not start from {source.kind}: {error}")
-            if source.peer:
-                self.failures[source.peer.peer_id] += 1
+            if peer:
+                self.failures[peer] += 1
             return False
         self.failures.clear()
-        peer = source.peer.peer_id if source.peer else None
         node.event("resumed", source=source.kind, round=node.advert.outer_round, step=node.advert.step, peer=peer)
         return True
 

@@ -42,8 +42,7 @@ class Shutdown:
 
     async def evaluate_if_due(self) -> None:
         """Evaluate every `every_steps` inner steps, unless it leaves; the last evaluation is left to `finish`."""
-        node = self._node
-        every = None if node.draining else node.manifest.evaluation.every_steps
+        node, every = self._node, self._node.manifest.evaluation.every_steps
         if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()
 
