@@ -50,8 +50,8 @@ class Shutdown:
         """Evaluate the held-out microbatches, the same as on all nodes, over fixed routes, without averaging weights
         (METHOD.md, "Measures").
 
-        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count, and one ends when the
-        node is to leave or to move.
+        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count. It ends when
+        the node is to leave or to move.
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
