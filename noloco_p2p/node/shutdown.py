@@ -41,7 +41,7 @@ class Shutdown:
         self._rounds = rounds
 
     async def evaluate_if_due(self) -> None:
-        """Evaluate every `every_steps` inner steps, unless it leaves; the last evaluation is left to `finish`."""
+        """Evaluate every `every_steps` inner steps; the last evaluation is left to `finish`."""
         node, every = self._node, self._node.manifest.evaluation.every_steps
         if every is not None and node.step < node.manifest.steps and node.inner_steps % every == 0:
             await self.evaluate()

@@ -60,7 +60,7 @@ def every_microbatch_ended_once(process: SimProcess) -> None:
     if process.crashed:
         return
     for stage in stages:
-        assert stage.open_graphs == 0, f"{process.peer} left {stage.open_graphs} graphs open"
+        assert not stage.open_graphs, f"{process.peer} left {len(stage.open_graphs)} graphs open"
     if begun and len(stages) == 1:
         results, counted = process.microbatches, len(stages[0].counted)
         ended = results["done"] + results["nonfinite"] + results["dropped"]

@@ -67,8 +67,8 @@ class LinearStage:
         self._manifest, self._me = manifest, me
         self.places: int | None = None  # memory is not limited
         self._first, self._last = index == 0, index == manifest.stages - 1
-        self._graphs: dict[int, tuple[int, list[float]]] = {}
-        """(`version`, inputs) of each forward pass that awaits its backward pass."""
+        self.open_graphs: dict[int, tuple[int, list[float]]] = {}
+        """(`version`, inputs) of each forward pass that has been neither used nor discarded."""
         self._handles = 0
         self._spent = SpentIds()
         self._sums = [0.0, 0.0]
@@ -84,17 +84,12 @@ class LinearStage:
         snapshot, weights = (vector, SAMPLE), (WEIGHTS,) * manifest.stages
         self.state = StageState(index, len(NAMES), hidden, grad, snapshot, replica, weights)
 
-    @property
-    def open_graphs(self) -> int:
-        """Number of graphs that have been neither used nor discarded."""
-        return len(self._graphs)
-
     def forward(self, inputs: HostTensor, mask: HostTensor | None) -> tuple[int, HostTensor]:
         """See `ports.Stage`."""
         values = self._values(inputs)
         self._handles += 1
-        self._graphs[self._handles] = (self.version, values)
-        self.most_graphs = max(self.most_graphs, len(self._graphs))
+        self.open_graphs[self._handles] = (self.version, values)
+        self.most_graphs = max(self.most_graphs, len(self.open_graphs))
         return self._handles, self._hidden("hidden", self._outputs(values))
 
     def check(self, gradient: Gradient) -> None:
@@ -104,7 +99,7 @@ class LinearStage:
 
     def backward(self, graph: int, microbatch: MicrobatchId, gradient: Gradient) -> Contribution:
         """See `ports.Stage`. Raises AssertionError if the weights have changed since the forward pass."""
-        version, inputs = self._graphs.pop(graph)
+        version, inputs = self.open_graphs.pop(graph)
         assert version == self.version, f"{microbatch}: forward with weights {version}, backward with {self.version}"
         grads = list(gradient.grad.data.cast("d"))
         return self._contribute(microbatch, inputs, grads, gradient.tokens, gradient.loss_sum)
@@ -119,7 +114,7 @@ class LinearStage:
 
     def discard(self, graph: int) -> None:
         """See `ports.Stage`."""
-        self._graphs.pop(graph, None)
+        self.open_graphs.pop(graph, None)
 
     def evaluate(self, inputs: HostTensor, targets: HostTensor, mask: HostTensor | None) -> HostTensor | LossSum:
         """See `ports.Stage`."""
@@ -285,7 +280,7 @@ class LinearStage:
         """After a change of weights: forget open graphs and the current inner step; only `spent` ids count as seen."""
         del self.counted[len(self.counted) - len(self._used) :]
         self._used, self._sums, self._tokens_of_all = [], [0.0, 0.0], None
-        self._graphs.clear()
+        self.open_graphs.clear()
         self._spent.refill(spent)
         self.version += 1
 

@@ -30,4 +30,4 @@ def test_the_graph_of_a_forward_pass_that_nobody_awaits_is_freed(moves: bool) ->
         await asyncio.sleep(1.0)
 
     run(cancelled())
-    assert (stage.most_graphs, stage.open_graphs) == (1, 0)
+    assert (stage.most_graphs, stage.open_graphs) == (1, {})
