@@ -282,6 +282,12 @@ def test_tensors_of_a_type_that_numpy_lacks(dtype: str, size: int, checkpoint: P
         checkpoint_format.read_checkpoint(replace(stored, path=path))
 
 
+@pytest.mark.parametrize("port", ["²", "9" * 5000, "0", "65536", "-1", ""])
+def test_an_earlier_port_that_is_none(port: str, tmp_path: Path) -> None:
+    (tmp_path / node_probe.ENDPOINTS).write_text(json.dumps({"grpc": f"127.0.0.1:{port}"}))
+    assert run_files.same_ports(tmp_path, ListenSettings(grpc_port=0)) == ListenSettings(grpc_port=0)
+
+
 @pytest.mark.parametrize("host", ["a" * 70 + ".org", "a..b", "é" * 70, "a b"])
 def test_a_host_that_cannot_be_looked_up(host: str) -> None:
     well, said = health_check.ask(None, f"http://{host}:80")

@@ -101,11 +101,9 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
         "grpc_port": str(found.get("grpc", "")).rpartition(":")[2],
         "metrics_port": str(found.get("metrics", "")).rpartition(":")[2].partition("/")[0],
     }
-    free = {
-        name: int(port)
-        for name, port in before.items()
-        if getattr(listen, name) == 0 and port.isdigit() and 0 < int(port) < 65536 and _is_free(listen.host, int(port))
-    }
+    ports = {name: int(port) for name, port in before.items() if re.fullmatch("[0-9]{1,5}", port)}
+    wanted = {name: port for name, port in ports.items() if getattr(listen, name) == 0 and 0 < port < 65536}
+    free = {name: port for name, port in wanted.items() if _is_free(listen.host, port)}
     return listen.model_copy(update=free)
 
 
