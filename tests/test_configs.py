@@ -28,7 +28,8 @@ SIZES = {
 
 
 def loaded(name: str) -> tuple[RunManifest, NodeConfig]:
-    return settings.load(CONFIGS / name, {}, [])
+    given = settings.read(CONFIGS / name, {}, [])
+    return given.manifest(), given.node()
 
 
 def test_the_set_of_configuration_files() -> None:
@@ -136,14 +137,14 @@ def test_configurations_are_found_by_name_in_the_package(monkeypatch: pytest.Mon
     for path in CONFIGS.rglob("*.yaml"):
         assert named_configs.text(path.stem) == path.read_text("utf-8").rstrip()
         assert any(line.split()[:1] == [path.stem] and len(line) <= 80 for line in named_configs.listing())
-    assert settings.load(Path("small-c4"), {}, []) == loaded("small-c4.yaml")
+    assert settings.read(Path("small-c4"), {}, []).manifest() == loaded("small-c4.yaml")[0]
     assert scenario_files.load(Path("home-200")) == scenario_files.load(CONFIGS / "sim" / "home-200.yaml")
     for wrong in ("tiny.yaml", "sim/nosuch", "."):
         with pytest.raises(ConfigError, match=f"^{wrong}: no configuration has that name; noloco configs lists them"):
             named_configs.text(wrong)
     with pytest.raises(ConfigError, match="home-200: no file and no configuration has that name"):
-        settings.load(Path("home-200"), {}, [])
+        settings.read(Path("home-200"), {}, [])
     with pytest.raises(ConfigError, match="tiny: no file and no scenario has that name; noloco configs lists them"):
         scenario_files.load(Path("tiny"))
     (tmp_path / "small-c4").write_text("name: mine")
-    assert settings.load(Path("small-c4"), {}, [])[0].name == "mine", "a file takes precedence over a name"
+    assert settings.read(Path("small-c4"), {}, []).manifest().name == "mine", "a file takes precedence over a name"

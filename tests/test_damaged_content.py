@@ -188,7 +188,7 @@ def readers() -> dict[str, tuple[bytes, Callable[[Path], object]]]:
         "endpoints.json": (json.dumps(endpoints).encode(), ends),
         "summary.json": (b'{"completed": false, "inner_steps": 4}', summary),
         export.RECORD: (json.dumps({"manifest": manifest, "replicas": 0, "data_files": []}).encode(), record),
-        "run.yaml": (b"stages: 2\ninner:\n  eps: 1e-8\n", lambda path: settings.load(path, {}, ())),
+        "run.yaml": (b"stages: 2\ninner:\n  eps: 1e-8\n", lambda path: settings.read(path, {}, ()).manifest()),
     }
 
 

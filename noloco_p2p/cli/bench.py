@@ -88,7 +88,7 @@ def bench_stage(
     from noloco_p2p.lab.bench import stage
     from noloco_p2p.launch import settings
 
-    manifest = settings.load(config, os.environ, set or ())[0]
+    manifest = settings.read(config, os.environ, set or ()).manifest()
     what = f"{humanize.plural(manifest.stages, 'stage')} on {device}"
     _report(what, lambda line: stage.run(device, manifest, line), as_json)
 

@@ -93,7 +93,7 @@ def refuse_other_run(directory: Path, manifest: RunManifest) -> None:
 def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
     """The settings with the ports that this node had before, so that its peers find it again.
 
-    Only ports that are set to 0 are replaced, and only if the earlier ones are still free.
+    Only ports that are set to 0 are replaced, and only if the earlier ones are still free, and set for nothing else.
     """
     found = node_probe.read_json(directory / node_probe.ENDPOINTS) or {}
     before = {
@@ -103,7 +103,8 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
     }
     ports = {name: int(port) for name, port in before.items() if re.fullmatch("[0-9]{1,5}", port)}
     wanted = {name: port for name, port in ports.items() if getattr(listen, name) == 0 and 0 < port < 65536}
-    free = {name: port for name, port in wanted.items() if _is_free(listen.host, port)}
+    others = set(dict(listen).values())
+    free = {name: port for name, port in wanted.items() if port not in others and _is_free(listen.host, port)}
     return listen.model_copy(update=free)
 
 

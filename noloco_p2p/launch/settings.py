@@ -111,12 +111,6 @@ def read(
     return Overrides(tuple(entries))
 
 
-def load(path: Path | None, environ: Mapping[str, str], sets: Sequence[str]) -> tuple[RunManifest, NodeConfig]:
-    """Both models, as a first node reads them. Raises ConfigError with a line for each fault."""
-    overrides = read(path, environ, sets)
-    return overrides.manifest(), overrides.node()
-
-
 def manifest_from_json(data: bytes) -> RunManifest:
     """A manifest received from a peer. Raises Violation, in one line, if it is not valid."""
     if len(data) > MANIFEST_LIMIT_BYTES:

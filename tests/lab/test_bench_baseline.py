@@ -313,7 +313,8 @@ def test_the_nodes_get_every_setting() -> None:
     local = NodeConfig(device="cpu", data_files=("a b", "c"), limits={"hours": ["22:00-07:00"]})  # type: ignore[arg-type]
     plan = baseline.make_plan("ddp", 4, make_manifest("gpt2", 2, steps=7), local)
     assert (plan.manifest.start_replicas, plan.manifest.evaluation.every_steps) == (2, None)
-    assert settings.load(None, {}, plan.settings()) == (plan.manifest, local)
+    given = settings.read(None, {}, plan.settings())
+    assert (given.manifest(), given.node()) == (plan.manifest, local)
 
 
 def test_the_first_failure_ends_the_bench() -> None:

@@ -11,7 +11,7 @@ from typer import Typer
 
 from noloco_p2p.cli import main as noloco_main
 from noloco_p2p.cli import node as node_main
-from noloco_p2p.config import RunManifest
+from noloco_p2p.config import ListenSettings, RunManifest
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError, OtherRun
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
 from noloco_p2p.lab.bench import links
@@ -211,6 +211,17 @@ def test_a_node_without_a_given_directory_skips_those_of_other_runs(
         run_files.refuse_other_run(taken[0], RunManifest(seed=2))
     assert answer(["noloco-node", "--set", "seed=2"]) == ""
     assert taken[2:] == [Path("noloco-runs/node-3")]
+
+
+def test_an_earlier_port_yields_to_the_same_one_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both services wanted the port, and the node could not start."""
+    monkeypatch.setattr(run_files, "_is_free", lambda host, port: True)
+    before = {"join": ["/ip4/127.0.0.1/tcp/4001/p2p/x"], "grpc": "127.0.0.1:4002", "metrics": "http://127.0.0.1:4003/"}
+    files(tmp_path, endpoints_json=json.dumps(before))
+    found = run_files.same_ports(tmp_path, ListenSettings(grpc_port=4001))
+    assert (found.dht_port, found.grpc_port, found.metrics_port) == (0, 4001, 4003)
 
 
 def test_foreign_files_are_not_replaced(tmp_path: Path) -> None:

@@ -10,21 +10,27 @@ from noloco_p2p.errors import ConfigError, Violation
 from noloco_p2p.launch import reference, settings
 
 
+def load(path: Path | None, environ: dict[str, str], sets: list[str]) -> tuple[RunManifest, NodeConfig]:
+    """Both models, as a first node reads them."""
+    given = settings.read(path, environ, sets)
+    return given.manifest(), given.node()
+
+
 def faults(path: Path | None, environ: dict[str, str] | None = None, sets: list[str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        settings.load(path, environ or {}, sets or [])
+        load(path, environ or {}, sets or [])
     return str(caught.value).split("\n")
 
 
 def test_without_any_settings_the_defaults_apply() -> None:
-    assert settings.load(None, {"PATH": "/bin", "NOLOCO": "1"}, []) == (RunManifest(), NodeConfig())
+    assert load(None, {"PATH": "/bin", "NOLOCO": "1"}, []) == (RunManifest(), NodeConfig())
 
 
 def test_each_source_overrides_the_previous_one(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("steps: 1\nseed: 1\nstages: 1\ninner:\n  beta1: 0.1\nlisten:\n  grpc_port: 1\n")
     environ = {"NOLOCO__SEED": "2", "NOLOCO__STAGES": "2", "NOLOCO__LISTEN__GRPC_PORT": "2", "OTHER": "x"}
-    manifest, node = settings.load(path, environ, ["stages=3", "outer.inner_steps=7"])
+    manifest, node = load(path, environ, ["stages=3", "outer.inner_steps=7"])
     found = (manifest.steps, manifest.seed, manifest.stages, manifest.inner.beta1, manifest.outer.inner_steps)
     assert found == (1, 2, 3, 0.1, 7)
     assert node.listen.grpc_port == 2
@@ -36,7 +42,7 @@ def test_each_source_overrides_the_previous_one(tmp_path: Path) -> None:
     [("1e-3", 1e-3), ("2E4", 2e4), ("1.5e3", 1.5e3), ("3", 3.0), ("0.5", 0.5)],
 )
 def test_numbers_are_parsed_as_intended(text: str, value: float) -> None:
-    assert settings.load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
+    assert load(None, {}, [f"inner.peak_learning_rate={text}"])[0].inner.peak_learning_rate == value
 
 
 def test_no_number_of_a_manifest_is_too_large_to_compute_with() -> None:
@@ -46,7 +52,7 @@ def test_no_number_of_a_manifest_is_too_large_to_compute_with() -> None:
         "--set microbatches_per_step: microbatches_per_step must be at most 65536, not 65537",
         "--set steps: steps must be at most 9007199254740992, not 9007199254740993",
     ]
-    assert settings.load(None, {}, [f"steps={2**53}"])[0].steps == 2**53
+    assert load(None, {}, [f"steps={2**53}"])[0].steps == 2**53
 
 
 @pytest.mark.parametrize("text", ["22:00", "-1:30", "1:30:15.5", "010"])
@@ -117,7 +123,7 @@ def test_a_glob_without_quotes_is_explained(tmp_path: Path) -> None:
     for value in ("*.txt", "[**/*.txt]", "*"):
         found = faults(None, sets=[f"data_files={value}"])
         assert found == ["--set data_files: not valid YAML: text that begins with * must be in quotes"]
-    assert settings.load(None, {}, ["data_files='*.txt'"])[1].data_files == ("*.txt",)
+    assert load(None, {}, ["data_files='*.txt'"])[1].data_files == ("*.txt",)
 
 
 def test_a_key_with_dots_in_a_file_is_explained(tmp_path: Path) -> None:
@@ -142,14 +148,14 @@ def test_betas_that_leave_adamws_steps_unbounded_are_refused() -> None:
     assert faults(None, sets=["inner.beta2=0.8"]) == [
         "--set inner.beta2: beta2 0.8 leaves AdamW's steps unbounded: it must be greater than beta1 squared, 0.81"
     ]
-    assert settings.load(None, {}, ["inner.beta2=0.8", "inner.beta1=0.8"])[0].inner.most_mean < 1.1
-    settings.load(None, {}, ["inner.beta2=0", "inner.beta1=0"])
+    assert load(None, {}, ["inner.beta2=0.8", "inner.beta1=0.8"])[0].inner.most_mean < 1.1
+    load(None, {}, ["inner.beta2=0", "inner.beta1=0"])
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
-    local = settings.load(None, {}, ["data_files=one.txt", "limits.hours=22:00-07:00"])[1]
+    local = load(None, {}, ["data_files=one.txt", "limits.hours=22:00-07:00"])[1]
     assert (local.data_files, local.limits.hours) == (("one.txt",), ("22:00-07:00",))
-    assert settings.load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
+    assert load(None, {}, ["data_files=[a.txt, b.txt]"])[1].data_files == ("a.txt", "b.txt")
 
 
 def test_a_duplicate_key_is_refused(tmp_path: Path) -> None:
@@ -182,7 +188,7 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, message: s
 def test_an_alias_of_a_single_value_is_that_value(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: &seed 7\nsteps: *seed\n")
-    manifest, _ = settings.load(path, {}, [])
+    manifest, _ = load(path, {}, [])
     assert (manifest.seed, manifest.steps) == (7, 7)
 
 
@@ -196,14 +202,14 @@ def test_an_empty_file_and_an_empty_section_are_fine(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for text in ("", "# nothing\n", "outer:\n  # alpha: 0.1\nlisten:\n"):
         path.write_text(text)
-        assert settings.load(path, {}, []) == (RunManifest(), NodeConfig())
+        assert load(path, {}, []) == (RunManifest(), NodeConfig())
 
 
 def test_incompatible_values_are_refused() -> None:
     [line] = faults(None, sets=["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7"])
     assert "stability bound S1" in line
     assert "outer.allow_unstable" in line
-    settings.load(None, {}, ["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
+    load(None, {}, ["outer.rule=noloco", "outer.alpha=0.9", "outer.gamma=0.7", "outer.allow_unstable=true"])
     [line] = faults(None, sets=["outer.alpha=0.9"])
     assert "rule gossip has no alpha: leave it out, or choose another outer.rule" in line
 
@@ -219,10 +225,10 @@ def test_a_files_model_section_replaces_the_default_and_single_keys_change_it(tm
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  family: gpt2\n  config:\n    n_embd: 64\n    vocab_size: 384\n")
     changed = ["model.config.vocab_size=500", "model.config.n_layer=3"]
-    assert settings.load(path, {}, changed)[0].model.config == {"n_embd": 64, "vocab_size": 500, "n_layer": 3}
+    assert load(path, {}, changed)[0].model.config == {"n_embd": 64, "vocab_size": 500, "n_layer": 3}
     default = RunManifest().model.config
-    assert settings.load(None, {}, ["model.config.hidden_size=64"])[0].model.config == default | {"hidden_size": 64}
-    assert settings.load(None, {}, ["model.config={n_embd: 8}"])[0].model.config == {"n_embd": 8}
+    assert load(None, {}, ["model.config.hidden_size=64"])[0].model.config == default | {"hidden_size": 64}
+    assert load(None, {}, ["model.config={n_embd: 8}"])[0].model.config == {"n_embd": 8}
 
 
 def test_settings_of_a_joining_node_must_agree_with_the_swarm(tmp_path: Path) -> None:
