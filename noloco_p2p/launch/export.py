@@ -182,6 +182,7 @@ def replaced(out: Path) -> Iterator[Path]:
         if not there:
             fresh.rename(out)
             return
+        homes.refuse_existing(out)  # another command may have filled it meanwhile
         # The record is moved last, because it marks the directory as a model.
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == RECORD):
             path.rename(out / path.name)

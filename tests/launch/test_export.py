@@ -394,6 +394,17 @@ def test_what_a_killed_process_left_does_not_stop_the_next_one(tmp_path: Path) -
         assert [path.name for path in (tmp_path / name).glob("[!.]*")] == ["noloco.json"]
 
 
+def test_of_two_commands_that_write_to_one_directory_the_first_to_end_wins(tmp_path: Path) -> None:
+    """The later one replaced some of its files: the weights were of one run, and the replicas of another."""
+    with pytest.raises(ConfigError, match=f"^--out {tmp_path} is an exported model: name"), replaced(tmp_path) as slow:
+        (slow / "model.safetensors").write_text("slow")
+        with replaced(tmp_path) as fast:
+            (fast / "model.safetensors").write_text("fast")
+            (fast / "noloco.json").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "noloco.json"}
+    assert (tmp_path / "model.safetensors").read_text() == "fast"
+
+
 SLOW = """
 import time
 from noloco_p2p.cli import main
