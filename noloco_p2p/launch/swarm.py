@@ -266,6 +266,7 @@ def run_swarm(
     foreseen.check_swarm(plan.manifest, plan.local, directory or node_probe.HOME, lambda line: print(line, flush=True))
     run_dir = planning.make_run_dir(plan.manifest.name, directory)
     with planning.held(run_dir):
+        plan = planning.make_plan(overrides, directory)  # another launcher may have been here meanwhile
         planning.wait_for_old_nodes([run_dir / f"{stage}-{replica}" for stage, replica in plan.nodes])
         resumed = planning.resume_point(plan, run_dir) if plan.resumes else None
         plan = planning.for_members(plan, run_dir) if members else plan

@@ -12,9 +12,9 @@ from noloco_p2p.core.messages import Holding
 from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.corpora import matching_files
 from noloco_p2p.io.dht.identity import KEY, Identity
-from noloco_p2p.launch import run_files, run_key, settings
+from noloco_p2p.launch import foreseen, run_files, run_key, settings
 from noloco_p2p.launch import swarm_plan as planning
-from noloco_p2p.launch.swarm import run_swarm
+from noloco_p2p.launch.swarm import LocalSwarm, run_swarm
 from noloco_p2p.launch.swarm_plan import ResumePoint, common_point, make_run_dir
 
 Given = tuple[Path | None, int | None, int | None, int | None, tuple[str, ...]]
@@ -172,6 +172,24 @@ def test_an_unfinished_run_is_resumed_with_the_settings_it_had(tmp_path: Path) -
     (run_dir / "summary.json").write_text('{"completed": true}')
     with pytest.raises(ConfigError, match="finished run; name another --dir"):
         make_plan(NOTHING, run_dir, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("summary.json", '{"completed": true}', "holds a finished run; name another --dir"),
+        ("swarm.json", '{"seed": 6}', "seed is 0 here, 6 in the unfinished run"),
+    ],
+)
+def test_what_another_launcher_did_after_the_checks_is_seen(
+    name: str, text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had planned before it took the lock: the settings of the other run were replaced by its own."""
+    monkeypatch.setattr(foreseen, "check_swarm", lambda *_: (tmp_path / name).write_text(text))
+    monkeypatch.setattr(LocalSwarm, "run", lambda swarm: 0)
+    with pytest.raises(ConfigError, match=expected):
+        run_swarm(settings.read(None, {}, ["seed=0"]), tmp_path, None, plain=True, sample=False)
+    assert (tmp_path / name).read_text() == text
 
 
 @pytest.mark.parametrize(
