@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import noloco_p2p
 from noloco_p2p.cli.main import app
-from noloco_p2p.errors import ConfigError
+from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.lab.experiments import EXPERIMENTS, find, runner
 from noloco_p2p.lab.experiments.results import markdown, mean_std
 from noloco_p2p.lab.experiments.spec import Case, Experiment, Table, published
@@ -159,6 +159,15 @@ def test_a_report_is_written_in_utf_8_whatever_the_locale() -> None:
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], env={**os.environ, **ascii_only, **paths}, timeout=100, check=True)
     assert "What is n²?" in Path("out", "report.md").read_text("utf-8")
+
+
+@light
+def test_a_report_that_cannot_be_written_is_said_in_one_line() -> None:
+    _run(TOY, quick=True)
+    Path("out", "report.md").unlink()
+    Path("out", "report.md").mkdir()
+    with pytest.raises(LocalError, match=r"^out cannot be written: Is a directory$"):
+        _run(TOY, quick=True)
 
 
 def test_cells_and_samples_are_formatted() -> None:

@@ -61,7 +61,8 @@ def run(experiment: Experiment, out: Path, say: Callable[[str], None], *, quick:
             with workers(min(jobs, len(cases)), OMP_NUM_THREADS="1") as pool:
                 _measure(pool, cases, file, say_all)
     file.write(complete=True)
-    return _report(file)
+    with writing(out):
+        return _report(file)
 
 
 @dataclass
