@@ -57,7 +57,7 @@ def run_finetune(
     Figures: `steps`, `examples`, `too_long` (examples left out), `held_out_before` and `held_out_loss` (nats per token
     of the completions; None if no examples are held out). Raises ConfigError, LocalError.
     """
-    homes.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors")))
+    homes.refuse_existing(out, sum(path.stat().st_size for path in model.glob("*.safetensors") if path.is_file()))
     manifest, _ = export.read_record(model)
     trained, held, too_long = _split(read_examples(data, export.exported_tokenizer(manifest, model)), manifest, recipe)
     if too_long:

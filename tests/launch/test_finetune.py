@@ -177,6 +177,14 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None
     assert len(read_examples([str(path)], BYTES)) == 1
 
 
+def test_a_model_whose_weights_are_a_link_to_nothing_is_refused(tmp_path: Path, model: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors").symlink_to("gone")
+    with pytest.raises(ConfigError, match=r"model contains no model that can be loaded: .*model\.safetensors"):
+        tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out")
+
+
 def test_a_disk_without_room_for_the_model_is_reported_before_training(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
