@@ -77,7 +77,7 @@ def run_sim(options: SimOptions) -> int:
 
 def seeds_of(text: str) -> range:
     """`A:B` as a range. Raises ConfigError if it is malformed, empty or too long, or if a seed is too large."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch(r"(\d{1,19}):(\d{1,19})", text)
     if not found or not int(found[1]) < int(found[2]) <= min(2**63, int(found[1]) + 100_000):
         raise ConfigError(f"--seeds {text}: write it as A:B, at most 100,000 seeds from A to B - 1")
     return range(int(found[1]), int(found[2]))
@@ -91,6 +91,8 @@ def _check(options: SimOptions) -> None:
                 raise ConfigError(f"--{name} is for a single run: leave out --seeds")
     if options.check and options.plots is not None:
         raise ConfigError("--check makes no plots: leave out --plots")
+    if options.trace is not None and options.trace == options.plots:
+        raise ConfigError(f"--trace and --plots are both {options.trace}: name two")
     for path in filter(None, (options.trace, options.plots)):
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no directory {path.parent}")
