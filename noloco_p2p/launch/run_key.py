@@ -45,6 +45,7 @@ def make(path: Path) -> str:
     Raises ConfigError if the file exists, and LocalError.
     """
     key = Ed25519PrivateKey.generate()
+    homes.require_file("", path)
     if path.exists():
         raise ConfigError(f"{path} already exists: name another file, or use that key")
     with writing(path.parent):

@@ -201,6 +201,9 @@ def test_a_key_is_created_once_and_is_private(tmp_path: Path) -> None:
     assert run_key.public_half(run_key.read(path)) == run_key.public_half(run_key.read(path))
     with pytest.raises(ConfigError, match="already exists"):
         run_key.make(path)
+    for no_file in (Path("-"), tmp_path):
+        with pytest.raises(ConfigError, match=f"^{no_file} is not a regular file: name another one$"):
+            run_key.make(no_file)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         run_key.read(path)
