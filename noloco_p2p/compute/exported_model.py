@@ -237,7 +237,7 @@ def load_decoder(directory: Path) -> Callable[[Sequence[int]], str]:
 
     It leaves out ids beyond those of the tokenizer. Raises ConfigError if the tokenizer cannot be loaded.
     """
-    tokenizer = _tokenizer(directory)
+    tokenizer = tokenizer_in(directory)
     known = len(tokenizer)
     return lambda ids: str(tokenizer.decode([one for one in ids if one < known], skip_special_tokens=True))
 
@@ -249,7 +249,7 @@ def chat_ids(directory: Path, message: str) -> list[int]:
     """
     from jinja2 import TemplateError
 
-    tokenizer, said = _tokenizer(directory), [{"role": "user", "content": message}]
+    tokenizer, said = tokenizer_in(directory), [{"role": "user", "content": message}]
     if not tokenizer.chat_template:
         raise ConfigError(f"{directory}: the tokenizer has no chat template; leave out --chat")
     try:
@@ -259,7 +259,8 @@ def chat_ids(directory: Path, message: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def _tokenizer(directory: Path) -> Any:
+def tokenizer_in(directory: Path) -> Any:
+    """The tokenizer of an exported directory. Raises ConfigError if it cannot be loaded."""
     try:
         return stored_tokenizer(directory, local=True)
     except (OSError, *model_family.FOREIGN_ERRORS) as error:

@@ -73,7 +73,7 @@ def run_finetune(
     from noloco_p2p.compute import exported_model
 
     exported_model.silence_transformers()
-    loaded = exported_model.ExportedModel.load(model, device)
+    loaded, tokenizer = exported_model.ExportedModel.load(model, device), exported_model.tokenizer_in(model)
     before = _held_out_loss(loaded, held, recipe.batch_size)
     _train(loaded, _batches(trained, recipe), steps, inner, say)
     after = _held_out_loss(loaded, held, recipe.batch_size)
@@ -81,7 +81,7 @@ def run_finetune(
     figures |= {"held_out_before": before, "held_out_loss": after}
     with export.replaced(out) as fresh:
         exported_model.save(loaded.causal, fresh)
-        exported_model.write_tokenizer(str(model), fresh)
+        exported_model.save(tokenizer, fresh)
         record = json.loads((model / export.RECORD).read_text(encoding="utf-8"))
         record |= {"replicas": 0, "version": __version__, "finetuned": {**asdict(recipe), **figures}}
         run_files.write_json(fresh / export.RECORD, record)

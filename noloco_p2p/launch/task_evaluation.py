@@ -34,7 +34,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from noloco_p2p.compute.exported_model import ExportedModel, silence_transformers, stored_tokenizer
+    from noloco_p2p.compute.exported_model import ExportedModel, silence_transformers, tokenizer_in
 
     silence_transformers()
     datasets.disable_progress_bars()
@@ -45,7 +45,7 @@ def run_tasks(out: Path, tasks: Sequence[str], directory: Path, *, device: str) 
         raise ConfigError(f"{directory} has no task {', '.join(unknown)}; there are: {there}")
     model = HFLM(
         ExportedModel.load(out, device).causal,
-        tokenizer=stored_tokenizer(out, local=True),
+        tokenizer=tokenizer_in(out),
         max_length=manifest.sequence_length,
         batch_size=BATCH_SIZE,
         # Otherwise ByT5's tokenizer would put the end of text between a prompt and its completion.

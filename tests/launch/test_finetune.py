@@ -185,6 +185,16 @@ def test_a_model_whose_weights_are_a_link_to_nothing_is_refused(tmp_path: Path, 
         tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out")
 
 
+def test_a_model_with_a_damaged_tokenizer_is_refused_before_training(tmp_path: Path, model: Path) -> None:
+    """The steps were taken, and their result was lost."""
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("[]")
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="model contains no tokenizer that can be loaded"):
+        tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out", said, steps=1)
+    assert len(said) == 1
+
+
 def test_a_disk_without_room_for_the_model_is_reported_before_training(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
