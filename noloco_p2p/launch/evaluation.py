@@ -126,8 +126,7 @@ def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Callable
 
 def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
     """The figures for a loss in nats per token. A perplexity beyond the range of a float is None."""
-    bits_per_byte = loss * bits_per_nat if bits_per_nat else None
-    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_nat and loss * bits_per_nat}
 
 
 def _batches(
@@ -145,9 +144,7 @@ def _batches(
         files = recorded_data(out)
         if not files:
             raise ConfigError("the run read local files: name them with --data; --held-out uses what it held out")
-    measure = manifest.evaluation
-    if microbatches is not None:
-        measure = measure.model_copy(update={"microbatches": microbatches})
+    measure = manifest.evaluation.model_copy(update={"microbatches": microbatches} if microbatches else {})
     changed = manifest.model_copy(update={"data": used, "evaluation": measure})
     local = NodeConfig(data_files=files, tokenizer_dir=None if used.tokenizer == "bytes" else str(out))
     return tuple(make_batches(changed, local, "").validation())

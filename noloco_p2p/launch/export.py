@@ -127,7 +127,7 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
         say("no tokenizer written: the run read token ids; name their tokenizer with --tokenizer-dir")
         return None
     if parquet and tokenizer_dir is not None:
-        name = tokenizer_dir
+        name = str(Path(tokenizer_dir).absolute())
     try:
         eos = load_tokenizer(name, tokenizer_dir, int(str(manifest.model.config["vocab_size"]))).eos
     except ConfigError as error:
@@ -159,7 +159,7 @@ def exported_tokenizer(manifest: RunManifest, directory: Path) -> Tokenizer:
     """The tokenizer of an exported directory. Raises ConfigError."""
     if not (directory / TOKENIZER).exists():
         raise ConfigError(f"{directory} has no tokenizer: export again with --tokenizer-dir")
-    name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory)
+    name = manifest.data.tokenizer if manifest.data.kind != "parquet" else str(directory.absolute())
     vocabulary = int(str(manifest.model.config["vocab_size"]))
     return load_tokenizer(name, None if name == "bytes" else str(directory), vocabulary)
 

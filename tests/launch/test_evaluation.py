@@ -29,6 +29,7 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch import evaluation, run_files, swarm_end
+from noloco_p2p.launch.export import exported_tokenizer
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
 from noloco_p2p.launch.model_card import model_card
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
@@ -385,6 +386,19 @@ def test_the_model_card_says_what_the_model_is_and_how_to_load_it(data: DataSett
     assert "validation loss" not in card
     assert "| weights | the mean of all replicas of each stage, of 3 nodes |" in card
     assert "| tokens |" not in model_card(record, {})
+
+
+def test_a_directory_called_bytes_is_not_the_byte_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that read token ids: the prompt was encoded as bytes, which are other ids there."""
+    monkeypatch.chdir(tmp_path)
+    manifest = small_run(stages=1).model_copy(update={"data": DataSettings(kind="parquet")})
+    save(manifest, tmp_path / "a", make_replica(manifest, 0, "a"), "a", 3)
+    Path(byte_tokenizer(tmp_path)).rename("bytes")
+    exported(Path("a"), Path("model"), tokenizer_dir="bytes")
+    Path("bytes").rename("tokenizer")
+    Path("model").rename("bytes")
+    expected = AutoTokenizer.from_pretrained("tokenizer")(TEXT).input_ids
+    assert exported_tokenizer(manifest, Path("bytes")).encode(TEXT.encode()).tolist() == expected
 
 
 def test_a_tokenizer_from_a_directory_is_exported(tmp_path: Path) -> None:
