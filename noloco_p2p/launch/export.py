@@ -144,7 +144,9 @@ def read_record(directory: Path) -> tuple[RunManifest, int]:
     path = directory / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return settings.manifest_from_json(json.dumps(record["manifest"]).encode()), int(record["replicas"])
+        manifest = settings.manifest_from_json(json.dumps(record["manifest"]).encode())
+        int(str(manifest.model.config["vocab_size"]))  # every tokenizer is checked against it
+        return manifest, int(record["replicas"])
     except (OSError, *NO_JSON, KeyError, TypeError, OverflowError, Violation) as error:
         raise ConfigError(f"{directory} is not what `noloco export` writes: {path.name} cannot be read") from error
 

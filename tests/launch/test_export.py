@@ -364,6 +364,15 @@ def test_an_unreadable_record_is_reported(tmp_path: Path, text: str) -> None:
     assert recorded_data(tmp_path) == ()
 
 
+@pytest.mark.parametrize("size", [None, "x", 1e300, True, "9" * 5000])
+def test_a_record_without_the_size_of_the_vocabulary_is_reported(tmp_path: Path, size: object) -> None:
+    manifest = RunManifest().model_dump(mode="json")
+    manifest["model"]["config"] |= {"vocab_size": size}
+    (tmp_path / "noloco.json").write_text(json.dumps({"manifest": manifest, "replicas": 0}))
+    with pytest.raises(ConfigError, match="is not what `noloco export` writes"):
+        read_record(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("written", "files"), [("null", ()), ("3", ()), ('"a.txt"', ()), ('["a.txt", 3, "b.txt"]', ("a.txt", "b.txt"))]
 )
