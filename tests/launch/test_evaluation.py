@@ -29,8 +29,8 @@ from noloco_p2p.errors import ConfigError, LocalError
 from noloco_p2p.io.data.threaded_batches import make_batches
 from noloco_p2p.io.data.tokenizers import BYTES
 from noloco_p2p.launch import evaluation, run_files, swarm_end
-from noloco_p2p.launch.export import exported_tokenizer
 from noloco_p2p.launch.evaluation import pieces, run_eval, run_generate, table_lines
+from noloco_p2p.launch.export import exported_tokenizer
 from noloco_p2p.launch.model_card import model_card
 from noloco_p2p.launch.swarm_end import sample_lines, say_what_next
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -405,11 +406,13 @@ def test_what_a_killed_process_left_does_not_stop_the_next_one(tmp_path: Path) -
 
 def test_of_two_commands_that_write_to_one_directory_the_first_to_end_wins(tmp_path: Path) -> None:
     """The later one replaced some of its files: the weights were of one run, and the replicas of another."""
-    with pytest.raises(ConfigError, match=f"^--out {tmp_path} is an exported model: name"), replaced(tmp_path) as slow:
-        (slow / "model.safetensors").write_text("slow")
-        with replaced(tmp_path) as fast:
-            (fast / "model.safetensors").write_text("fast")
-            (fast / "noloco.json").touch()
+    later = ExitStack()
+    (later.enter_context(replaced(tmp_path)) / "model.safetensors").write_text("slow")
+    with replaced(tmp_path) as fast:
+        (fast / "model.safetensors").write_text("fast")
+        (fast / "noloco.json").touch()
+    with pytest.raises(ConfigError, match=f"^--out {tmp_path} is an exported model: name"):
+        later.close()
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "noloco.json"}
     assert (tmp_path / "model.safetensors").read_text() == "fast"
 
