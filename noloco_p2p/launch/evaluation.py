@@ -126,7 +126,8 @@ def _loss(directory: Path, batches: Sequence[Batch], device: str, done: Callable
 
 def _figures(loss: float, bits_per_nat: float | None) -> dict[str, float | None]:
     """The figures for a loss in nats per token. A perplexity beyond the range of a float is None."""
-    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_nat and loss * bits_per_nat}
+    bits_per_byte = loss * bits_per_nat if bits_per_nat else None
+    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
 
 
 def _batches(
