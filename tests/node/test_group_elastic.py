@@ -14,7 +14,7 @@ from noloco_p2p.sim.transport import RESUMES_S
 
 
 @pytest.mark.parametrize(("rule", "inner_steps"), [("diloco", 4), ("dct", 4), ("sync", 1)])
-@pytest.mark.parametrize("seed", [*range(2), *soak(range(2, 40))])
+@pytest.mark.parametrize("seed", [0, *soak(range(1, 40))])
 def test_the_laws_hold_whatever_is_done_to_a_swarm(rule: RuleName, inner_steps: int, seed: int) -> None:
     plan, faults = drawn(seed)
     outer = OuterSettings(rule=rule, inner_steps=inner_steps, deadline_s=3.0)

@@ -230,7 +230,7 @@ def test_nodes_whose_devices_hang_stop_and_another_one_takes_their_place(monkeyp
             assert (process.error, process.step) == (None, plan.manifest.steps), process.peer
 
 
-@pytest.mark.parametrize("refuses", ["busy", "silence"])
+@pytest.mark.parametrize("refuses", ["silence", *soak(["busy"])])
 def test_a_stage_whose_nodes_serve_nobody_gets_another_one(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They say that they train. The swarm stood still for ever, although it had nodes to spare."""
     for each in (rebalance, join):

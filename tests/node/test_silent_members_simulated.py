@@ -56,7 +56,7 @@ def served_at(outcome: Outcome, peer: str, after_s: float = 0.0) -> float:
     ("routing", "seed", "steps"),
     [
         ("random", 1, STEPS),
-        ("balanced", 1, STEPS),
+        *soak([("balanced", 1, STEPS)]),
         *soak((routing, i, 60) for routing in ROUTINGS for i in (1, 2, 3)),
     ],
 )
