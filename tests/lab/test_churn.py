@@ -125,7 +125,7 @@ def test_a_truncated_line_is_left_out() -> None:
 
 def test_the_shape_is_written_as_stages_by_replicas() -> None:
     assert churn.shape_of("3x2") == (3, 2)
-    for wrong in ("3", "x3", "0x2", "2x-1", "3x3x3", "²x2"):
+    for wrong in ("3", "x3", "0x2", "2x-1", "3x3x3", "²x2", "9" * 5_000 + "x3"):
         with pytest.raises(ConfigError, match="STAGESxREPLICAS"):
             churn.shape_of(wrong)
 

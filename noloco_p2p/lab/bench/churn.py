@@ -4,6 +4,7 @@ Real `noloco-node` processes on loopback. Everything is observed from outside: i
 of each inner step), journals, metrics and summaries.
 """
 
+import re
 import tempfile
 import time
 from collections import Counter
@@ -77,10 +78,10 @@ class ChurnPlan:
 
 def shape_of(text: str) -> tuple[int, int]:
     """`3x3` → (stages, replicas). Raises ConfigError if it is malformed."""
-    stages, cross, replicas = text.lower().partition("x")
-    if not (cross and stages.isdecimal() and replicas.isdecimal() and int(stages) and int(replicas)):
-        raise ConfigError(f"--nodes {text}: write it as STAGESxREPLICAS, such as 3x3")
-    return int(stages), int(replicas)
+    found = re.fullmatch(r"0*([1-9]\d{0,5})x0*([1-9]\d{0,5})", text.lower())
+    if found is None:
+        raise ConfigError(f"--nodes {text[:20]}: write it as STAGESxREPLICAS, such as 3x3")
+    return int(found[1]), int(found[2])
 
 
 def run(plan: ChurnPlan, line: ProgressLine) -> dict[str, Any]:
