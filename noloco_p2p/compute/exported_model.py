@@ -163,6 +163,7 @@ class ExportedModel:
             raise ConfigError(f"{directory}: there is no such directory")
         try:
             config = AutoConfig.from_pretrained(directory, **_LOCAL)
+            model_family.check_split(config, 1)
             causal, info = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,

@@ -185,6 +185,15 @@ def test_a_model_whose_weights_are_a_link_to_nothing_is_refused(tmp_path: Path, 
         tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out")
 
 
+def test_a_model_with_more_layers_than_a_run_may_have_is_refused_before_it_is_made(tmp_path: Path, model: Path) -> None:
+    """It was made layer by layer, which did not end within minutes."""
+    shutil.copytree(model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 100_000}))
+    with pytest.raises(ConfigError, match="100000 layers; at most 1024"):
+        tuned(tmp_path / "model", written(tmp_path / "data.jsonl"), tmp_path / "out")
+
+
 def test_a_model_with_a_damaged_tokenizer_is_refused_before_training(tmp_path: Path, model: Path) -> None:
     """The steps were taken, and their result was lost."""
     shutil.copytree(model, tmp_path / "model")
