@@ -149,7 +149,7 @@ def store_summary(directory: Path, node: "Node", telemetry: "PrometheusTelemetry
         "stage": advert.stage,
         "state": "finished" if node.finished else advert.state,
         "step": advert.step,
-        "evaluation_s": node.state.evaluated_s,
+        "evaluation_s": node.state.evaluated_between_steps_s,
     }
     found |= {} if advert.stage == 0 else {"first_loss": None, "final_loss": None}
     store_unless_less(directory / node_probe.SUMMARY, found)

@@ -54,6 +54,7 @@ class NodeState:
         self.stepped_at: float | None = None  # when the last inner step ended, or training began; None outside training
         self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)  # from one inner step to the next
         self.evaluated_s = 0.0  # seconds spent in evaluations while training
+        self.evaluated_between_steps_s = 0.0  # of these, before the last inner step
         self._clocked_at: float | None = None  # when the clock last advanced at this stage
         self.alarms = 0  # how often a peer sent something too wrong to be merely clipped
         self._troubles: dict[str, tuple[str, float]] = {}  # what is wrong, by name: (message, since when)
@@ -240,7 +241,7 @@ class NodeState:
         stages pass the same number, whichever of them is the bottleneck.
         """
         self.inner_steps += 1
-        self.routes = {}
+        self.routes, self.evaluated_between_steps_s = {}, self.evaluated_s
         now, manifest = self.now(), self.manifest
         samples = [self.advert.step + 0.5] if self.index == 0 else []
         median = schedule.clock_median([*samples, *clocks])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,8 +10,13 @@ import pytest
 from elastic import config_for, manifest_for
 
 from noloco_p2p.config import EvaluationSettings, NodeConfig, OuterSettings, RunManifest
+from noloco_p2p.core.line_rate import MeasuredLine
 from noloco_p2p.core.messages import Advert, HostTensor, LossSum, NodeDescription, Origin, PeerId
+from noloco_p2p.core.stage_values import StepResult
 from noloco_p2p.errors import Declined, LocalError, NolocoError, Unreachable
+from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
+from noloco_p2p.launch import run_files
+from noloco_p2p.launch.node_probe import read_json
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.pipeline.task import StageInput
 from noloco_p2p.node.shutdown import EVALUATIONS_AT_ONCE, Shutdown, watch_failure
@@ -154,6 +160,26 @@ def test_a_node_that_is_told_to_leave_ends_its_evaluation() -> None:
         await evaluating
         assert len(place.sent) == EVALUATIONS_AT_ONCE
         assert (place.told("evaluation"), place.told("warning")) == ([], [])
+
+    at(scenario)
+
+
+def test_an_evaluation_after_the_last_inner_step_is_not_part_of_the_time_between_the_steps(tmp_path: Path) -> None:
+    """If a node was paused at an evaluation and then told to leave, its run had a negative number of tokens per
+    second."""
+
+    async def scenario(place: Place) -> None:
+        def summarised_s() -> object:
+            run_files.store_summary(
+                tmp_path, cast(Any, SimpleNamespace(state=place.node, finished=False)), PrometheusTelemetry(2)
+            )
+            return (read_json(tmp_path / "summary.json") or {})["evaluation_s"]
+
+        place.node.update(step=1.0, state="training")
+        await place.shutdown.evaluate()
+        assert (place.node.evaluated_s, summarised_s()) == (3.0, 0.0)
+        place.node.finish_inner_step(StepResult(0, 0.0, 0, 0.0, 0.0), [], MeasuredLine())
+        assert summarised_s() == 3.0
 
     at(scenario)
 
