@@ -98,7 +98,11 @@ class LocalSwarm:
         wall_s = time.monotonic() - began
         step = None if self._resumed is None else self._resumed.step
         summary = summarise(self._nodes, self._plan.manifest, step, wall_s)
-        self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
+        try:
+            self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
+        except LocalError as error:
+            self._saved = False
+            self._display.say(f"whether the last weights were saved is unknown: {error}")
         summary["completed"] = summary["completed"] and self._saved and not self._signals
         summary |= {"link": traffic, "command": run_files.command("noloco")}
         stored = run_files.store_unless_less(self._path, summary)

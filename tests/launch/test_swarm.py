@@ -16,8 +16,9 @@ from processes import NOLOCO, SMALL, NodeProcess, node_processes, settings, wait
 from soak import soak
 from tracked import read_back
 
-from noloco_p2p.errors import Unreachable
-from noloco_p2p.launch import node_probe
+from noloco_p2p.errors import LocalError, Unreachable
+from noloco_p2p.io.storage import checkpoint_format
+from noloco_p2p.launch import node_probe, node_process
 from noloco_p2p.launch.settings import read
 from noloco_p2p.launch.stop_signals import stop_signals
 from noloco_p2p.launch.swarm import LocalSwarm
@@ -64,6 +65,8 @@ NODE_KEYS = [
     "exit_code",
 ]
 ENDLESS = 100_000
+ENDED = {"state": "finished", "inner_steps": 8, "outer_rounds": 2, "final_loss": 3.0, "tokens": 64}
+"""The summary of a node that has taken all its steps."""
 
 
 def size(stages: int, replicas: int, steps: int, **more: str) -> list[str]:
@@ -389,6 +392,25 @@ def test_a_relay_that_dies_after_the_last_step_loses_only_its_counts(
     swarm.run()
     assert json.loads((tmp_path / "summary.json").read_text())["link"] == {"line": "100mbit,5ms"}
     assert "the relay of --link 100mbit,5ms does not answer" in capsys.readouterr().out
+
+
+def test_a_folder_of_another_user_below_the_run_does_not_lose_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(directory: Path) -> list[object]:
+        raise LocalError(f"checkpoints below {directory}: Permission denied")
+
+    for name in ("_start", "_leave"):
+        monkeypatch.setattr(LocalSwarm, name, lambda swarm: None)
+    monkeypatch.setattr(node_process.NodeProcess, "exit_code", 0)
+    monkeypatch.setattr(checkpoint_format, "stored_checkpoints", forbidden)
+    plan = make_plan(read(None, {}, ["stages=1", "start_replicas=1"]), None)
+    swarm = LocalSwarm(plan, tmp_path, None, Display(8, plain=True), [], None)
+    (tmp_path / "0-0").mkdir()
+    (tmp_path / "0-0" / "summary.json").write_text(json.dumps(ENDED))
+    assert swarm.run() == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["completed"] is False
+    assert f"checkpoints below {tmp_path}: Permission denied" in capsys.readouterr().out
 
 
 def test_a_malformed_link_is_refused_before_anything_is_created(tmp_path: Path) -> None:
