@@ -72,8 +72,8 @@ class LocalSwarm:
         self._failed: NodeProcess | None = None
         self._cut_off = False
         """The relay has died, so no node can reach another."""
-        self._saved = True
-        """False if the run has ended but its last weights could not be written."""
+        self._saved = False
+        """Whether the run has ended early, or its last weights have been written."""
         self._shown_at = 0.0
         self._has_stepped = False
         """Whether any node has taken an inner step."""
@@ -101,7 +101,6 @@ class LocalSwarm:
         try:
             self._saved = not summary["completed"] or planning.is_saved(self._plan, self._path.parent)
         except LocalError as error:
-            self._saved = False
             self._display.say(f"whether the last weights were saved is unknown: {error}")
         summary["completed"] = summary["completed"] and self._saved and not self._signals
         summary |= {"link": traffic, "command": run_files.command("noloco")}

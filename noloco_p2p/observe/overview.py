@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from noloco_p2p.core import health
-from noloco_p2p.core.status import Status, Wait
+from noloco_p2p.core.status import Status
 from noloco_p2p.io.dht.reach import endpoint
 from noloco_p2p.io.telemetry.status_json import WaitInWords
 from noloco_p2p.observe.diagnosis.diagnose import diagnose
@@ -27,7 +27,7 @@ NODE_FIGURES: dict[str, Callable[[Status], Any]] = {
     "replica_std": lambda status: status.figures.replica_std,
     "loss": lambda status: status.figures.loss,
     # the longest current wait for a peer; without one, the longest wait that holds something up
-    "waits_for": lambda status: _in_words(health.longest_wait(status)),
+    "waits_for": lambda status: (wait := health.longest_wait(status)) and asdict(WaitInWords.of(wait)),
 }
 """Figures that a node reports about itself; None for a node that does not answer."""
 
@@ -89,7 +89,3 @@ def _node(report: Report) -> Row:
         "clock_ahead_s": None if status is None else report.clock_ahead_s,
         "version": "" if status is None else status.advert.version,
     }
-
-
-def _in_words(wait: Wait | None) -> Row | None:
-    return None if wait is None else asdict(WaitInWords.of(wait))
