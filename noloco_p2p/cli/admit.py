@@ -1,6 +1,7 @@
 """`noloco key`, `noloco invite` and `noloco revoke`: decide who may take part in a members-only run."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ def new_key(file: Annotated[Path, Argument(metavar="FILE", help="File to write; 
 
     public = run_key.make(file)
     print(f"wrote {file}; its public half is {public}")
-    print(f"start the run with: noloco-node --key {file}")
+    print(f"start the run with: noloco-node --key {shlex.quote(str(file))}")
 
 
 def invite_others(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -139,7 +140,7 @@ def _write_tokenizer(manifest: RunManifest, tokenizer_dir: str | None, directory
 def read_record(directory: Path) -> tuple[RunManifest, int]:
     """(manifest, number of models under REPLICAS) of an exported directory. Raises ConfigError."""
     runs = homes.kind_of(directory) in (Home.SWARM, Home.NODE)
-    advice = f"noloco export --from {directory} --out DIR makes one" if runs else "name another one"
+    advice = f"noloco export --from {shlex.quote(str(directory))} --out DIR makes one" if runs else "name another one"
     homes.require("", directory, Home.MODEL, advice=advice)
     path = directory / RECORD
     try:

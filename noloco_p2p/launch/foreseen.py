@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from noloco_p2p.compute.host_memory import check_swarm_fits
 from noloco_p2p.compute.model_family import check_split
-from noloco_p2p.config import ListenSettings, NodeConfig, RunManifest
+from noloco_p2p.config import MAX_LAYERS, ListenSettings, NodeConfig, RunManifest
 from noloco_p2p.core.messages import ITEM_BYTES
 from noloco_p2p.errors import ConfigError, LocalError, NolocoError
 from noloco_p2p.io.data.threaded_batches import make_batches
@@ -28,8 +28,6 @@ PLAIN_FIELDS = (
 """Settings of a model that can be checked without importing its class: all are whole numbers, and no others are set."""
 UNCHECKED = "auto", "cpu"
 """Devices that every machine has."""
-MAX_PLAIN_LAYERS = 1024
-"""Upper limit on the layers of a model that is checked without importing its class."""
 
 
 def check_swarm(manifest: RunManifest, local: NodeConfig, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -124,7 +122,7 @@ def _plain_parameters(manifest: RunManifest) -> int | None:
     right = (
         manifest.model.family == PLAIN_FAMILY
         and hidden % (2 * heads) == 0  # the rotation of positions takes the values of a head in pairs
-        and manifest.stages <= layers <= MAX_PLAIN_LAYERS
+        and manifest.stages <= layers <= MAX_LAYERS
         and manifest.sequence_length <= positions
     )
     layer = 4 * hidden**2 + 3 * hidden * wide + 2 * hidden

@@ -1,6 +1,7 @@
 """The root key of a members-only run, and who may do what: admit a node, invite others, revoke members, observe."""
 
 import fcntl
+import shlex
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -209,7 +210,7 @@ class Standing:
             return "\nnearby   ".join(f"noloco-node --join {address}" for address in joins)
         if self.issuer is None:
             return "members-only; this node cannot admit others: ask whoever started the run for an invitation"
-        return f"members-only; to create an invitation: noloco invite --dir {home}"
+        return f"members-only; to create an invitation: noloco invite --dir {shlex.quote(str(home))}"
 
 
 async def of_node(

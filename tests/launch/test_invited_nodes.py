@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from processes import NOLOCO, PACED, SMALL, NodeProcess, Nodes, node_processes, settings
 
+from noloco_p2p.cli.admit import new_key
 from noloco_p2p.config import RunManifest, SecuritySettings
 from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
@@ -22,6 +23,7 @@ from noloco_p2p.io.security.invitations import Invitation
 from noloco_p2p.io.security.revocations import Revocations
 from noloco_p2p.launch import node_probe, run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
+from noloco_p2p.launch.export import read_record
 from noloco_p2p.launch.settings import read as read_settings
 from noloco_p2p.observe import top
 
@@ -213,6 +215,23 @@ def test_a_key_is_created_once_and_is_private(tmp_path: Path) -> None:
         run_key.read(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         run_key.read(tmp_path / "absent")
+
+
+def test_commands_that_are_printed_can_be_pasted_whatever_the_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_key(tmp_path / "my key")
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[-2:] == ["--key", str(tmp_path / "my key")]
+    given: Any = object()
+    words = shlex.split(run_key.Standing(given, given, given, given).how_to_join(Path("my node"), []))
+    assert words[-2:] == ["--dir", "my node"]
+    home = tmp_path / "my run"
+    home.mkdir()
+    (home / "swarm.json").touch()
+    with pytest.raises(ConfigError) as error:
+        read_record(home)
+    assert f"noloco export --from '{home}' --out DIR" in str(error.value)
 
 
 def test_an_invitation_needs_a_node_that_admits(tmp_path: Path) -> None:

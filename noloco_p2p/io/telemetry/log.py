@@ -173,7 +173,8 @@ class EventLog:
                 found = progress(fields["step"], self._steps, rate, fields["loss_sum"] / tokens if tokens else None)
                 _log(logging.INFO, "  ".join(filter(None, found)), kind, {**fields, "tokens_per_s": rate})
             case _ if kind in LINES:
-                text = LINES[kind].format_map({**fields, "from_peer": _from_peer(fields)})
+                peer = fields.get("partner") or fields.get("peer")
+                text = LINES[kind].format_map({**fields, "from_peer": f" of {peer}" if peer else ""})
                 _log(self._level(kind, fields), text, kind, fields)
             case _ if kind not in EVENTS:
                 logger.debug("%s %s", kind, fields)
@@ -218,11 +219,6 @@ class EventLog:
         if held is not None:
             more = f" (and {held} more)" if held else ""
             _log(logging.WARNING, text + details + more, kind, fields)
-
-
-def _from_peer(fields: Fields) -> str:
-    peer = fields.get("partner") or fields.get("peer")
-    return f" of {peer}" if peer else ""
 
 
 def _log(level: int, text: str, kind: str, fields: Fields) -> None:
