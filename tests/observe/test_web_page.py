@@ -4,6 +4,7 @@ import base64
 import hashlib
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from diagnosed import swarm, troubled, with_advert, with_status
 
 from noloco_p2p.core.status import SeenPeer, Status
+from noloco_p2p.humanize import compact, short_id
 from noloco_p2p.io.telemetry import status_json
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.observe import web_page
@@ -93,6 +95,20 @@ def test_the_page_allows_only_its_own_script(served: Callable[[str], http.client
     assert text.count("<script>") == 1
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "http:", "https:", "//cdn"):
         assert way not in text, "texts of peers are set as text, and nothing is loaded from elsewhere"
+
+
+def test_nodes_and_large_numbers_are_written_in_the_table_as_in_the_sentences_above_it() -> None:
+    """A node had a letter more than in the findings, and a thousand million bytes were `1B`."""
+    script = web_page.FILE.read_text("utf-8")
+    cut = re.search(r'id\.length > (\d+) \? id\.slice\(0, (\d+)\) \+ "…" \+ id\.slice\(-(\d+)\)', script)
+    assert cut is not None
+    longest, first, last = map(int, cut.groups())
+    peer = "12D3KooWRKeKJ5EZNNbbRJLkmT6aeisVGKPWz3m4YceMxJqFrNvJ"
+    assert f"{peer[:first]}…{peer[-last:]}" == short_id(peer)
+    assert short_id(peer[:longest]) == peer[:longest]
+    for theirs, ours in re.findall(r'replace\("(\w)", "(\w)"\)', script):
+        assert ours == compact({"K": 1e3, "B": 1e9}[theirs])[-1]
+    assert '.replace("B", ' in script
 
 
 def test_the_figures_are_those_of_top_without_addresses(
