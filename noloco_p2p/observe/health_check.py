@@ -26,12 +26,16 @@ def ask(directory: Path | None, url: str | None, home: Path = HOME) -> tuple[boo
     if url is None:
         written = home.glob(f"node-*/{ENDPOINTS}")
         found = directory / ENDPOINTS if directory else max(written, key=lambda one: one.stat().st_mtime, default=None)
-        said = (found and read_json(found)) or {}
-        # The address on this machine if it is known, otherwise the announced one.
-        url = str(said.get("health") or said.get("metrics") or "")
-        if not url:
+        url = None if found is None else _address(found)
+        if url is None:
             return False, f"no node has written its address to {found or home / 'node-*' / ENDPOINTS}"
     return _answer(_checked(url))
+
+
+def _address(endpoints: Path) -> str | None:
+    """The address at which to ask the node: the one on this machine if it is known, otherwise the announced one."""
+    found = read_json(endpoints) or {}
+    return str(found.get("health") or found.get("metrics") or "") or None
 
 
 def _checked(url: str) -> tuple[str, int]:
