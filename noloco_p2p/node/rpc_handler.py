@@ -85,7 +85,7 @@ class RpcHandler:
         """
         node, state = self._node, self._node.advert.state
         if not node.chosen_stage:
-            raise Declined("this node holds stage 0, which takes no activations")
+            raise Declined("this node holds no stage that takes activations")
         if header.run_id != node.run_id:
             raise Violation(f"this node works on run {node.run_id[:12]}, not {header.run_id[:12]}")
         if header.stage != node.index:

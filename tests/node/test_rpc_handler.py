@@ -110,7 +110,10 @@ def test_a_node_that_will_soon_train_is_busy_and_one_that_no_longer_does_decline
 
 @pytest.mark.parametrize("stage", [NO_STAGE, 0])
 def test_a_node_that_takes_no_activations_declines(stage: int) -> None:
-    assert type(Place(stage=stage).call()) is Declined
+    """One that had not chosen its stage yet said that it held stage 0."""
+    error = Place(stage=stage).call()
+    assert type(error) is Declined
+    assert "holds no stage that takes activations" in str(error)
     assert type(Place(stage=stage).call(run_id="another")) is Declined
 
 
