@@ -50,8 +50,8 @@ class Shutdown:
         """Evaluate the held-out microbatches, the same as on all nodes, over fixed routes, without averaging weights
         (METHOD.md, "Measures").
 
-        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count. It ends when
-        the node is to leave or to move.
+        Waits for stages that nobody serves. An evaluation that misses a microbatch does not count. It ends when the
+        node is to leave or to move, or to pause between two inner steps.
         """
         node = self._node
         rank = sorted([node.me, *(a.peer_id for a in self._swarm.members.of_stage(0))]).index(node.me)
@@ -60,8 +60,8 @@ class Shutdown:
 
         async def evaluate_some() -> None:
             for number, batch in left:
-                if node.draining:
-                    raise Declined("this node is to leave")
+                if node.draining or (node.wanted_by_owner and node.advert.state == "training"):
+                    raise Declined("this node is to leave or to pause")
                 # Evaluations have ids of their own, with incarnation 0, which no process has.
                 microbatch, origin = MicrobatchId(node.me, 0, number), Origin(node.me, node.step, rank)
                 task = StageInput(microbatch, origin, batch.inputs, batch.targets, batch.mask)

@@ -184,6 +184,23 @@ def test_an_evaluation_after_the_last_inner_step_is_not_part_of_the_time_between
     at(scenario)
 
 
+@pytest.mark.parametrize("state", ["training", "finished"])
+def test_a_pause_ends_an_evaluation_between_inner_steps(state: str) -> None:
+    """The owner of the device waited for all of it. At the end of the run nothing pauses any more."""
+
+    async def scenario(place: Place) -> None:
+        place.node.update(state=state)
+        evaluating = asyncio.create_task(place.shutdown.evaluate())
+        await asyncio.sleep(0.5)
+        place.node.pause(True)
+        await evaluating
+        ended = state == "training"
+        assert len(place.sent) == (EVALUATIONS_AT_ONCE if ended else 5)
+        assert (len(place.told("evaluation")), len(place.told("warning"))) == (not ended, ended)
+
+    at(scenario)
+
+
 @pytest.mark.parametrize(
     ("step", "inner_steps", "due"),
     [(10, EVERY, True), (10, 2 * EVERY, True), (10, EVERY + 1, False), (STEPS, EVERY, False)],
