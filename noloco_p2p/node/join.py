@@ -174,7 +174,7 @@ class Joining:
             donor = self._swarm.members.get(peer)
             if donor and await self._weights.restore(resume.RestoreSource("peer", "this replica differs", donor)):
                 return
-            if donor and donor.fresh_round < lineage:
+            if donor and donor.fresh_round < lineage and not node.draining:
                 self._swarm.members.failed(peer, now=node.now())  # its word does not hold up training at every border
         node.publish(partner_from_round=counted_from)
 
