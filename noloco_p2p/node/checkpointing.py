@@ -28,8 +28,8 @@ class Checkpointer:
         self._checkpoints = checkpoints
         self._rounds = rounds
         self._writing: asyncio.Task[None] | None = None
-        self._checked = 0
-        """The newest outer round at the last check."""
+        self._checked = 0, 0
+        """At the last check: how often other weights had replaced this node's own, and the newest outer round."""
         self._newest, self._newest_step = 0, 0
         """Outer round and step of the newest checkpoint."""
         self._alarms, self._calm = node.alarms, True
@@ -38,8 +38,8 @@ class Checkpointer:
     def go_on(self) -> None:
         """Continue from weights of the advert's outer round and step."""
         node = self._node
-        self._checked = self._newest = node.advert.outer_round
-        self._newest_step = node.step
+        self._newest, self._newest_step = node.advert.outer_round, node.step
+        self._checked = node.taken_over, self._newest
 
     async def save_if_due(self) -> None:
         """Save after the first round that is done at or beyond each multiple of `every_steps`, and at the end.
@@ -47,14 +47,13 @@ class Checkpointer:
         Called between inner steps. An open round does not count as done unless the rule is `lasting`: a node that
         resumes from the checkpoint does it again.
         """
-        node, every = self._node, self._node.config.checkpoint.every_steps
-        manifest = node.manifest
+        node, manifest, every = self._node, self._node.manifest, self._node.config.checkpoint.every_steps
         round: int | None = node.advert.outer_round
         if manifest.outer.pairing == "none":
             round = schedule.due_round(node.step, manifest.outer.inner_steps, self._newest, manifest.steps)
-        if every is None or round is None or round <= self._checked:
+        if every is None or round is None or (node.taken_over, round) <= self._checked:
             return
-        self._checked = round
+        self._checked = node.taken_over, round
         if node.step // every > self._newest_step // every or node.step >= manifest.steps:
             await self._save(round)
 

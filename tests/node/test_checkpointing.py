@@ -169,6 +169,34 @@ def test_the_last_checkpoint_names_the_round_of_the_weights_that_it_holds() -> N
     at(scenario)
 
 
+def test_the_end_of_the_run_is_saved_again_if_other_weights_replaced_those_that_were_saved() -> None:
+    """A replica whose last round shows that others are of an earlier lineage copies one of them after its own weights
+    had been saved as those of the end. The last checkpoint kept these."""
+
+    async def scenario(place: Place) -> None:
+        await place.comes_to(STEPS, STEPS // M)
+        await place.comes_to(STEPS, STEPS // M)
+        place.node.go_on_at(STEPS, 12, 0)
+        await place.comes_to(STEPS, STEPS // M - 1)
+        await place.checkpointer.settle()
+        assert [round for round, _, _ in place.saved] == [STEPS // M, STEPS // M - 1]
+
+    at(scenario)
+
+
+def test_nothing_is_saved_of_the_weights_that_it_goes_on_from() -> None:
+    async def scenario(place: Place) -> None:
+        place.node.go_on_at(31.0, 12, 0)
+        place.node.update(outer_round=7)
+        place.checkpointer.go_on()
+        await place.comes_to(32, round=7)
+        await place.comes_to(36, round=8)
+        await place.checkpointer.settle()
+        assert [round for round, _, _ in place.saved] == [8]
+
+    at(scenario)
+
+
 def test_no_checkpoints_are_written_if_none_are_wanted() -> None:
     async def scenario(place: Place) -> None:
         await place.comes_to(STEPS, STEPS // M)
@@ -296,6 +324,29 @@ def test_what_it_guards_of_a_stage_that_nobody_holds_is_handed_over_too() -> Non
         await asyncio.sleep(1.0)
         assert leaving.done()
         assert place.frozen == []
+
+    at(scenario)
+
+
+def test_its_own_checkpoints_are_not_handed_over_like_what_it_guards() -> None:
+    """Those that it found as it started are listed until it trains."""
+
+    async def scenario(place: Place) -> None:
+        place.node.inner_steps = 0
+        place.node.update(outer_round=0, holds=(Holding(0, 3, 12),))
+        place.sees(place.guardian())
+        assert await place.leaves() == 0.0
+
+    at(scenario)
+
+
+def test_in_a_series_of_alarms_only_the_checkpoint_before_the_first_is_pinned() -> None:
+    async def scenario(place: Place) -> None:
+        for number, alarms in enumerate((0, 1, 1, 0, 1)):
+            place.node.alarms += alarms
+            await place.comes_to(16 + 8 * number, 4 + 2 * number)
+        await place.checkpointer.settle()
+        assert [pin for _, _, pin in place.saved] == [False, True, False, False, True]
 
     at(scenario)
 
