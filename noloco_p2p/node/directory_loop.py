@@ -82,9 +82,8 @@ class MembershipLoop:
         the labels of their microbatches.
         """
         now = self._node.now()
-        if self._is_brisk or now - self._swarm.heard_at > self._quiet_s():
-            return now - self._read_at >= self._tick_s
-        return now - self._read_at >= self._refresh_s()
+        hurries = self._is_brisk or now - self._swarm.heard_at > self._quiet_s()
+        return now - self._read_at >= (self._tick_s if hurries else self._refresh_s())
 
     @property
     def _is_brisk(self) -> bool:

@@ -99,6 +99,8 @@ class Node:
                 node.enter("drain", "the run has ended" if self.finished else "it cannot continue")
             node.enter("leave")
             await self._membership_loop.withdraw()
+        if node.error is not None:
+            raise node.error  # of the last checkpoint
 
     def drain(self) -> None:
         """Leave: finish the work in hand and start nothing new, within `limits.drain_s`."""

@@ -181,9 +181,8 @@ class NodeState:
 
     def fail(self, error: BaseException) -> None:
         """Make the node's main task raise `error`; only the first error counts."""
-        if self.error is None:
-            self.error = error
-            self.waits.pulse()
+        self.error = self.error or error
+        self.waits.pulse()
 
     def distrust(self, result: str, **fields: object) -> None:
         """Report that something a peer sent was not accepted as it was; `result` says why."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from elastic import config_for, manifest_for
 
 from noloco_p2p.config import NodeConfig, OuterSettings, RunManifest
 from noloco_p2p.core.messages import Advert, Checkpoint, Holding, NodeDescription, ReplicaState, TensorSpec
@@ -16,6 +17,7 @@ from noloco_p2p.node.checkpointing import LAST_WORDS_S, Checkpointer
 from noloco_p2p.node.membership import Membership
 from noloco_p2p.node.state import NodeState
 from noloco_p2p.sim import virtual_time
+from noloco_p2p.sim.world import SimPlan, SimSwarm
 
 M, STEPS, EVERY = 4, 80, 8
 HIDDEN = TensorSpec("hidden", "float32", (1, 1, 1))
@@ -39,7 +41,7 @@ class Place:
         self.swarm = Membership(self.node)
         self.silent: set[str] = set()
         self.saves_s = 0.0
-        self.error: LocalError | None = None
+        self.error: Exception | None = None
         self.saving = 0
         self.saved: list[tuple[int, float, bool]] = []
         self.frozen: list[int] = []
@@ -230,6 +232,32 @@ def test_a_disk_that_is_full_is_reported_until_it_is_not() -> None:
         assert place.said("the disk is full") == 1
 
     at(scenario)
+
+
+def test_a_node_stops_if_a_checkpoint_fails_in_a_way_that_nobody_expected() -> None:
+    """Such an error was lost: the node trained on without checkpoints, and ended as if all was well."""
+
+    async def scenario(place: Place) -> None:
+        place.error = MemoryError("no memory")
+        await place.comes_to(16, 4)
+        await place.checkpointer.settle()
+        assert place.node.error is place.error
+
+    at(scenario)
+
+
+def test_a_node_whose_last_checkpoint_fails_like_that_does_not_end_as_if_all_was_well() -> None:
+    swarm = SimSwarm(SimPlan(manifest_for((2,)), (2,), config=config_for()))
+
+    async def save(checkpoint: Checkpoint, *, pin: bool = False) -> None:
+        await asyncio.sleep(1.0)
+        if checkpoint.state.step >= swarm.plan.manifest.steps:
+            raise MemoryError("no memory")
+
+    swarm.at(0.001, lambda: setattr(swarm.process("s0r1").ports.checkpoints, "save", save))
+    with pytest.raises(MemoryError):
+        swarm.run(limit_s=1000)
+    assert swarm.process("s0r1").state == "left"
 
 
 def test_a_last_replica_leaves_once_a_guardian_that_answers_lists_its_weights() -> None:
