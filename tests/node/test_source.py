@@ -1,6 +1,7 @@
 """How a node of stage 0 sends the microbatches of an inner step."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p.config import NodeConfig, RunManifest
-from noloco_p2p.core.messages import Advert, MicrobatchId, PeerId
+from noloco_p2p.core.messages import Advert, MicrobatchId, Origin, PeerId
 from noloco_p2p.core.stage_values import Contribution
 from noloco_p2p.errors import Busy, Declined, PeerError, Violation
 from noloco_p2p.node.membership import Membership
@@ -37,6 +38,7 @@ class Place:
         self.source = MicrobatchSource(self.node, self.swarm, cast(Any, self), secret, INCARNATION)
         self.sent: list[tuple[int, int]] = []
         self.labels: set[tuple[PeerId, int, PeerId, int, int]] = set()
+        self.prepared: list[int] = []
         self.under_way = self.most = 0
         self.fails: dict[int, PeerError] = {}
         self.meanwhile: Callable[[], None] = lambda: None
@@ -51,8 +53,9 @@ class Place:
         self.read += 1
         return SimpleNamespace(inputs=self.read, targets=0, mask=None)
 
-    def prepare(self, origin: object) -> None:
+    def prepare(self, origin: Origin) -> None:
         """As in `Dispatcher`."""
+        self.prepared.append(origin.index)
 
     async def train(self, task: StageInput) -> StageResult:
         """As in `Dispatcher`."""
@@ -94,6 +97,8 @@ def test_a_step_has_its_microbatches_and_only_so_many_are_under_way_at_once() ->
         assert place.labels == {("me", INCARNATION, "me", 5, index) for index in range(PER_STEP)}
         assert place.node.routes == {MicrobatchId("me", INCARNATION, number): (None, "x") for number in range(4)}
         assert place.swarm.heard_at == place.node.now()
+        assert place.prepared == [0, 1, 2, 3]
+        assert [event["result"] for event in place.events if event["kind"] == "microbatch"] == ["done"] * PER_STEP
         assert await place.step() == [4, 5, 6, 7]
 
     at(scenario)
@@ -148,5 +153,6 @@ def test_the_data_of_a_pair_are_sent_twice_in_a_row() -> None:
         pairs = [one for one, other in zip(place.sent, place.sent[1:], strict=False) if one[1] == other[1]]
         assert pairs
         assert place.read == len(place.sent) - len(pairs)
+        assert max(Counter(data for _, data in place.sent).values()) == 2, "and no more often"
 
     at(scenario, secret=3, replicas="wxyz")
