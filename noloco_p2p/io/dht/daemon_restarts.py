@@ -42,9 +42,8 @@ async def keep(
                 log.warning("the libp2p daemon does not answer: killing it")
                 p2p_daemon.kill(libp2p.p2p)
             continue
-        silent = 0
+        silent = failures = 0
         died = cut_off = str(libp2p.failed.exception())
-        failures = 0
         while cut_off:
             if failures == len(PAUSES_S):
                 raise LocalError(f"{cut_off}; it was {_restarted(starts)}: restart this node")

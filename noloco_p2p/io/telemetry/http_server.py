@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, gzip_accepted
@@ -197,15 +197,15 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def _response(self) -> HttpResponse:
-        where = urlsplit(self.path)
+        path, _, query = re.sub("^https?://[^/?]*", "", self.path).partition("?")  # proxies are sent whole URLs
         is_outside = scope(self.client_address[0]) == "public"
-        page = (self.server.outside if is_outside else self.server.pages).get(where.path)
+        page = (self.server.outside if is_outside else self.server.pages).get(path)
         if page is None:
             return HttpResponse(f"404 no such page; the pages are: {' '.join(self.server.pages)}\n".encode(), code=404)
         try:
-            return page(where.query, self.headers.get("Accept", ""))
+            return page(query, self.headers.get("Accept", ""))
         except Exception as error:  # report a bug to the client, and keep the server running
-            logger.debug("web: %s failed", where.path, exc_info=True)
+            logger.debug("web: %s failed", path, exc_info=True)
             return HttpResponse(f"500 {type(error).__name__}: {error}".splitlines()[0].encode() + b"\n", code=500)
 
     def version_string(self) -> str:

@@ -303,6 +303,15 @@ def test_paths_methods_and_compression_follow_http(asker: Asker, telemetry: Prom
     assert gzip.decompress(packed) == asker.ask("/sd")[2]
 
 
+@pytest.mark.parametrize(
+    ("address", "code"), [("http://[", 404), ("http://node:9100/metrics", 200), ("/metrics?x=[", 200)]
+)
+def test_whatever_the_address_is_there_is_an_answer(asker: Asker, address: str, code: int) -> None:
+    with socket.create_connection(("127.0.0.1", asker.port), timeout=5) as client:
+        client.sendall(f"GET {address} HTTP/1.0\r\n\r\n".encode())
+        assert client.makefile("rb").readline().startswith(f"HTTP/1.0 {code} ".encode())
+
+
 def test_metrics_come_in_the_requested_format(asker: Asker) -> None:
     _, headers, body = asker.ask("/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert headers["Content-Type"].startswith("application/openmetrics-text")
