@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -38,6 +39,8 @@ KEY, CERTIFICATE, ISSUER, BOOK, REVOKED = ROOT_KEY, "certificate.pem", "issuer.p
 certificates, who has used invitations, and who is revoked."""
 PRINTED_USES, PRINTED_S = 100, 7 * 86_400.0
 """Uses and lifetime of the invitation in the address that a node with the root key prints."""
+SETTLED_S = 1.0
+"""Within this time a node that has read the list in its directory has replaced it, if it had a newer one, seconds."""
 
 
 def make(path: Path) -> str:
@@ -115,11 +118,12 @@ def revoke(node_dir: Path, key: Path | None, peers: Sequence[PeerId]) -> DenyLis
         raise ConfigError(f"{why}; give --dir the directory of a node that another one has admitted")
     with (node_dir / run_files.MANIFEST).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two commands at once, one would replace the other's list
-        revoked = Revocations(trust, node_dir / REVOKED)
-        number = max(int(dht_time()), revoked.held.number + 1)
-        made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*revoked.held.peers, *peers])
-        revoked.adopt(made.signed)
-    return made
+        while not {*peers}.issubset((revoked := Revocations(trust, node_dir / REVOKED)).held.peers):
+            number = max(int(dht_time()), revoked.held.number + 1)
+            made = DenyList.make(_root(node_dir, key, manifest), manifest.run_id, number, [*revoked.held.peers, *peers])
+            revoked.adopt(made.signed)
+            sleep(SETTLED_S)  # the node may just be replacing the list that it read before with one from another node
+    return revoked.held
 
 
 def _members_run(directory: Path) -> tuple[Path, RunManifest]:

@@ -20,7 +20,7 @@ from noloco_p2p.errors import ConfigError
 from noloco_p2p.io.dht import reach
 from noloco_p2p.io.dht.identity import KEY, Identity, peer_id_of
 from noloco_p2p.io.security.invitations import Invitation
-from noloco_p2p.io.security.revocations import Revocations
+from noloco_p2p.io.security.revocations import DenyList, Revocations
 from noloco_p2p.launch import node_probe, run_files, run_key
 from noloco_p2p.launch.bootstrap import NodeOptions
 from noloco_p2p.launch.export import read_record
@@ -34,6 +34,11 @@ WITH_CLOCK, OF_BEFORE, OF_OTHER_PROTOCOL = (
     for name in ("node_with_clock", "node_of_before", "node_of_other_protocol")
 )
 ENDLESS = settings(steps="100000", start_replicas="1")
+
+
+@pytest.fixture(autouse=True)
+def _no_node_writes_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_key, "SETTLED_S", 0.0)
 
 
 def said(nodes: Nodes, *words: str, code: int = 0) -> str:
@@ -286,6 +291,29 @@ def test_two_commands_at_once_revoke_the_peers_of_both(tmp_path: Path, monkeypat
     trust = run_key.trust_in(run)
     assert trust is not None
     assert set(Revocations(trust, tmp_path / "revoked").held.peers) == {first, second}
+
+
+def test_a_list_that_the_node_replaces_at_the_same_time_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node had read the file before the command wrote to it, and then wrote the list that it got from another."""
+    run = RunManifest(security=SecuritySettings(root_key=run_key.make(tmp_path / "root.key")))
+    run_files.store_manifest(tmp_path, run)
+    first, second = peer_id_of(bytes(32)), peer_id_of(bytes([1] * 32))
+    root = run_key.read(tmp_path / "root.key")
+    theirs = [DenyList.make(root, run.run_id, 1, [first]).signed]
+
+    def meanwhile(seconds: float) -> None:
+        if theirs:
+            (tmp_path / "revoked").write_bytes(theirs.pop())
+
+    monkeypatch.setattr(run_key, "sleep", meanwhile)
+    made = run_key.revoke(tmp_path, None, [second])
+    meanwhile(0.0)  # if the command has not waited
+    trust = run_key.trust_in(run)
+    assert trust is not None
+    assert Revocations(trust, tmp_path / "revoked").held == made
+    assert made.peers == (first, second)
 
 
 def test_the_directory_of_a_swarm_means_its_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
