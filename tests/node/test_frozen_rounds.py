@@ -107,6 +107,7 @@ def test_a_round_that_was_pulled_is_dropped_once_nobody_would_merge_it(bounds: b
         ("noloco", 12, 9),
         ("gossip", 5, 8),
         ("gossip", 12, 9),
+        ("gossip", None, 9),
         ("diloco", 8, 8),
         ("diloco", 5, None),
         ("diloco", 12, None),

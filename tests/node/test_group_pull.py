@@ -90,6 +90,8 @@ def test_it_expects_itself_and_all_mates_that_count_in_the_round() -> None:
         assert place.expected == "abd"
         place.members.failed("b", now=place.node.now())
         assert place.expected == "ad", "b is set aside"
+        place.node.update(partner_from_round=ROUND)
+        assert place.expected == "ad"
         place.node.update(partner_from_round=ROUND + 1)
         assert place.expected == "d", "it has just copied its weights"
 

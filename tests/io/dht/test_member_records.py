@@ -131,7 +131,11 @@ def test_records_of_a_revoked_peer_count_as_left_and_are_later_refused(club: Clu
     assert mine.validate(stored)
     assert records.read([shown], {}) == [shown]
     assert records.revoked.admitted_by == {gone.peer_id: peer_id_of(public(club.door))}
+    asked = gone.peer_id, shown.certificate, NOW + TTL_S
+    assert records.belongs(*asked)
+    assert not records.belongs(EVE, *asked[1:])
     assert records.revoked.adopt(club.revoking(int(NOW), named))
+    assert not records.belongs(*asked)
     for gone_one in (shown, replace(shown, certificate="")):
         assert [(one.advert.state, one.advert.step) for one in records.read([gone_one], {})] == [("left", 0.0)]
     # The record may have been stored earlier. If it were refused, a reader would lose the whole answer that holds it.
