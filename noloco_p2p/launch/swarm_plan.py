@@ -215,8 +215,7 @@ def common_point(held: Iterable[Holding]) -> ResumePoint | None:
     A stage continues from the checkpoint nearest to that round. None if there is no checkpoint.
     """
     holdings = list(held)
-    round = least_newest(holdings)
-    if round is None:
+    if (round := least_newest(holdings)) is None:
         return None
     by_nearness = sorted(holdings, key=lambda held: nearness(held, round), reverse=True)
     nearest = {holding.stage: holding for holding in by_nearness}  # the last of each stage stays

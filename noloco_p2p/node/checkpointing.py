@@ -147,12 +147,7 @@ class Checkpointer:
         alarmed, calm = node.alarms > self._alarms, self._calm
         self._alarms, self._calm = node.alarms, not alarmed
         self._writing = asyncio.create_task(self._write(checkpoint, began, pin=alarmed and calm))
-        self._writing.add_done_callback(self._written)
-
-    def _written(self, writing: asyncio.Task[None]) -> None:
-        """Report a bug at once, because the next checkpoint may be far away."""
-        if not writing.cancelled() and (error := writing.exception()) is not None:
-            self._node.fail(error)
+        self._writing.add_done_callback(node.task_ended)
 
     async def _write(self, checkpoint: Checkpoint, began: float, *, pin: bool) -> None:
         """Write a checkpoint. A failure is reported, and the node trains on: the next checkpoint may fit."""

@@ -150,8 +150,7 @@ class Inquiry:
 
     def with_answer(self, advert: Advert) -> Advert | None:
         """The advert, updated with the peer's recent answer; None if the peer is silent."""
-        said = self.exchanges.said(advert.peer_id, now=self._node.now())
-        if said is None:
+        if (said := self.exchanges.said(advert.peer_id, now=self._node.now())) is None:
             return None
         answered = replace(advert, stage=said.stage, state=said.state, step=said.step)
         return replace(answered, outer_round=said.outer_round, fresh_round=said.fresh_round)

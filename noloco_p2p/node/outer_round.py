@@ -143,7 +143,7 @@ class OuterRounds:
                 choice = self._choose_partner(due)
                 pulled, anybody = self._pull(mine, choice, goes_on), choice.partner is not None
             pull = asyncio.create_task(pulled, name=f"outer round {due}")
-            pull.add_done_callback(self._pull_ended)
+            pull.add_done_callback(node.task_ended)
             self._open = OpenRound(mine, pull, due, frozen_at)
             goes_on &= anybody
         return 0.0 if goes_on else await self.end("", wait=True)
@@ -183,12 +183,6 @@ class OuterRounds:
             opened.pull.cancel()
             with self._node.waits.waiting("outer round", Resource.SWARM):
                 await asyncio.wait([opened.pull])
-
-    def _pull_ended(self, pull: asyncio.Task[Pull]) -> None:
-        """Wake whoever waits for it. Report a bug at once, because the next boundary may never be reached."""
-        self._node.waits.pulse()
-        if not pull.cancelled() and (error := pull.exception()) is not None:
-            self._node.fail(error)
 
     async def _merge(self, opened: OpenRound, pull: Pull) -> None:
         """Apply N1 to N3."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import floor, inf
 from random import Random
 from statistics import median
+from typing import Any
 
 from noloco_p2p.config import NodeConfig, RunManifest
 from noloco_p2p.core import members as membership
@@ -183,6 +184,13 @@ class NodeState:
         """Make the node's main task raise `error`; only the first error counts."""
         self.error = self.error or error
         self.waits.pulse()
+
+    def task_ended(self, task: asyncio.Task[Any]) -> None:
+        """Wake whoever waits for a background task, and report a bug in it at once: they may only begin to wait for it
+        much later."""
+        self.waits.pulse()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
     def distrust(self, result: str, **fields: object) -> None:
         """Report that something a peer sent was not accepted as it was; `result` says why."""

@@ -95,7 +95,8 @@ class ReplicaChoice:
     def served_by(self, peer: PeerId) -> None:
         """Note that a replica has served a microbatch."""
         self._unserved_since = None
-        self._node.update(unserved=False)
+        if self._node.advert.unserved:
+            self._node.update(unserved=False)
         self._swarm.answered(peer)
 
     def by_policy(self, origin: Origin, attempts: Attempts, sending: Callable[[Advert], Sending]) -> Choice:

@@ -250,8 +250,7 @@ async def check_reaches(report: DoctorReport, present: Sequence[Advert], links: 
     async def failure(advert: Advert) -> str | None:
         reasons = []
         for address in advert.addresses:
-            reason = await probe(address, advert.peer_id, links, PROBE_S)
-            if reason is None:
+            if (reason := await probe(address, advert.peer_id, links, PROBE_S)) is None:
                 return None
             reasons.append(f"{address}: {reason}")
         return "; ".join(reasons)
