@@ -54,8 +54,7 @@ class NodeState:
         self.error: BaseException | None = None
         self.stepped_at: float | None = None  # when the last inner step ended, or training began; None outside training
         self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)  # from one inner step to the next
-        self.evaluated_s = 0.0  # seconds spent in evaluations while training
-        self.evaluated_between_steps_s = 0.0  # of these, before the last inner step
+        self.evaluated_s = self.evaluated_between_steps_s = 0.0  # in evaluations while training; before the last step
         self._clocked_at: float | None = None  # when the clock last advanced at this stage
         self.alarms = 0  # how often a peer sent something too wrong to be merely clipped
         self._troubles: dict[str, tuple[str, float]] = {}  # what is wrong, by name: (message, since when)
@@ -107,8 +106,7 @@ class NodeState:
     def places(self) -> float:
         """How many microbatches may be in flight here: as many as fit into memory, within `limits.max_in_flight`."""
         held = None if self.microbatch is None else self.stage.places
-        limits = (self.config.limits.max_in_flight, held)
-        return min((places for places in limits if places is not None), default=inf)
+        return min((places for places in (self.config.limits.max_in_flight, held) if places is not None), default=inf)
 
     def hold(self, stage: DeviceStage) -> None:
         """Take over the stage, whose weights have been made."""
@@ -175,8 +173,7 @@ class NodeState:
         self.closed_until = opens_at
 
     def stand_still(self, stood_still: bool) -> None:
-        """Note that this node has stood still, or (False) knows again how far the others are. That time does not count
-        as part of an inner step."""
+        """Note whether this node has stood still and has yet to catch up. That time is not part of an inner step."""
         self.stood_still = stood_still
         self.stepped_at = self.stepped_at and self.now()
 
@@ -186,8 +183,7 @@ class NodeState:
         self.waits.pulse()
 
     def task_ended(self, task: asyncio.Task[Any]) -> None:
-        """Wake whoever waits for a background task, and report a bug in it at once: they may only begin to wait for it
-        much later."""
+        """Wake whoever waits for a background task, and report a bug in it at once: nobody may wait for it yet."""
         self.waits.pulse()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fail(error)
@@ -257,8 +253,7 @@ class NodeState:
         if self._clocked_at is not None and now > began and not self.stood_still:
             self.update(steps_per_s=schedule.smooth_rate(self.advert.steps_per_s, now - began))
         if result.microbatches and result.busy_s > 0 and not self.stood_still:
-            took_s = result.busy_s / result.microbatches
-            rate = schedule.smooth_rate(self.advert.microbatches_per_s, took_s)
+            rate = schedule.smooth_rate(self.advert.microbatches_per_s, result.busy_s / result.microbatches)
             line_s = line.microbatch_s(first=self.index == 0, last=self.last)
             self.update(microbatches_per_s=rate, capacity_per_s=1 / max(1 / rate, line_s))
         speeds = {"up_bytes_per_s": line.up.bytes_per_s, "down_bytes_per_s": line.down.bytes_per_s}
@@ -290,8 +285,6 @@ class NodeState:
             closed_until=self.closed_until,
             microbatch=self.microbatch,
         )
-
-    # --- time and telemetry -----------------------------------------------------------------------------------------
 
     @staticmethod
     def now() -> float:
