@@ -85,11 +85,15 @@ def drawn_varied_as(kind: type[Hours], seed: int) -> Hours:
     limits = _some(rng, max_in_flight=[1, 2, 3], patience_floor_s=floors, drain_s=drains, evaluations=[1])
     by, timetable = rng.choice([0.1, 1.0, 1.0, 4.0, 8.0]), rng.random() < 0.4
     manifest = RunManifest.model_validate(run)
+    costs = replace(costs, forward_s=by * costs.forward_s, backward_s=by * costs.backward_s)
+    # As by default, far above what a microbatch takes: otherwise replicas seem to make no progress while they compute.
+    longest_s = 3.0 * manifest.stages * (costs.forward_s + costs.backward_s)
+    limits["microbatch_deadline_s"] = max(plan.config.limits.microbatch_deadline_s, longest_s)
     swarm.plan = replace(
         plan,
         manifest=manifest,
         config=plan.config.model_copy(update={"limits": plan.config.limits.model_copy(update=limits)}),
-        costs=replace(costs, forward_s=by * costs.forward_s, backward_s=by * costs.backward_s),
+        costs=costs,
     )
     slower = max(1.0, by) * manifest.microbatches_per_step / usual * (3.0 if limits.get("max_in_flight") == 1 else 1.5)
     swarm.gap_s *= slower
