@@ -70,8 +70,7 @@ def current_row(node: NodeProcess) -> Row:
     summary = node.summary
     if summary is None:
         return row(node)
-    counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"]}
-    counts |= {"step": summary.get("step")}
+    counts = {"inner step": summary["inner_steps"], "outer round": summary["outer_rounds"], "step": summary.get("step")}
     return {"node": node.name, "stage": node.stage, "state": summary["state"], **counts, "loss": summary["final_loss"]}
 
 

@@ -51,7 +51,7 @@ def summarise(
         "validation_perplexity": perplexity(validation_loss),
         "replica_std": [_mean(mine, "replica_std") for mine in stages],
         "tokens": tokens,
-        "tokens_per_s": tokens / seconds if seconds else None,
+        "tokens_per_s": tokens / seconds if seconds > 0 else None,
         "wall_s": wall_s,
         "nodes": [_of_node(node, s) for node, s in found],
     }
@@ -60,6 +60,15 @@ def summarise(
 def perplexity(loss: float | None) -> float | None:
     """exp of a loss in nats per token; None if there is no loss, or if the result would be too large for JSON."""
     return None if loss is None or not loss < OVERFLOW_NATS else exp(loss)
+
+
+def covered_s(spans: Iterable[tuple[float, float]], end: float) -> float:
+    """Seconds up to `end` in at least one of these spans of time, which are given by their beginning and end."""
+    seconds = until = 0.0
+    for began_at, ended_at in sorted(spans):
+        seconds += max(0.0, min(ended_at, end) - max(began_at, until))
+        until = max(until, ended_at)
+    return seconds
 
 
 def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
@@ -76,19 +85,16 @@ def summary_lines(summary: dict[str, Any], path: Path | None) -> list[str]:
     return [*found, "keeping the earlier summary, which is more complete" if path is None else f"summary: {path}"]
 
 
-def _known(summaries: Iterable[Mapping[str, Any]], figure: str) -> list[float]:
-    return [float(s[figure]) for s in summaries if s.get(figure) is not None]
-
-
 def _mean(summaries: Iterable[Mapping[str, Any]], figure: str) -> float | None:
-    known = _known(summaries, figure)
+    known = [float(s[figure]) for s in summaries if s.get(figure) is not None]
     return fmean(known) if known else None
 
 
-def _training_s(first: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds from the start of the first inner step to the end of the last, less the mean time spent on evaluation."""
-    began, ended = _known(first, "first_step_at"), _known(first, "last_step_at")
-    return max(ended) - min(began) - (_mean(first, "evaluation_s") or 0.0) if began and ended else None
+def _training_s(first: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds in which any node trained, up to the last inner step, less the mean time spent on evaluation."""
+    spans = [(began_at, until) for s in first for began_at, until in s.get("training", ())]
+    ended_at = max((s.get("last_step_at") or 0.0 for s in first), default=0.0)
+    return covered_s(spans, ended_at) - (_mean(first, "evaluation_s") or 0.0)
 
 
 def _of_node(node: NodeProcess, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ attributes of `RunCounters`. Losses are in nats per token.
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -179,9 +179,8 @@ class RunCounters:
         self.largest_lag_s = 0.0
         self.state = ""
         self.stage: int | None = None
-        self.training_at: float | None = None
-        """When the state first became `training`. Like `last_step_at`, this uses the wall clock of the process's start,
-        so that the time between them is right even if the clock has been set since."""
+        self.training_turns: list[float] = []
+        """When the state became `training`, when it ceased to be, and so on. Like `last_step_at`, by `wall_time`."""
         self.last_step_at: float | None = None
         """When the last inner step ended."""
         self.first_loss: float | None = None
@@ -211,17 +210,20 @@ class RunCounters:
             for tally, labels, amount in additions:
                 self._add(tally, labels, amount)
 
+    def wall_time(self) -> float:
+        """Unix seconds by the clock of the process's start, so that time spans are right if it has been set since."""
+        return time.monotonic() + self._wall_ahead_s
+
     def total(self, name: str) -> Any:
         """Sum of a tally over all its labels; an integer if its amounts are."""
         return sum(self.sums[name].values())
 
     def by_label(self, name: str, labels: int | None = None) -> dict[str, Any]:
         """Sums of a tally by its first `labels` label values (all if None), joined by spaces."""
-        found: dict[str, float] = {}
+        found: defaultdict[str, Any] = defaultdict(int)
         for values, amount in self.sums[name].items():
-            key = " ".join(values[:labels])
-            found[key] = found.get(key, 0) + amount
-        return found
+            found[" ".join(values[:labels])] += amount
+        return dict(found)
 
     @property
     def final_loss(self) -> float | None:
@@ -248,13 +250,13 @@ class RunCounters:
     def _remember(self, kind: str, fields: Fields) -> None:
         match kind:
             case "state":
-                self.state = str(fields["state"])
-                if self.state == "training" and self.training_at is None:
-                    self.training_at = time.monotonic() + self._wall_ahead_s
+                before, self.state = self.state, str(fields["state"])
+                if (before == "training") != (self.state == "training"):
+                    self.training_turns.append(self.wall_time())
             case "stage":
                 self.stage = fields["stage"]
             case "inner_step":
-                self.last_step_at = time.monotonic() + self._wall_ahead_s
+                self.last_step_at = self.wall_time()
                 if "loss" in fields:
                     self.loss_sum += fields["loss_sum"]
                     self.loss_tokens += fields["loss_tokens"]

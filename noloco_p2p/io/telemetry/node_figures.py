@@ -17,17 +17,17 @@ STATM, CGROUP_MEMORY = Path("/proc/self/statm"), Path("/sys/fs/cgroup/memory.max
 def run_totals(counters: RunCounters) -> dict[str, Any]:
     """Figures of the run so far, JSON-ready, under the names of `summary.json`. Losses are in nats per token."""
     with counters.lock:
-        attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "training_at", "last_step_at")
+        attributes = ("state", "largest_lag_s", "resumed", "first_loss", "final_loss", "last_step_at")
         totals = ("inner_steps", "tokens", "evaluations", "outer_rounds", "checkpoints", "moves", "rerouted")
-        by_label = ("dropped", "busy_replies")
         rounds, microbatches = counters.by_label("outer_rounds"), counters.by_label("microbatches")
-        moved_bytes = counters.by_label("bytes", 1)
+        moved_bytes, turns = counters.by_label("bytes", 1), [*counters.training_turns, counters.wall_time()]
         return {
             **{name: getattr(counters, name) for name in attributes},
             **{name: counters.total(name) for name in totals},
-            **{name: counters.by_label(name) for name in by_label},
+            **{name: counters.by_label(name) for name in ("dropped", "busy_replies")},
             "step": counters.latest.get("step", 0.0),
-            "first_step_at": counters.training_at,
+            **dict.fromkeys(("training_at", "first_step_at"), next(iter(counters.training_turns), None)),
+            "training": list(zip(turns[::2], turns[1::2], strict=False)),
             **{name: _finite(counters.latest.get(name)) for name in ("validation_loss", "replica_std")},
             "results": rounds,
             "alone": rounds.get("alone", 0),

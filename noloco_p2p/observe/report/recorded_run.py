@@ -12,6 +12,7 @@ from noloco_p2p.launch import homes
 from noloco_p2p.launch.node_probe import ENDPOINTS, SUMMARY, in_use, read_json
 from noloco_p2p.launch.progress_line import counted
 from noloco_p2p.launch.run_files import MANIFEST
+from noloco_p2p.launch.swarm_summary import covered_s
 from noloco_p2p.observe.report.journals import clean, node_dirs, number, read_processes
 from noloco_p2p.observe.report.node_history import Incident, NodeHistory, add_process
 
@@ -73,12 +74,9 @@ class RecordedRun:
         measured = number(self.summary.get("tokens_per_s"))
         if measured is not None:
             return measured
-        ended = [each.ended_at for node in self.of_stage(0) for each in node.increments["tokens"]]
-        lives = [process.spans for node in self.of_stage(0) for process in node.processes]
-        seconds, until = 0.0, self.began_at
-        for span in sorted(span for spans in lives for span in spans if span.state == "training" and ended):
-            seconds += max(0.0, min(span.ended_at, max(ended)) - max(span.began_at, until))
-            until = max(until, span.ended_at)
+        end = max((each.ended_at for node in self.of_stage(0) for each in node.increments["tokens"]), default=0.0)
+        lives = [span for node in self.of_stage(0) for process in node.processes for span in process.spans]
+        seconds = covered_s([(span.began_at, span.ended_at) for span in lives if span.state == "training"], end)
         return self.tokens / seconds if seconds else None
 
     def last(self, curve: str, stage: int = 0) -> float | None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from noloco_p2p.core.members import STATES
 from noloco_p2p.errors import LocalError
 from noloco_p2p.io.telemetry import counters, log, node_figures
-from noloco_p2p.io.telemetry.counters import EVENTS
+from noloco_p2p.io.telemetry.counters import EVENTS, RunCounters
 from noloco_p2p.io.telemetry.journal import Journal
 from noloco_p2p.io.telemetry.prometheus_telemetry import PrometheusTelemetry
 from noloco_p2p.ports import Telemetry
@@ -300,6 +300,24 @@ def test_setting_the_clock_back_does_not_shorten_the_training_time(
     assert abs(totals["first_step_at"] - wall()) < 60
     telemetry.event("state", state="training", reason="again")
     assert telemetry.totals()["training_at"] == began_at
+
+
+def test_the_summary_of_a_node_says_when_it_trained(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pauses, up to now if it still trains."""
+    now = 100.0
+    monkeypatch.setattr(RunCounters, "wall_time", lambda counters: now)
+    assert telemetry.totals()["training"] == []
+    for state, began_at in (("syncing", 101.0), ("training", 102.0), ("paused", 110.0), ("training", 120.0)):
+        now = began_at
+        telemetry.event("state", state=state, reason="")
+    now = 125.0
+    assert telemetry.totals()["training"] == [(102.0, 110.0), (120.0, 125.0)]
+    telemetry.event("state", state="draining", reason="")
+    now = 130.0
+    totals = telemetry.totals()
+    assert (totals["training"], totals["first_step_at"]) == ([(102.0, 110.0), (120.0, 125.0)], 102.0)
 
 
 def test_labels_that_peers_choose_are_counted_separately_up_to_a_limit(telemetry: PrometheusTelemetry) -> None:
