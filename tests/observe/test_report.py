@@ -779,3 +779,16 @@ def test_nodes_are_counted_at_the_middle_of_each_time_bin() -> None:
     found = TimeBins(0.0, 10.0, 10).present(spans)
     assert [counts["training"] for counts in found] == [2, 2, 1, 1, 1, 0, 0, 0, 0, 0]
     assert [sum(counts.values()) for counts in found] == [2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_the_series_date_the_first_rate_from_the_start_and_ignore_counts_that_fall(node: Path) -> None:
+    (node / NAME).write_bytes(
+        line("start", 0.0, stage=0)
+        + line("state", 4.0, state="training")
+        + line("moved", 5.0, stage=1, reason="")
+        + b"".join(line("progress", 8.0 + n, step=n, tokens=tokens) for n, tokens in enumerate((80, 20, 100)))
+    )
+    series.write([node], node / "series.csv")
+    with (node / "series.csv").open(newline="") as file:
+        rows = [(row["stage"], row["tokens_per_s"]) for row in csv.DictReader(file)]
+    assert rows == [("0", "10.0"), ("0", "0.0"), ("0", "20.0")]
