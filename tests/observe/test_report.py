@@ -792,3 +792,13 @@ def test_the_series_date_the_first_rate_from_the_start_and_ignore_counts_that_fa
     with (node / "series.csv").open(newline="") as file:
         rows = [(row["stage"], row["tokens_per_s"]) for row in csv.DictReader(file)]
     assert rows == [("0", "10.0"), ("0", "0.0"), ("0", "20.0")]
+
+
+def test_a_clock_set_back_in_the_middle_of_a_process_dates_it_by_one_of_its_two_clocks(node: Path) -> None:
+    """With as many lines before as after, all of it was dated half an hour off from both."""
+    lines = [json.loads(each) for each in (line("start", 0.0, stage=0), line("progress", 5.0, step=5, tokens=50))]
+    lines[1]["time"] -= 3600.0
+    (node / NAME).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    run = read_run([node])
+    assert run.began_at in (BEGAN_AT, BEGAN_AT - 3600.0)
+    assert run.wall_s == 5.0

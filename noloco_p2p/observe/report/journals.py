@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from noloco_p2p.errors import NO_JSON, ConfigError
@@ -84,7 +84,7 @@ def _by_one_clock(lines: list[tuple[float, float, str, dict[str, Any]]]) -> list
     So a clock that was wrong at first, or jumped once, moves nothing. An event `lost` stands for first lines that have
     been rotated away, with the state that the others say first, unless it had just changed.
     """
-    began_at = median(at - up_s for at, up_s, _, _ in lines)
+    began_at = median_low(at - up_s for at, up_s, _, _ in lines)
     events = [JournalEvent(began_at + up_s, kind, fields) for _, up_s, kind, fields in lines]
     first = next((event for event in events if "state" in event.fields), events[0])
     lost = JournalEvent(began_at, "lost", {"state": first.text("state") if first.kind == "progress" else ""})
