@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from noloco_p2p.core.messages import PeerId
 from noloco_p2p.errors import NO_JSON, ConfigError, Declined, LocalError
 from noloco_p2p.io.durable_files import read_if_there, write_whole, writing
-from noloco_p2p.io.security.certificates import RunTrust
+from noloco_p2p.io.security.certificates import LIFETIME_S, RunTrust
 
 MAX_USES = 10_000
 NO_STAGE = 255
@@ -98,7 +98,8 @@ class UseBook:
             return
         if len(peers) >= invitation.uses:
             raise Declined(f"the invitation is used up ({len(peers)} of {invitation.uses}): {ANOTHER}")
-        used = {n: one for n, one in self._used.items() if one[0] > now} | {number: (invitation.until, [*peers, peer])}
+        old = now - LIFETIME_S["member"]  # The clock may be ahead of time; if by more, this node refuses all members.
+        used = {n: one for n, one in self._used.items() if one[0] > old} | {number: (invitation.until, [*peers, peer])}
         with writing(self._path):
             write_whole(self._path, json.dumps(used).encode(), 0o600)
         self._used = used
