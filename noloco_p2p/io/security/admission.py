@@ -123,11 +123,12 @@ async def keep_valid(
     """
     while True:
         due_s = credentials.renewal_at - credentials.clock()
-        if due_s > 0:
+        if due_s > 0 and not credentials.unkept:
             await asyncio.sleep(min(due_s, LOOK_S))
             continue
         try:
-            credentials.adopt(await _renewed(libp2p, credentials, issuer, issuers()))
+            made = credentials.unkept if due_s > 0 else await _renewed(libp2p, credentials, issuer, issuers())
+            credentials.adopt(made)
             changed(None)
         except (PeerError, LocalError) as error:
             if credentials.clock() >= credentials.membership.until:

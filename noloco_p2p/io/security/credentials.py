@@ -44,12 +44,14 @@ class Credentials:
         self.adopt(chain)
 
     def adopt(self, chain: bytes) -> None:
-        """Use this certificate (PEM, with its issuer's) from now on. Raises Violation if it is not this node's."""
+        """Use this certificate (PEM, with its issuer's) from now on; it is `unkept` as long as `keep` raises. Raises
+        Violation if it is not this node's."""
         membership = self._own(chain)
-        self._keep(chain)
         with self._lock:
-            self.chain, self.membership = chain, membership
+            self.chain, self.membership, self.unkept = chain, membership, chain
             self._replaced_at = 0.0
+        self._keep(chain)
+        self.unkept = b""
 
     def is_renewed_by(self, chain: bytes) -> bool:
         """Whether a certificate is valid now, and either outlasts the one in use or replaces one that is not valid yet.

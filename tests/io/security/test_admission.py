@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -126,6 +127,12 @@ def test_a_use_is_on_disk_before_its_certificate_is_made(tmp_path: Path, monkeyp
     monkeypatch.setattr(Issuer, "issue", issue)
     mine.answer(ANN, request)
     assert ANN.encode() in written[0]
+    served: list[Callable[[PeerId, bytes], Awaitable[bytes]]] = []
+
+    async def serve(name: str, answer: Callable[[PeerId, bytes], Awaitable[bytes]]) -> None:
+        served.append(answer)
+
+    asyncio.run(admission.serve(cast(Libp2pDaemon, SimpleNamespace(serve=serve)), mine))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -134,11 +141,13 @@ def test_a_use_is_on_disk_before_its_certificate_is_made(tmp_path: Path, monkeyp
     other = asked(invitation=invitation(club).text, role="member")
     with pytest.raises(LocalError, match="No space left"):
         mine.answer(BOB, other)
+    with pytest.raises(Declined, match="cannot record which peers it admits"):
+        asyncio.run(cast(Any, served[0](BOB, other)))
     assert len(written) == 1, "no certificate without a recorded use"
 
 
 def test_an_unreadable_book_of_uses_is_not_replaced(tmp_path: Path) -> None:
-    for broken in (b"", b"[1]", b'{"a": 1}'):
+    for broken in (b"", b"[1]", b'{"a": 1}', b'{"a": [Infinity, []]}'):
         (tmp_path / "book").write_bytes(broken)
         with pytest.raises(LocalError, match="book of invitations"):
             UseBook(tmp_path / "book")
@@ -430,6 +439,60 @@ def test_without_an_issuer_a_member_stays_to_the_end_of_its_certificate_and_says
         asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, None, list, hear), 20))
     assert len(said) == 3, "on days 4, 5 and 6"
     assert all(message is not None and "start a node that admits" in message for message in said)
+
+
+def test_an_issuer_at_a_useless_address_does_not_end_the_renewals(tmp_path: Path) -> None:
+    club, said = Club(tmp_path), asyncio.Queue[str | None]()
+    credentials = club.credentials("mine", clock=lambda: club.now + 4 * certificates.DAY_S)
+
+    async def dial(address: JoinAddress) -> None:
+        raise ConfigError("no such host")
+
+    async def scenario() -> None:
+        libp2p, address = cast(Libp2pDaemon, SimpleNamespace(dial=dial)), cast(JoinAddress, None)
+        keeping = asyncio.create_task(
+            admission.keep_valid(libp2p, credentials, None, lambda: [address], said.put_nowait)
+        )
+        heard = asyncio.create_task(said.get())
+        await asyncio.wait([keeping, heard], return_when=asyncio.FIRST_COMPLETED)
+        assert heard.done(), keeping.exception()
+        assert "(no such host)" in str(heard.result())
+        keeping.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_renewed_certificate_is_used_though_the_disk_is_full_and_kept_once_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "LOOK_S", 0.0)
+    club, later, kept, said = Club(tmp_path), [0.0], list[bytes](), list[str | None]()
+    full = [False]
+
+    def keep(chain: bytes) -> None:
+        if full[0]:
+            raise LocalError("no space left")
+        kept.append(chain)
+
+    def hear(message: str | None) -> None:
+        said.append(message)
+        later[0] = 8 * certificates.DAY_S  # The old certificate has expired, and the issuer knows nobody any more.
+        full[0] = len(said) < 3
+        if message is None:
+            raise asyncio.CancelledError
+
+    mine = issuer(club)
+    credentials = Credentials(
+        club.trust, mine.identity, club.chain(mine.identity.peer_id), keep, lambda: club.now + later[0]
+    )
+    later[0], full[0] = 4 * certificates.DAY_S, True
+    early = replace(mine, clock=credentials.clock)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(asyncio.wait_for(admission.keep_valid(NOBODY, credentials, early, list, hear), 20))
+    trouble = "this node's certificate could not be renewed: no space left"
+    assert said == [trouble, trouble, trouble, None]
+    assert kept[1] == credentials.chain
+    assert credentials.membership.until > club.now + 10 * certificates.DAY_S
 
 
 @pytest.mark.parametrize("what", ["disk is full", "daemon has died"])

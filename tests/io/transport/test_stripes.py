@@ -1050,3 +1050,12 @@ def test_a_call_that_arrives_as_a_reply_ends_carries_nothing(lost: bool) -> None
 
     for turns in range(16):
         run(story(turns))
+
+
+def test_calls_without_stripes_do_not_exclude_each_other_and_accept_none() -> None:
+    async def story() -> None:
+        striped, duplex_of = StripedCalls(), lambda call: call
+        with striped.may_carry("A", 0, duplex_of), striped.may_carry("A", 0, duplex_of):
+            assert await striped.of("A", stripes.to_stripe(0)) is None
+
+    run(story())
