@@ -95,5 +95,5 @@ def test_stage_0_accepts_no_activations() -> None:
     tasks: list[asyncio.Task[None]] = []
     swarm.at(1.0, lambda: tasks.append(asyncio.get_running_loop().create_task(ask())))
     swarm.run(limit_s=600)
-    assert heard == ["this node holds stage 0, which takes no activations"]
+    assert heard == ["this node holds no stage that takes activations"]
     assert tasks[0].exception() is None
