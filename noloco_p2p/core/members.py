@@ -100,18 +100,16 @@ class Members:
         """Apply a reading, with new peers doubted if it `doubts`. An empty one only removes. Returns (joined, left)."""
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
-            peer = advert.peer_id
-            old = known.get(peer)
-            if old is not advert:
+            peer, old = advert.peer_id, known.get(advert.peer_id)
+            # Of an older record, the search has missed the newer one, which is stored elsewhere.
+            if old is None or (old is not advert and advert.announced_at >= old.announced_at):
                 if peer == self._me:
                     continue
-                if old is not None and advert.announced_at < old.announced_at:
-                    pass  # the search missed its newer record, which is stored elsewhere
-                elif advert.state == "left":
+                if advert.state == "left":
                     self.left_at_step = max(self.left_at_step, advert.step)
                     self._forget(peer)
                     continue
-                elif old is None or old.stage != advert.stage:
+                if old is None or old.stage != advert.stage:
                     self._forget_history(peer)
                     if doubts:
                         self._failures[peer] = _Failures(doubted=True)

@@ -262,9 +262,7 @@ class AdvertValidator:
             made = decode(payload, run_id=self.run_id, stage=stage, peer_id=peer_id, stages=len(self.stages))
         except Violation:
             return False
-        if made.announced_at > record.expiration_time:
-            return False
-        if not verify(peer_id, _signed(record, value), signature):
+        if made.announced_at > record.expiration_time or not verify(peer_id, _signed(record, value), signature):
             return False
         if self.members is None:
             return not made.certificate

@@ -19,6 +19,8 @@ FINAL_STEPS = 10
 """The final loss of a run is the mean over this many last inner steps."""
 WINDOW_S = 10.0
 """Seconds over which a rate is measured, unless its amounts come in lumps that are further apart."""
+MOST_TURNS = 2_000
+"""How often a node's training can begin or end before its earliest pauses are forgotten."""
 MARK_S = 1.0
 """Shortest time between two marks of a rate, seconds."""
 SILENT_GAPS = 3.0
@@ -171,20 +173,17 @@ class RunCounters:
         """Name of a LastValue → its value."""
         self.rates = {"tokens": RateMeter(), "bytes": RateMeter()}
         """Tally → amounts per second."""
-        self.began_at = time.monotonic()
-        """Monotonic."""
+        self.began_at = time.monotonic()  # monotonic
         self._wall_ahead_s = time.time() - self.began_at
-        self.beat_at: float | None = None
-        """Monotonic: when the event loop last ran its heartbeat."""
+        self.beat_at: float | None = None  # monotonic: when the event loop last ran its heartbeat
         self.largest_lag_s = 0.0
         self.state = ""
         self.stage: int | None = None
         self.training_turns: list[float] = []
-        """When the state became `training`, when it ceased to be, and so on. Like `last_step_at`, by `wall_time`."""
-        self.last_step_at: float | None = None
-        """When the last inner step ended."""
-        self.first_loss: float | None = None
-        """Loss of the first inner step that had tokens."""
+        """When the state became `training`, when it ceased to be, and so on. Like `last_step_at`, by `wall_time`. At
+        most MOST_TURNS: beyond that, the earliest pause counts as training."""
+        self.last_step_at: float | None = None  # when the last inner step ended
+        self.first_loss: float | None = None  # of the first inner step that had tokens
         self.loss_sum = self.loss_tokens = 0.0
         """Sums over all inner steps with a finite loss."""
         self.last_losses: deque[tuple[float, float]] = deque(maxlen=FINAL_STEPS)
@@ -193,8 +192,7 @@ class RunCounters:
         """Where this process last took its weights from: source, round, step and peer."""
         self.members: Mapping[tuple[int, str], int] | None = None
         """(stage, state) → number of nodes; None before the first reading of the membership."""
-        self.deserted_since: dict[int, float] = {}
-        """Stage that nobody serves → since when. Monotonic."""
+        self.deserted_since: dict[int, float] = {}  # stage that nobody serves → since when, monotonic
         self.guarded_rounds: dict[int, float] = {}
         """Guarded stage → outer round of the snapshot held for it."""
 
@@ -253,6 +251,8 @@ class RunCounters:
                 before, self.state = self.state, str(fields["state"])
                 if (before == "training") != (self.state == "training"):
                     self.training_turns.append(self.wall_time())
+                    if len(self.training_turns) > MOST_TURNS:
+                        del self.training_turns[1:3]
             case "stage":
                 self.stage = fields["stage"]
             case "inner_step":
@@ -273,8 +273,7 @@ class RunCounters:
                 now, seconds = time.monotonic(), dict(fields["stages"])
                 self.deserted_since = {stage: now - seconds[stage] for stage in self.stages if stage in seconds}
             case "guards":
-                rounds = fields["rounds"]
-                self.guarded_rounds = {stage: number(rounds[stage]) for stage in self.stages if stage in rounds}
+                self.guarded_rounds = {s: number(round) for s, round in fields["rounds"].items() if s in self.stages}
 
     def _add(self, tally: Tally, labels: Labels, amount: float) -> None:
         sums = self.sums[tally.name]

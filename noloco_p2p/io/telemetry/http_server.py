@@ -198,9 +198,8 @@ class _PageHandler(http.server.BaseHTTPRequestHandler):
 
     def _response(self) -> HttpResponse:
         path, _, query = re.sub("^https?://[^/?]*", "", self.path).partition("?")  # proxies are sent whole URLs
-        is_outside = scope(self.client_address[0]) == "public"
-        page = (self.server.outside if is_outside else self.server.pages).get(path)
-        if page is None:
+        pages = self.server.outside if scope(self.client_address[0]) == "public" else self.server.pages
+        if (page := pages.get(path)) is None:
             return HttpResponse(f"404 no such page; the pages are: {' '.join(self.server.pages)}\n".encode(), code=404)
         try:
             return page(query, self.headers.get("Accept", ""))

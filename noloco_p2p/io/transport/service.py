@@ -88,8 +88,10 @@ def bound(
 
 def _belongs_in_log(record: logging.LogRecord) -> bool:
     """Log filter: drops gRPC's errors about a status that it could not deliver, because then the caller disconnected
-    and gRPC had not noticed. Keeps all others: failing even to begin sending a status is a bug."""
-    return not (record.exc_info and str(record.exc_info[1]).startswith('Failed "execute_batch"'))
+    and gRPC had not noticed, and about a call that was cancelled before its method had begun. Keeps all others: failing
+    even to begin sending a status is a bug."""
+    error = record.exc_info and record.exc_info[1]
+    return not (isinstance(error, asyncio.CancelledError) or str(error).startswith('Failed "execute_batch"'))
 
 
 def _bounded(servicer: GrpcServicer, method: Answer) -> Callable[[Any, Any], Awaitable[None]]:

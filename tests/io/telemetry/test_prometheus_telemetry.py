@@ -320,6 +320,23 @@ def test_the_summary_of_a_node_says_when_it_trained(
     assert (totals["training"], totals["first_step_at"]) == ([(102.0, 110.0), (120.0, 125.0)], 102.0)
 
 
+def test_the_earliest_of_very_many_pauses_count_as_training(
+    telemetry: PrometheusTelemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(RunCounters, "wall_time", lambda counters: now)
+    for number in range(counters.MOST_TURNS):
+        for state in ("training", "paused"):
+            telemetry.event("state", state=state, reason="")
+            now += 1.0
+        if number == 1:
+            assert telemetry.totals()["training"] == [(0.0, 1.0), (2.0, 3.0)]
+    spans = telemetry.totals()["training"]
+    assert len(spans) == counters.MOST_TURNS // 2
+    assert (spans[0][0], spans[-1][1]) == (0.0, now - 1.0)
+    assert all(until - began_at == 1.0 for began_at, until in spans[1:])
+
+
 def test_labels_that_peers_choose_are_counted_separately_up_to_a_limit(telemetry: PrometheusTelemetry) -> None:
     reasons = [f"{number:02} {'x' * counters.LABEL_CHARACTERS}" for number in range(60)]
     for reason in [*reasons[:30], reasons[0], "busy"]:
