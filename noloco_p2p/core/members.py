@@ -101,7 +101,7 @@ class Members:
         known, before, joined, listed = self._adverts, len(self._adverts), 0, 0
         for advert in adverts:
             peer, old = advert.peer_id, known.get(advert.peer_id)
-            # Of an older record, the search has missed the newer one, which is stored elsewhere.
+            # An older record means that the search missed the newer one, which is stored elsewhere.
             if old is None or (old is not advert and advert.announced_at >= old.announced_at):
                 if peer == self._me:
                     continue

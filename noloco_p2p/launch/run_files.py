@@ -103,9 +103,8 @@ def same_ports(directory: Path, listen: ListenSettings) -> ListenSettings:
     }
     ports = {name: int(port) for name, port in before.items() if re.fullmatch("[0-9]{1,5}", port)}
     wanted = {name: port for name, port in ports.items() if getattr(listen, name) == 0 and 0 < port < 65536}
-    others = set(dict(listen).values())
-    free = {name: port for name, port in wanted.items() if port not in others and _is_free(listen.host, port)}
-    return listen.model_copy(update=free)
+    others = dict(listen).values()
+    return listen.model_copy(update={n: p for n, p in wanted.items() if p not in others and _is_free(listen.host, p)})
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -63,7 +63,7 @@ def read(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_pem_private_key(path.read_bytes(), None)
         readable = path.stat().st_mode & 0o077
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, *certificates.UNREADABLE) as error:
         reason = error.strerror if isinstance(error, OSError) else "it was not written by noloco key new"
         raise ConfigError(f"the run's key {path} cannot be read: {reason}") from error
     if not isinstance(key, Ed25519PrivateKey):

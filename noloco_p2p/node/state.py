@@ -54,7 +54,7 @@ class NodeState:
         self.error: BaseException | None = None
         self.stepped_at: float | None = None  # when the last inner step ended, or training began; None outside training
         self.step_seconds: deque[float] = deque(maxlen=STEPS_TIMED)  # from one inner step to the next
-        self.evaluated_s = self.evaluated_between_steps_s = 0.0  # in evaluations while training; before the last step
+        self.evaluated_s = self.evaluated_between_steps_s = 0.0  # evaluations, seconds; those up to the last step
         self._clocked_at: float | None = None  # when the clock last advanced at this stage
         self.alarms = 0  # how often a peer sent something too wrong to be merely clipped
         self._troubles: dict[str, tuple[str, float]] = {}  # what is wrong, by name: (message, since when)

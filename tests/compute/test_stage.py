@@ -173,17 +173,18 @@ def test_a_loss_that_is_not_finite_leaves_no_trace() -> None:
     assert same(gradients(stages), before)
 
 
-def test_a_gradient_of_another_shape_is_a_violation_and_keeps_the_graph() -> None:
+def test_a_gradient_of_another_shape_is_a_violation() -> None:
     stages = make_stages(make_manifest())
     graph, flow = stages[0].forward(make_batch(1).inputs, None)
     wrong = Gradient(microbatch(1), hidden(torch.zeros(2, 8, 31, dtype=torch.float64)), 1.0, 1, ())
     with pytest.raises(Violation, match="grad: got"):
-        stages[0].backward(graph, microbatch(1), wrong)
+        stages[0].check(wrong)
     for tokens in (17, -1):
         with pytest.raises(Violation, match=f"claims {tokens} tokens"):
-            stages[0].backward(graph, microbatch(1), zero_gradient(stages[0], tokens, 0.0))
-    right = stages[1].loss_backward(microbatch(1), flow, make_batch(1).targets, None)
-    assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
+            stages[0].check(zero_gradient(stages[0], tokens, 0.0))
+    right = as_gradient(stages[1].loss_backward(microbatch(1), flow, make_batch(1).targets, None), microbatch(1))
+    stages[0].check(right)
+    assert stages[0].backward(graph, microbatch(1), right).counted
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -208,19 +209,21 @@ def test_codes_travel_in_both_directions_and_autograd_goes_straight_through(code
     assert same(found, gradients(exact[:1]))
 
 
-def test_scales_that_are_not_finite_are_a_violation_and_keep_the_graph() -> None:
+def test_scales_that_are_not_finite_are_a_violation() -> None:
     stages, batch = make_stages(make_manifest(wire={"forward": "int8", "backward": "int4"})), make_batch(1)
     graph, flow = stages[0].forward(batch.inputs, None)
     bad = HostTensor(*flow.spec, memoryview(b"\xff" * flow.data.nbytes))
     with pytest.raises(Violation, match="hidden: means or scales that are not finite"):
         stages[1].loss_backward(microbatch(1), bad, batch.targets, None)
-    right = stages[1].loss_backward(microbatch(1), flow, batch.targets, None)
-    assert right.counted
+    done = stages[1].loss_backward(microbatch(1), flow, batch.targets, None)
+    assert done.counted
     spec = stages[0].state.gradient
     wrong = HostTensor(*spec, memoryview(b"\xff" * spec.nbytes))
     with pytest.raises(Violation, match="grad: means or scales that are not finite"):
-        stages[0].backward(graph, microbatch(1), Gradient(microbatch(1), wrong, 1.0, 1, ()))
-    assert stages[0].backward(graph, microbatch(1), as_gradient(right, microbatch(1))).counted
+        stages[0].check(Gradient(microbatch(1), wrong, 1.0, 1, ()))
+    right = as_gradient(done, microbatch(1))
+    stages[0].check(right)
+    assert stages[0].backward(graph, microbatch(1), right).counted
 
 
 def test_non_finite_values_leave_no_trace_in_the_integer_codecs_either() -> None:

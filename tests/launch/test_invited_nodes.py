@@ -222,6 +222,14 @@ def test_a_key_is_created_once_and_is_private(tmp_path: Path) -> None:
         run_key.read(tmp_path / "absent")
 
 
+def test_a_key_of_an_unknown_kind_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Found by the test of damaged files: `cryptography` has an error of its own for it."""
+    unknown = b"MC4CAQAwBQYD+/U/BCI++++////////////////////////////AAAAAAAAAAAAA"
+    (tmp_path / "root.key").write_bytes(b"-----BEGIN PRIVATE KEY-----\n" + unknown + b"\n-----END PRIVATE KEY-----\n")
+    with pytest.raises(ConfigError, match=r"root\.key cannot be read: it was not written by noloco key new$"):
+        run_key.read(tmp_path / "root.key")
+
+
 def test_commands_that_are_printed_can_be_pasted_whatever_the_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ from noloco_p2p.io.dht.identity import peer_id_of, public_key_of, verify
 Role = Literal["member", "observer"]
 _OF_X509 = x509.ExtensionNotFound, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType
 UNREADABLE = ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, *_OF_X509
-"""What `cryptography` raises for certificates that are malformed, or not what they should be."""
+"""What `cryptography` raises for certificates and keys that are malformed, or not what they should be."""
 DAY_S = 86_400.0
 ISSUER_S = 365 * DAY_S
 LIFETIME_S: dict[Role, float] = {"member": 7 * DAY_S, "observer": 3_600.0}

@@ -98,7 +98,7 @@ class UseBook:
             return
         if len(peers) >= invitation.uses:
             raise Declined(f"the invitation is used up ({len(peers)} of {invitation.uses}): {ANOTHER}")
-        old = now - LIFETIME_S["member"]  # The clock may be ahead of time; if by more, this node refuses all members.
+        old = now - LIFETIME_S["member"]  # The clock may be ahead by this much; once set back, no use may be forgotten.
         used = {n: one for n, one in self._used.items() if one[0] > old} | {number: (invitation.until, [*peers, peer])}
         with writing(self._path):
             write_whole(self._path, json.dumps(used).encode(), 0o600)

@@ -19,12 +19,12 @@ FINAL_STEPS = 10
 """The final loss of a run is the mean over this many last inner steps."""
 WINDOW_S = 10.0
 """Seconds over which a rate is measured, unless its amounts come in lumps that are further apart."""
-MOST_TURNS = 2_000
-"""How often a node's training can begin or end before its earliest pauses are forgotten."""
 MARK_S = 1.0
 """Shortest time between two marks of a rate, seconds."""
 SILENT_GAPS = 3.0
 """A rate drops to 0 when nothing has been added for WINDOW_S and for this many times the gap between two lumps."""
+MOST_TURNS = 2_000
+"""How often a node's training can begin or end before its earliest pauses are forgotten."""
 
 Fields = Mapping[str, Any]
 Labels = tuple[str, ...]

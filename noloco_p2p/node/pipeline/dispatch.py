@@ -104,7 +104,7 @@ class Dispatcher:
         return StageResult(done, peer, gradient)
 
     async def _propagate(self, peer: Advert, activation: Activation, claim: Claim) -> Gradient:
-        """The gradient from one replica. What this stage cannot use is a failed call."""
+        """The gradient from one replica. One that this stage cannot use is a Violation, so the call has failed."""
         stage = self._node.stage  # the node may hold another one by the time of the reply
         gradient = await self._transport.propagate(peer, activation, claim)
         stage.check(gradient)
