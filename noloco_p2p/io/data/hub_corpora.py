@@ -3,6 +3,7 @@
 `datasets` is imported only here, and only when such data is opened, because the import takes 1.7 s.
 """
 
+import glob
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
@@ -126,13 +127,11 @@ def _whole(row: Row, column: str) -> NDArray[np.int64]:
 def _streams(data: DataSettings, patterns: tuple[str, ...], columns: list[str]) -> tuple[Any, Any | None, list[str]]:
     """The training stream; the validation stream, which is None if the data has no such part; local training files."""
     if patterns:
-        found = corpora.matching_files(patterns)
-        names = sorted(found)
-        chosen = [name for name in names if "validation" in Path(name).name]
-        train = [str(found[name]) for name in names if name not in chosen]
+        found = sorted(corpora.matching_files(patterns).items())
+        train = [str(path) for name, path in found if "validation" not in Path(name).name]
+        held_out = [str(path) for name, path in found if "validation" in Path(name).name]
         if not train:
             raise ConfigError(f"only validation files match {', '.join(patterns)}")
-        held_out = [str(found[name]) for name in chosen]
         return _local(train, columns), _local(held_out, columns) if held_out else None, train
     if data.dataset is None:
         raise ConfigError(f"data.kind '{data.kind}' needs data_files, or data.dataset for a data set on the hub")
@@ -164,7 +163,8 @@ def _local(files: list[str], columns: list[str]) -> Any:
     if len(readers) > 1:
         raise ConfigError(f"the data files are of several kinds ({', '.join(sorted(readers))}): name only one kind")
     reader = readers.pop()
-    options = {"data_files": files, "split": "train", "streaming": True, **OPTIONS.get(reader, {})}
+    named = list(map(glob.escape, files))  # `datasets` takes names for globs
+    options = {"data_files": named, "split": "train", "streaming": True, **OPTIONS.get(reader, {})}
     with corpora.failing_as_local_error(f"{files[0]}{', …' if files[1:] else ''}"):
         stream = datasets.load_dataset(reader, **options)
         if stream.features is not None and "timestamp" in stream.features:  # a type that pyarrow guesses block by block

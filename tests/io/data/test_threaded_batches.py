@@ -230,6 +230,16 @@ def test_a_file_may_be_named_like_a_glob(tmp_path: Path) -> None:
     assert corpora.matching_files((str(path),)) == {"a?.txt": path}
 
 
+def test_rows_may_be_in_files_and_folders_named_like_globs(tmp_path: Path) -> None:
+    """`[1].jsonl` was "empty", and `a*.jsonl` stood for all files that it matches: the held-out part was trained on."""
+    (tmp_path / "[v1]").mkdir()
+    for name in ("[1].jsonl", "a*.jsonl", "ab-validation.jsonl"):
+        (tmp_path / "[v1]" / name).write_text("".join(json.dumps({"text": f"{name} {i} "}) + "\n" for i in range(60)))
+    trained, held_out = one_pass("rows", (f"{tmp_path}/[[]v1]/*",))
+    assert [trained.count(name) for name in (b"[1]", b"a*", b"ab-")] == [60, 60, 0]
+    assert held_out.count(b"ab-") == len(held_out.splitlines()) == 60
+
+
 def test_a_file_may_have_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     """It was held out, or not, by the checksum of its name, and a name in Latin-1 has no UTF-8."""
     for name in (b"M\xfcller.txt", b"b.txt"):
